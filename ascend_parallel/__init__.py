@@ -1,0 +1,73 @@
+"""Tensor-parallel linear layers whose matmul and collective share their time.
+
+Importing this package reads COC_PARALLEL_NUM, USE_COC_FUSED_KERNEL, COC_MODE and COC_CONFIG. If they
+switch overlap on, Megatron-core's ColumnParallelLinear and RowParallelLinear are patched, at once or
+right after Megatron-core is imported; otherwise nothing is touched. See docs/settings.md.
+"""
+
+import os as _os
+from typing import Any as _Any
+
+from ascend_parallel import ops
+from ascend_parallel.agreement import DisagreementError
+from ascend_parallel.linear import WeightGradient, column_linear, row_linear
+from ascend_parallel.ops import CollectiveError
+from ascend_parallel.patches.base import PatchError
+from ascend_parallel.patches.megatron.conflicts import ConflictError
+from ascend_parallel.patches.megatron.coverage import Coverage, coverage
+from ascend_parallel.settings import Settings, SettingsError
+from ascend_parallel.switch import Status as _Status
+from ascend_parallel.switch import Switch as _Switch
+from ascend_parallel.version import __version__
+
+__all__ = [
+    "CollectiveError",
+    "ConflictError",
+    "Coverage",
+    "DisagreementError",
+    "PatchError",
+    "Settings",
+    "SettingsError",
+    "WeightGradient",
+    "__version__",
+    "apply",
+    "column_linear",
+    "configure",
+    "coverage",
+    "ops",
+    "revert",
+    "row_linear",
+    "status",
+]
+
+_switch = _Switch()
+
+
+def configure(**settings: _Any) -> Settings:
+    """Read the environment again, let `settings` (fields of `Settings`) win over it, and put that in force.
+
+    All ranks have to call it alike and between steps, not between a forward and its backward.
+    Raises `SettingsError` for what is not allowed; what was in force then stays in force.
+    """
+    return _switch.configure(_os.environ, **settings)
+
+
+def apply() -> None:
+    """Patch Megatron-core now, importing it if need be; a second call does nothing.
+
+    Raises `SettingsError` if overlap is off, `PatchError` if Megatron-core is not as expected.
+    """
+    _switch.apply()
+
+
+def revert() -> None:
+    """Put Megatron-core's own methods back; raises `PatchError` if somebody patched on top."""
+    _switch.revert()
+
+
+def status() -> _Status:
+    """Tell what is in force in this process: settings, patches, counts, and what a user should know."""
+    return _switch.status()
+
+
+configure()

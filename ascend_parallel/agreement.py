@@ -1,0 +1,109 @@
+"""Ranks agree on what they will do before they communicate.
+
+Two ranks that cut one collective differently do not merely get wrong numbers: gloo ends one of the
+processes in C++, other backends wait for ever. So the first time a group is used, each of its ranks
+publishes its settings and the package's version through the group's store and reads everybody's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ascend_parallel.ops.pending import describe
+from ascend_parallel.settings import Settings, option_name
+from ascend_parallel.version import __version__
+
+log = logging.getLogger(__name__)
+
+# Seconds after which a rank that waits for others says so, and again after each as many.
+PATIENCE = 30.0
+
+
+class DisagreementError(RuntimeError):
+    """Ranks of one group run with different settings or versions, or some never came."""
+
+
+class Agreement:
+    """Remembers the groups whose ranks were found to agree on one value of the settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Agree on `settings`, group by group, as `confirm` is called."""
+        self._settings = settings
+        self._confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
+
+    def confirm(self, group: dist.ProcessGroup) -> None:
+        """Return once every rank of `group` has published the same; a dictionary look-up from then on.
+
+        Raises `DisagreementError` on every rank, naming what differs, or, when the group's time limit
+        has passed, the ranks that never published.
+        """
+        if group not in self._confirmed:
+            _compare(group, self._settings)
+            self._confirmed.add(group)
+
+
+def _compare(group: dist.ProcessGroup, settings: Settings) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    store = c10d._get_process_group_store(group)
+    mine = {"version of ascend_parallel": __version__}
+    mine |= {option_name(name): value for name, value in settings.as_dict().items()}
+    # Each rank counts its own rounds, so that settings changed on every rank are compared afresh.
+    round_ = store.add(f"ascend_parallel/round/{dist.get_rank()}", 1)
+    keys = {rank: f"ascend_parallel/settings/{round_}/{rank}" for rank in ranks}
+    store.set(keys[dist.get_rank()], json.dumps(mine))
+    _wait(store, keys, group)
+    published = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+    differences = [_difference(name, published) for name in mine if _differs(name, published)]
+    if differences:
+        raise DisagreementError(
+            f"ranks of {describe(group)} run with different settings: {'; '.join(differences)}. "
+            "Export the same variables, and install the same version, on every rank"
+        )
+
+
+def _wait(store: Any, keys: dict[int, str], group: dist.ProcessGroup) -> None:
+    limit = _time_limit(group).total_seconds()
+    end = time.monotonic() + limit
+    missing = list(keys)
+    while missing:
+        left = end - time.monotonic()
+        try:
+            store.wait([keys[rank] for rank in missing], timedelta(seconds=max(min(left, PATIENCE), 0.01)))
+            return
+        except RuntimeError:  # time is up for this round of waiting, or the store is gone, which check() then raises
+            missing = [rank for rank in missing if not store.check([keys[rank]])]
+        if missing and left <= PATIENCE:
+            raise DisagreementError(_absence(missing, group, limit))
+        log.warning("%s", _absence(missing, group, PATIENCE))
+
+
+def _time_limit(group: dist.ProcessGroup) -> timedelta:
+    """Return the time limit of the group's collectives, or of its store if the backend does not tell."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    store: Any = c10d._get_process_group_store(group)
+    limit: timedelta = getattr(options, "_timeout", None) or store.timeout
+    return limit
+
+
+def _absence(missing: list[int], group: dist.ProcessGroup, seconds: float) -> str:
+    return (
+        f"rank {', '.join(map(str, missing))} of {describe(group)} has not come to its first overlapped layer within "
+        f"{seconds:g} s: it has stopped, or runs without overlap (is COC_PARALLEL_NUM exported there?)"
+    )
+
+
+def _differs(name: str, published: dict[int, dict[str, Any]]) -> bool:
+    values = [settings.get(name) for settings in published.values()]
+    return any(value != values[0] for value in values)
+
+
+def _difference(name: str, published: dict[int, dict[str, Any]]) -> str:
+    return f"{name} is " + ", ".join(f"{settings.get(name)} on rank {rank}" for rank, settings in published.items())

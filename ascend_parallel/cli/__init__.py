@@ -1,0 +1,1 @@
+"""The command `ascend-parallel`: typer and rich, never imported by training processes."""

@@ -1,0 +1,53 @@
+"""The commands of `ascend-parallel`."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import ascend_parallel
+
+app = typer.Typer(no_args_is_help=True, help="Matmul and collective that share their time.")
+
+
+@app.callback()
+def root() -> None:
+    """Overlap the matmul and the collective of tensor-parallel linear layers."""
+
+
+@app.command()
+def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts.")) -> None:
+    """Show the settings that the environment gives, and what they would replace.
+
+    Example: COC_PARALLEL_NUM=4 ascend-parallel status
+    """
+    if ascend_parallel.status().settings.enabled:
+        try:
+            ascend_parallel.apply()
+        except ascend_parallel.PatchError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
+    found = ascend_parallel.status()
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+        return
+    table = Table(title=f"ascend_parallel {found.version}: {found.state}", title_justify="left")
+    table.add_column("setting")
+    table.add_column("value")
+    for name, value in found.settings.as_dict().items():
+        table.add_row(name, str(value))
+    console = Console()
+    console.print(table)
+    for patch in found.patches:
+        console.print(f"{'replaced' if patch.applied else 'untouched'}  {patch.target}: {patch.reason}", markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(script: str) -> None:
+    """Run a training script with overlap: see python -m ascend_parallel run --help."""
+    raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")

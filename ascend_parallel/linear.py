@@ -1,0 +1,279 @@
+"""Tensor-parallel linear layers: two autograd functions over the three operators.
+
+Y = X W' + b with the weight as torch.nn.functional.linear has it, ``[N, K]``.
+
+column  W is cut along N. Sequence parallel: X arrives as this rank's rows and is gathered.
+row     W is cut along K, X along its last dimension; Y is summed over ranks. Sequence parallel: each
+        rank keeps its rows of the sum.
+
+Every matmul next to a collective overlaps with it, in both directions, and the weight gradient runs
+under what is left of the input gradient's communication. The weight gradient itself is never cut:
+its sum over rows would change its bits.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ascend_parallel.ops.operators import (
+    gathered_shape,
+    rows_of,
+    run_all_gather_matmul,
+    scattered_shape,
+    start_gather_rows,
+    start_matmul_all_reduce,
+    start_matmul_reduce_scatter,
+)
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Choice, Problem, choose
+from ascend_parallel.settings import Settings
+
+
+class WeightGradient:
+    """What becomes of a weight gradient; frameworks derive from it to accumulate it elsewhere."""
+
+    def postpone(self, dy: torch.Tensor) -> bool:
+        """Keep dy for later and return True, or return False to have the gradient computed now."""
+        return False
+
+    def placeholder(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what autograd gets for a gradient that was put off; x is the layer's input."""
+        return None
+
+    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient ``dY' X`` [N, K] of rows x [M, K] and dy [M, N], or None if it went elsewhere."""
+        return dy_m.t().matmul(x_m)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    group: dist.ProcessGroup
+    settings: Settings
+    sequence_parallel: bool
+    reduce_input_grad: bool = False
+    weight_gradient: WeightGradient = field(default_factory=WeightGradient)
+
+
+def column_linear(
+    x: torch.Tensor,
+    weight_shard_n: torch.Tensor,
+    bias_shard_n: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    sequence_parallel: bool = False,
+    reduce_input_grad: bool = True,
+    weight_gradient: WeightGradient | None = None,
+) -> torch.Tensor:
+    """Run a column-parallel linear layer on one rank of `group`.
+
+    x               [..., K], the same on every rank; with sequence_parallel [S / R, ..., K], this rank's rows
+    weight_shard_n  [N / R, K], this rank's outputs
+    bias_shard_n    [N / R] or None
+    returns         [..., N / R]; with sequence_parallel [S, ..., N / R]
+
+    reduce_input_grad=False leaves the gradient of x as this rank's part of the sum (sequence parallelism
+    always scatters it). Raises `ValueError` for operands that do not fit, `CollectiveError` if a rank fails.
+    """
+    layer = _Layer(
+        group=group,
+        settings=settings,
+        sequence_parallel=sequence_parallel,
+        reduce_input_grad=reduce_input_grad,
+        weight_gradient=weight_gradient or WeightGradient(),
+    )
+    y: torch.Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
+        _autocast(x), _autocast(weight_shard_n), bias_shard_n, layer
+    )
+    return y
+
+
+def row_linear(
+    x_shard_k: torch.Tensor,
+    weight_shard_k: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    sequence_parallel: bool = False,
+    weight_gradient: WeightGradient | None = None,
+) -> torch.Tensor:
+    """Run a row-parallel linear layer, without its bias, on one rank of `group`.
+
+    x_shard_k       [..., K / R], this rank's inputs
+    weight_shard_k  [N, K / R]
+    returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
+
+    The bias is added to the result once, by the caller. Errors as in `column_linear`.
+    """
+    layer = _Layer(
+        group=group,
+        settings=settings,
+        sequence_parallel=sequence_parallel,
+        weight_gradient=weight_gradient or WeightGradient(),
+    )
+    y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
+        _autocast(x_shard_k), _autocast(weight_shard_k), layer
+    )
+    return y
+
+
+def column_choices(
+    x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
+) -> list[Choice]:
+    """Tell how a column-parallel layer would run its operators, forward and backward, on x."""
+    m, (n, k) = x.shape[:-1].numel(), weight.shape
+    if not sequence_parallel:
+        return _choices([(ALL_REDUCE, m, n, k)], x, ranks, settings)
+    return _choices([(ALL_GATHER, m * ranks, k, n), (REDUCE_SCATTER, m * ranks, n, k)], x, ranks, settings)
+
+
+def row_choices(
+    x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
+) -> list[Choice]:
+    """Tell how a row-parallel layer would run its operators, forward and backward, on x."""
+    m, (n, k) = x.shape[:-1].numel(), weight.shape
+    if not sequence_parallel:
+        return _choices([(ALL_REDUCE, m, k, n)], x, ranks, settings)
+    return _choices([(REDUCE_SCATTER, m, k, n), (ALL_GATHER, m, n, k)], x, ranks, settings)
+
+
+def _choices(calls: list[tuple[str, int, int, int]], x: torch.Tensor, ranks: int, settings: Settings) -> list[Choice]:
+    return [choose(Problem(*call, x.dtype, x.device.type, ranks), settings) for call in calls]
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
+    ) -> torch.Tensor:
+        kept = x
+        if layer.sequence_parallel:
+            y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings)
+            y = y_m.view(gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
+            if not layer.settings.recompute_all_gather:
+                kept = gathered_m
+        else:
+            y = torch.matmul(x, weight.t())
+        _save(ctx, layer, x, kept, weight)
+        return y if bias is None else _add_bias(y, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        layer: _Layer = ctx.layer
+        kept, weight = ctx.saved_tensors
+        db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
+        dy = dy.to(ctx.x_dtype)
+        postponed = kept is not None and layer.weight_gradient.postpone(dy)
+        placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
+        if postponed:
+            kept = None
+        if layer.sequence_parallel:
+            dx, dw = _column_sequence_backward(dy, kept, weight, layer)
+        elif layer.reduce_input_grad and weight is not None:
+            with start_matmul_all_reduce(dy, weight, layer.group, layer.settings) as pending:
+                dw = _weight_gradient(layer, kept, dy)
+                dx = pending.wait()
+        else:
+            dx, dw = _local_backward(dy, kept, weight, layer)
+        return _shaped(dx, ctx.x_shape), placeholder if postponed else dw, db, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        if layer.sequence_parallel:
+            y_m = start_matmul_reduce_scatter(x, weight.t(), layer.group, layer.settings).wait()
+            y = y_m.view(scattered_shape(x.shape, layer.group.size(), weight.shape[0]))
+        else:
+            y_m = start_matmul_all_reduce(x, weight.t(), layer.group, layer.settings).wait()
+            y = y_m.view(*x.shape[:-1], weight.shape[0])
+        _save(ctx, layer, x, x, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        layer: _Layer = ctx.layer
+        x, weight = ctx.saved_tensors
+        dy = dy.to(ctx.x_dtype)
+        if not layer.sequence_parallel:
+            dx, dw = _local_backward(dy, x, weight, layer)
+        elif weight is not None:
+            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings)
+            dw = _weight_gradient(layer, x, dy_m)
+        else:
+            dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
+        return _shaped(dx, ctx.x_shape), dw, None
+
+
+def _column_sequence_backward(
+    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Input gradient with its reduce-scatter, the gather of x, and the weight gradient.
+
+    The gather and the input gradient do not need each other, so either may be started first. Gathering
+    first (the default) runs the gather under the input gradient's matmul and leaves the
+    reduce-scatter to run under the weight gradient's.
+    """
+    group, settings = layer.group, layer.settings
+
+    def start_gather() -> Pending | None:
+        if kept is None or not settings.recompute_all_gather:
+            return None
+        return running.enter_context(start_gather_rows(kept, group, settings))
+
+    def start_input_gradient() -> Pending | None:
+        if weight is None:
+            return None
+        return running.enter_context(start_matmul_reduce_scatter(dy, weight, group, settings))
+
+    with ExitStack() as running:
+        if settings.order == "compute_first":
+            pending_dx, pending_x = start_input_gradient(), start_gather()
+        else:
+            pending_x, pending_dx = start_gather(), start_input_gradient()
+        dw = _weight_gradient(layer, pending_x.wait() if pending_x else kept, dy)
+        return (pending_dx.wait() if pending_dx else None), dw
+
+
+def _local_backward(
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both gradients where neither communicates."""
+    return (None if weight is None else dy.matmul(weight)), _weight_gradient(layer, x, dy)
+
+
+def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+    """dW of contiguous rows, or None where x was not kept because nobody wants it."""
+    return None if x is None else layer.weight_gradient.compute(rows_of(x.contiguous()), rows_of(dy.contiguous()))
+
+
+def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> None:
+    """Save what the wanted gradients need: `kept` for the weight's, the weight for the input's."""
+    input_grad, weight_grad = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(kept if weight_grad else None, weight if input_grad else None)
+    ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
+
+
+def _add_bias(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Add the bias in place, unless it promotes the result (an fp32 bias under autocast)."""
+    return y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """Cast as autocast casts the operands of a matmul: before the collective, which then moves less."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+def _shaped(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    return None if dx is None else dx.view(shape)

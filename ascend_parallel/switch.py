@@ -1,0 +1,153 @@
+"""Overlap switched on and off: which settings are in force, and whether the patches are applied.
+
+The layers never look here: the settings are handed to them when they are patched, so changing the
+settings means reverting and applying again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+import wrapt
+
+from ascend_parallel.ops import COUNTS
+from ascend_parallel.patches import megatron
+from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
+from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError, near_misses, read_settings
+from ascend_parallel.version import __version__
+
+log = logging.getLogger("ascend_parallel")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is in force in this process.
+
+    state
+        One sentence: off, waiting for Megatron-core, or applied.
+    patches
+        How each replaced method stands; empty before Megatron-core is imported.
+    counts
+        Calls, chunks and collectives by operator so far.
+    notes
+        What a user should know: variables changed after they were read, misspelt ones.
+    """
+
+    version: str
+    state: str
+    settings: Settings
+    patches: list[PatchStatus]
+    counts: dict[str, dict[str, int]]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {**asdict(self), "settings": self.settings.as_dict()}
+
+
+class Switch:
+    """Applies and reverts the patches of one process."""
+
+    def __init__(self) -> None:
+        """Start switched off."""
+        self._settings = Settings()
+        self._patches: PatchSet | None = None
+        self._variables: dict[str, str] = {}
+        self._hooked = False
+
+    def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
+        """Read the settings and put them in force: applied now or when Megatron-core is imported, or off."""
+        settings = read_settings(environ, **overrides)
+        self.revert()
+        self._settings = settings
+        self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
+        if settings.enabled:
+            self._apply_once_imported()
+        return settings
+
+    def apply(self) -> None:
+        """Apply the patches, importing Megatron-core's layers; a second call does nothing.
+
+        Raises `SettingsError` if the settings are off, `PatchError` if Megatron-core is missing or not as expected.
+        """
+        if not self._settings.enabled:
+            raise SettingsError(
+                "nothing to apply: COC_PARALLEL_NUM=1 and USE_COC_FUSED_KERNEL=0 switch overlap off; "
+                "export one of them, or call ascend_parallel.configure(num_chunks=4)"
+            )
+        if "megatron.core" not in sys.modules and not _installed("megatron.core"):
+            raise PatchError("megatron-core: expected a version " + megatron.VERSIONS + ", found none installed")
+        if self._patches is None:
+            patches = megatron.patch_set(self._settings)
+            patches.apply(megatron.installed_version())
+            self._patches = patches
+            log.info("%s", self.status().state)
+
+    def revert(self) -> None:
+        """Put the originals back; nothing to do if they are in place."""
+        if self._patches is not None:
+            self._patches.revert()
+            self._patches = None
+
+    def status(self) -> Status:
+        """Tell what is in force."""
+        patches = self._patches.status() if self._patches else []
+        return Status(__version__, self._state(patches), self._settings, patches, COUNTS.as_dict(), self._notes())
+
+    def warn_if_idle(self) -> None:
+        """At the end of a run that asked for overlap: say on rank 0 if no layer ever ran with it."""
+        if self._patches is not None and not COUNTS.as_dict() and os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "overlap was on, but 0 linear layers ran with it: no ColumnParallelLinear or RowParallelLinear of "
+                "megatron-core with a tensor-parallel group of several ranks was called%s",
+                " (TransformerEngine's layers are not covered: use --transformer-impl local)"
+                if "transformer_engine" in sys.modules
+                else "",
+            )
+
+    def _apply_once_imported(self) -> None:
+        if megatron.LAYERS in sys.modules:
+            self.apply()
+        if not self._hooked:
+            self._hooked = True
+            atexit.register(self.warn_if_idle)
+            wrapt.register_post_import_hook(self._imported, megatron.LAYERS)
+
+    def _imported(self, _: ModuleType) -> None:
+        if self._settings.enabled:
+            self.apply()
+
+    def _state(self, patches: list[PatchStatus]) -> str:
+        if not self._settings.enabled:
+            return "off: Megatron-core's layers are untouched"
+        if self._patches is None:
+            where = "" if _installed("megatron.core") else ", which is not installed"
+            return f"waiting for the import of megatron-core{where}"
+        applied = sum(patch.applied for patch in patches)
+        return f"{applied} of {len(patches)} methods of megatron-core {megatron.installed_version()} replaced"
+
+    def _notes(self) -> list[str]:
+        notes = [f"{name} is set, which nothing reads; {meant} is" for name, meant in near_misses(os.environ).items()]
+        for name in KNOWN_VARIABLES:
+            read, now = self._variables.get(name), os.environ.get(name)
+            if read != now:
+                notes.append(f"{name} was {read} when it was read and is {now} now; call configure() to read it again")
+        if self._settings.enabled and not dist.is_initialized():
+            notes.append("torch.distributed is not initialised in this process")
+        return notes
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent is missing
+        return False

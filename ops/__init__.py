@@ -1,0 +1,28 @@
+"""The three operators of tensor parallelism, and the kernels that do them.
+
+matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul run a matmul next to a collective so
+that the two share their time. This room knows how to overlap; it knows no gradients of layers
+(ascend_parallel.linear) and no framework (ascend_parallel.patches).
+"""
+
+if __name__ == "ops":
+    raise ImportError(
+        "import ascend_parallel.ops instead: a second copy named 'ops' would register the operators twice"
+    )
+
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.library import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ascend_parallel.ops.pending import CollectiveError, Pending
+from ascend_parallel.ops.problem import Choice, Problem, choose
+
+__all__ = [
+    "COUNTS",
+    "Choice",
+    "CollectiveError",
+    "Pending",
+    "Problem",
+    "all_gather_matmul",
+    "choose",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

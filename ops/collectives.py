@@ -1,0 +1,85 @@
+"""The collectives the operators are made of, each started without waiting.
+
+torch renamed two of them and gloo has no reduce-scatter of its own; both are dealt with here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.pending import Work
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Start gathering ``[M / R, K]`` of every rank into the contiguous ``[M, K]``, in rank order."""
+    work: Work = _all_gather(out_m, x_shard_m.contiguous(), group=group, async_op=True)
+    return work
+
+
+def all_gather_views(out_r_c: torch.Tensor, x_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Start gathering ``[c, K]`` of every rank into the strided view ``[R, c, K]`` of a larger tensor."""
+    work: Work = dist.all_gather(list(out_r_c.unbind()), x_c.contiguous(), group=group, async_op=True)
+    return work
+
+
+class ReduceScatter:
+    """One reduce-scatter of ``[R, c, N]`` into ``[c, N]``, made ready before its input is computed."""
+
+    def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write the sum over ranks of each rank's slice for this rank to `out_c`."""
+        self._out_c = out_c
+        self._group = group
+
+    def start(self, x_r_c: torch.Tensor) -> Work:
+        """Start with the contiguous ``[R, c, N]``, slice r being what rank r receives."""
+        work: Work = _reduce_scatter(self._out_c, x_r_c.flatten(0, 1), group=self._group, async_op=True)
+        return work
+
+
+class ExchangeAndSum(ReduceScatter):
+    """Reduce-scatter for gloo: every rank sends each other one its slice and sums what it receives.
+
+    gloo's own is a full all-reduce of a copy, twice the traffic or more. Receives are posted when the
+    object is made: gloo announces them through the stream that carries the data, so a late one waits
+    behind megabytes of the other direction and the two directions run in turn. The sum is taken in
+    rank order, in fp32 for 16-bit types, so every run gives the same bits.
+    """
+
+    def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Post the receives of every other rank's slice."""
+        super().__init__(out_c, group)
+        self._received = {peer: torch.empty_like(out_c) for peer in range(group.size()) if peer != group.rank()}
+        self._works = [dist.irecv(part, group=group, group_src=peer) for peer, part in self._received.items()]
+
+    def start(self, x_r_c: torch.Tensor) -> Work:
+        """Send the other ranks their slices."""
+        self._x_r_c = x_r_c  # lives until the sends are done
+        self._works += [dist.isend(x_r_c[peer], group=self._group, group_dst=peer) for peer in self._received]
+        return self
+
+    def wait(self) -> None:
+        """Wait for the exchange, then sum."""
+        for work in self._works:
+            assert work is not None
+            work.wait()
+        first, *rest = [self._received.get(rank, self._x_r_c[rank]) for rank in range(self._group.size())]
+        wide = len(rest) > 1 and self._out_c.element_size() == 2
+        total = first.float() if wide else torch.add(first, rest.pop(0), out=self._out_c)
+        for part in rest:
+            total.add_(part)
+        if wide:
+            self._out_c.copy_(total)
+
+
+def reduce_scatter_into(out_c: torch.Tensor, group: dist.ProcessGroup) -> ReduceScatter:
+    """Make a reduce-scatter ready that writes to the contiguous ``[c, N]``."""
+    on_gloo = dist.get_backend(group) == dist.Backend.GLOO
+    return (ExchangeAndSum if on_gloo else ReduceScatter)(out_c, group)

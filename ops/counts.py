@@ -1,0 +1,40 @@
+"""How often each operator ran, in how many chunks and collectives; to be shown, never to decide."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class OperatorCount:
+    """Totals of one operator in this process."""
+
+    calls: int = 0
+    chunks: int = 0
+    collectives: int = 0
+
+
+class Counts:
+    """Totals of all operators in this process."""
+
+    def __init__(self) -> None:
+        """Start from zero."""
+        self._by_operator: dict[str, OperatorCount] = {}
+
+    def add(self, operator: str, chunks: int, collectives: int) -> None:
+        """Count one call."""
+        count = self._by_operator.setdefault(operator, OperatorCount())
+        count.calls += 1
+        count.chunks += chunks
+        count.collectives += collectives
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Return the totals by operator name."""
+        return {operator: asdict(count) for operator, count in self._by_operator.items()}
+
+    def clear(self) -> None:
+        """Start from zero again."""
+        self._by_operator.clear()
+
+
+COUNTS = Counts()

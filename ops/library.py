@@ -1,0 +1,158 @@
+"""The operators as ``torch.ops.ascend_parallel.*``: with fake kernels and gradients, so that they trace.
+
+Groups are named by their ``group_name``, as torch's own functional collectives name them.
+"""
+# No `from __future__ import annotations`: torch.library reads the schema from the annotations.
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ascend_parallel.ops.operators import (
+    gathered_shape,
+    run_all_gather_matmul,
+    scattered_shape,
+    start_matmul_all_reduce,
+    start_matmul_reduce_scatter,
+)
+from ascend_parallel.settings import Settings
+
+
+def _settings(num_chunks: int) -> Settings:
+    return Settings(num_chunks=num_chunks, mode=2)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return group
+
+
+@torch.library.custom_op("ascend_parallel::matmul_all_reduce", mutates_args=())
+def _matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int) -> torch.Tensor:
+    pending = start_matmul_all_reduce(x, w, _group(group_name), _settings(num_chunks))
+    return pending.wait().view(*x.shape[:-1], w.shape[1])
+
+
+@torch.library.custom_op("ascend_parallel::matmul_reduce_scatter", mutates_args=())
+def _matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int) -> torch.Tensor:
+    group = _group(group_name)
+    pending = start_matmul_reduce_scatter(x, w, group, _settings(num_chunks))
+    return pending.wait().view(scattered_shape(x.shape, group.size(), w.shape[1]))
+
+
+@torch.library.custom_op("ascend_parallel::all_gather_matmul", mutates_args=())
+def _all_gather_matmul(
+    x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = _group(group_name)
+    y_m, gathered_m = run_all_gather_matmul(x, w, group, _settings(num_chunks))
+    if group.size() == 1:  # an operator may not return its own input
+        gathered_m = gathered_m.clone()
+    return (
+        y_m.view(gathered_shape(x.shape, group.size(), w.shape[1])),
+        gathered_m.reshape(gathered_shape(x.shape, group.size(), x.shape[-1])),
+    )
+
+
+@_matmul_all_reduce.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[1])
+
+
+@_matmul_reduce_scatter.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int) -> torch.Tensor:
+    return x.new_empty(scattered_shape(x.shape, _group(group_name).size(), w.shape[1]))
+
+
+@_all_gather_matmul.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks = _group(group_name).size()
+    shapes = (gathered_shape(x.shape, ranks, w.shape[1]), gathered_shape(x.shape, ranks, x.shape[-1]))
+    return x.new_empty(shapes[0]), x.new_empty(shapes[1])
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, w, ctx.group_name, ctx.num_chunks = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _, w, ctx.group_name, ctx.num_chunks = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], w)
+
+
+def _weight_gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, -2).t() @ dy.flatten(0, -2)
+
+
+def _all_reduce_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, w = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    return (dy @ w.t() if wanted[0] else None), (_weight_gradient(x, dy) if wanted[1] else None), None, None
+
+
+def _reduce_scatter_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, w = ctx.saved_tensors
+    dx, gathered_dy = torch.ops.ascend_parallel.all_gather_matmul(
+        dy.contiguous(), w.t(), ctx.group_name, ctx.num_chunks
+    )
+    return dx, (_weight_gradient(x, gathered_dy) if ctx.needs_input_grad[1] else None), None, None
+
+
+def _all_gather_backward(ctx: Any, dy: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    gathered, w = ctx.saved_tensors
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = torch.ops.ascend_parallel.matmul_reduce_scatter(dy.contiguous(), w.t(), ctx.group_name, ctx.num_chunks)
+    return dx, (_weight_gradient(gathered, dy) if ctx.needs_input_grad[1] else None), None, None
+
+
+_matmul_all_reduce.register_autograd(_all_reduce_backward, setup_context=_save_operands)
+_matmul_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_save_operands)
+_all_gather_matmul.register_autograd(_all_gather_backward, setup_context=_save_gathered)
+
+
+def matmul_all_reduce(
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | None = None, *, num_chunks: int = 1
+) -> torch.Tensor:
+    """Sum ``x w`` over the ranks of `group`: x [..., K], w [K, N] give [..., N] on every rank.
+
+    Differentiable in x and w: the result counts as replicated, so its gradient has to be the same on
+    every rank, and each rank's dX and dW are those of its own operands. `group` is the default group
+    if None. Raises `ValueError` for operands that are no matmul, `CollectiveError` if a rank fails.
+    """
+    y: torch.Tensor = torch.ops.ascend_parallel.matmul_all_reduce(x, w, _name(group), num_chunks)
+    return y
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | None = None, *, num_chunks: int = 1
+) -> torch.Tensor:
+    """Sum ``x w`` over ranks and keep this rank's rows: x [S, ..., K], w [K, N] give [S / R, ..., N].
+
+    S, the first dimension, must be divisible by the number of ranks. Otherwise as `matmul_all_reduce`.
+    """
+    y: torch.Tensor = torch.ops.ascend_parallel.matmul_reduce_scatter(x, w, _name(group), num_chunks)
+    return y
+
+
+def all_gather_matmul(
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | None = None, *, num_chunks: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather x along its first dimension, times w: x [S, ..., K], w [K, N] give [S R, ..., N].
+
+    Also returns the gathered x, [S R, ..., K], which carries no gradient. Otherwise as `matmul_all_reduce`.
+    """
+    y, gathered = torch.ops.ascend_parallel.all_gather_matmul(x, w, _name(group), num_chunks)
+    return y, gathered
+
+
+def _name(group: dist.ProcessGroup | None) -> str:
+    chosen = dist.group.WORLD if group is None else group
+    if chosen is None:
+        raise ValueError("group=None means the default group: call torch.distributed.init_process_group first")
+    name: str = chosen.group_name
+    return name

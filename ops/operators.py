@@ -1,0 +1,78 @@
+"""The three operators, started: checked, given a kernel and chunks, and left pending where that helps.
+
+This is what `linear` calls. Operands have any number of leading dimensions here; kernels see rows.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops import chunked, reference
+from ascend_parallel.ops.alignment import align_operands
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Choice, choose, problem_of
+from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.settings import Settings
+
+KERNELS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
+
+
+def start_matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
+    """Start ``sum over ranks of x w``: x [..., K], w [K, N]; the pending result is [M, N]."""
+    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings)
+    pending: Pending = KERNELS[choice.kernel].matmul_all_reduce(x_m, w, group, choice.bounds)
+    return pending
+
+
+def start_matmul_reduce_scatter(
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
+) -> Pending:
+    """Start this rank's rows of ``sum over ranks of x w``: x [..., K], w [K, N]; pending [M / R, N]."""
+    x_m, w, choice = _prepare(REDUCE_SCATTER, x, w, group, settings)
+    pending: Pending = KERNELS[choice.kernel].matmul_reduce_scatter(x_m, w, group, choice.bounds)
+    return pending
+
+
+def run_all_gather_matmul(
+    x_shard: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``gather(x) w`` and gather(x): x [..., K], w [K, N]; [M, N] and [M, K], both finished."""
+    x_m, w, choice = _prepare(ALL_GATHER, x_shard, w, group, settings)
+    y_m, gathered_m = KERNELS[choice.kernel].all_gather_matmul(x_m, w, group, choice.bounds)
+    return y_m, gathered_m[:, : x_shard.shape[-1]]
+
+
+def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
+    """Start gathering x [..., K] as rows; the pending result is [M, K], this rank's M / R rows among them."""
+    x_m = rows_of(x_shard)
+    pieces = settings.num_chunks if settings.effective_mode == 2 else 1
+    return reference.gather_rows(x_m, group, split_rows(x_m.shape[0], pieces))
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` as rows ``[M, K]``: a view unless the strides of x forbid one."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def gathered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]:
+    """Shape of a result whose first dimension is gathered over `ranks` and whose last one is `last`."""
+    return (shape[0] * ranks, *shape[1:-1], last)
+
+
+def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]:
+    """Shape of a result whose first dimension is scattered over `ranks` and whose last one is `last`."""
+    return (shape[0] // ranks, *shape[1:-1], last)
+
+
+def _prepare(
+    operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor, Choice]:
+    problem = problem_of(operator, x, w, group)
+    choice = choose(problem, settings)
+    x_m = rows_of(x)
+    if choice.kernel == "chunked" and settings.matmul_soc_friendly and problem.device == "npu":
+        x_m, w = align_operands(x_m, w, problem.rows // len(choice.bounds), settings.k_min, settings.k_max)
+    return x_m, w, choice

@@ -1,0 +1,135 @@
+"""Results whose collectives still run, and errors that say which collective failed and who is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# Seconds in which a rank that saw a collective fail waits for the others to say that they are alive.
+ROLL_CALL = 5
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or ran out of time; the message names operator, chunk, group and missing ranks."""
+
+
+class Work(Protocol):
+    """What torch.distributed returns for an asynchronous collective, and what wraps one here."""
+
+    def wait(self) -> object:
+        """Wait until the collective's result may be read."""
+
+
+class Pending:
+    """A tensor some of whose collectives may still run.
+
+    `wait` gives the finished tensor. As a context manager it waits on leaving, whatever happened
+    inside, so that no collective is left behind with its buffers freed.
+    """
+
+    __slots__ = ("_count", "_group", "_operator", "_tensor", "_works")
+
+    def __init__(self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1) -> None:
+        """Hold `tensor`, the result of `operator` on `group`, made by `count` collectives to be added."""
+        self._tensor = tensor
+        self._operator = operator
+        self._group = group
+        self._count = count
+        self._works: list[Work] = []
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it is now, perhaps unfinished."""
+        return self._tensor
+
+    def add(self, work: Work | None) -> None:
+        """Take charge of one more collective, in the order in which they were started."""
+        assert work is not None, "this rank is not a member of the group"
+        self._works.append(work)
+
+    def wait_for(self, index: int) -> None:
+        """Wait for one collective; a failure is raised as `CollectiveError` by the rank that sees it."""
+        try:
+            self._works[index].wait()
+        except RuntimeError as error:
+            raise CollectiveError(self._failure(index, error)) from error
+
+    def wait(self) -> torch.Tensor:
+        """Wait for every collective and return the tensor; the second call returns at once."""
+        for index in range(len(self._works)):
+            self.wait_for(index)
+        self._works.clear()
+        return self._tensor
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Guard the loop that starts the collectives: if it fails, those already started are waited for."""
+        try:
+            yield
+        except BaseException:
+            self._drain()
+            raise
+
+    def __enter__(self) -> Pending:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Wait for what is left."""
+        if kind is None:
+            self.wait()
+        else:
+            self._drain()
+
+    def _drain(self) -> None:
+        for work in self._works:
+            with suppress(RuntimeError):  # the error that led here is the one to report
+                work.wait()
+        self._works.clear()
+
+    def _failure(self, index: int, error: RuntimeError) -> str:
+        return (
+            f"{self._operator}, collective {index + 1} of {self._count}, on {describe(self._group)} "
+            f"failed on rank {dist.get_rank()}: {str(error).splitlines()[0]}; {roll_call(self._group)}"
+        )
+
+
+def roll_call(group: dist.ProcessGroup) -> str:
+    """Say which ranks of `group` do not report through its store in time.
+
+    Meant for a rank that has just seen a collective fail: every rank that sees it calls this, so
+    those that stay silent are dead or elsewhere.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    end = time.monotonic() + ROLL_CALL
+    silent = []
+    try:
+        store = c10d._get_process_group_store(group)
+        store.set(f"ascend_parallel/alive/{dist.get_rank()}", "1")
+        for rank in ranks:
+            try:
+                store.wait([f"ascend_parallel/alive/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.1)))
+            except dist.DistStoreError:
+                silent.append(rank)
+    except RuntimeError:
+        return "the group's store is gone too: its host, usually rank 0, has stopped"
+    if not silent:
+        return "all its ranks are alive: they disagree, or the network failed"
+    return f"no sign of rank {_listed(silent)} within {ROLL_CALL} s: it has stopped or never called the collective"
+
+
+def describe(group: dist.ProcessGroup) -> str:
+    """Name a group for a person: its description and its global ranks."""
+    name = group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
+    return f"group {name!r} of ranks {_listed(dist.get_process_group_ranks(group))}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

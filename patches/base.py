@@ -1,0 +1,150 @@
+"""Methods replaced on classes: described as values, checked together, applied, reverted, reported.
+
+A method is replaced on its class and never a name in a module, so that everybody who already holds
+the class sees the change, whatever the order of imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+class PatchError(RuntimeError):
+    """A patch that does not fit what is installed; the message says what was expected and found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One method to be replaced.
+
+    module, owner, method
+        Where it is: ``module.owner.method``.
+    replacement
+        Makes the new method from the original one.
+    parameters
+        Names of the original's parameters that the replacement was written for.
+    reason
+        What the replacement does, for `PatchSet.status`.
+    """
+
+    module: str
+    owner: str
+    method: str
+    replacement: Callable[[Function], Function]
+    parameters: tuple[str, ...]
+    reason: str
+
+    @property
+    def target(self) -> str:
+        """The full name of what is replaced."""
+        return f"{self.module}.{self.owner}.{self.method}"
+
+    def holder(self) -> type:
+        """Import the module and return the class."""
+        try:
+            found = getattr(importlib.import_module(self.module), self.owner, None)
+        except ImportError as error:
+            raise PatchError(f"{self.target}: {self.module} cannot be imported: {error}") from error
+        if not isinstance(found, type):
+            raise PatchError(f"{self.target}: expected a class, found {found!r}")
+        return found
+
+    def check(self) -> None:
+        """Raise `PatchError` unless the method is there, is the framework's own, and has the parameters."""
+        found = vars(self.holder()).get(self.method)
+        if not inspect.isfunction(found):
+            raise PatchError(f"{self.target}: expected a method of this class, found {found!r}")
+        if found.__module__ != self.module:
+            raise PatchError(
+                f"{self.target}: expected the original, found {found.__qualname__} of {found.__module__}, put there by "
+                "somebody else; only one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
+                "--use-ascend-mc2) or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
+            )
+        parameters = tuple(inspect.signature(found).parameters)
+        if parameters != self.parameters:
+            expected = f"expected the parameters {', '.join(self.parameters)}"
+            raise PatchError(f"{self.target}: {expected}, found {', '.join(parameters)}")
+
+
+@dataclass(frozen=True)
+class PatchStatus:
+    """How one patch stands: whether it is applied, and what it does or why it is not in force."""
+
+    target: str
+    applied: bool
+    reason: str
+
+
+class PatchSet:
+    """Patches that belong together: all are applied or none is."""
+
+    def __init__(self, framework: str, versions: str, patches: Sequence[Patch]) -> None:
+        """Hold patches for `framework` in the range `versions`, for example ``">=0.10,<0.17"``."""
+        self.framework = framework
+        self.versions = versions
+        self.patches = tuple(patches)
+        self._originals: dict[Patch, Function] = {}
+        self._replacements: dict[Patch, Function] = {}
+
+    def check(self, version: str) -> None:
+        """Raise `PatchError` if `version` is out of range or a target is not what was expected."""
+        if not in_range(version, self.versions):
+            raise PatchError(f"{self.framework}: expected a version {self.versions}, found {version}")
+        for patch in self.patches:
+            patch.check()
+
+    def apply(self, version: str) -> None:
+        """Check all targets, then replace them; a second call does nothing."""
+        if self._originals:
+            return
+        self.check(version)
+        for patch in self.patches:
+            original = vars(patch.holder())[patch.method]
+            self._originals[patch] = original
+            self._replacements[patch] = patch.replacement(original)
+            setattr(patch.holder(), patch.method, self._replacements[patch])
+
+    def revert(self) -> None:
+        """Put the very originals back; refuse with `PatchError` if somebody patched on top."""
+        for patch, replacement in self._replacements.items():
+            found = vars(patch.holder()).get(patch.method)
+            if found is not replacement:
+                raise PatchError(
+                    f"{patch.target}: cannot be reverted, since {getattr(found, '__qualname__', found)} of "
+                    f"{getattr(found, '__module__', 'an unknown module')} was put on top; take that off first"
+                )
+        for patch, original in self._originals.items():
+            setattr(patch.holder(), patch.method, original)
+        self._originals.clear()
+        self._replacements.clear()
+
+    def status(self) -> list[PatchStatus]:
+        """Tell how each patch stands."""
+        return [self._status(patch) for patch in self.patches]
+
+    def _status(self, patch: Patch) -> PatchStatus:
+        if patch not in self._replacements:
+            return PatchStatus(patch.target, False, "not applied")
+        found = vars(patch.holder()).get(patch.method)
+        if found is not self._replacements[patch]:
+            return PatchStatus(patch.target, False, f"replaced in turn by {getattr(found, '__module__', found)}")
+        return PatchStatus(patch.target, True, patch.reason)
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: ``"0.12.0rc1"`` gives ``(0, 12, 0)``."""
+    matched = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in matched.group().split(".")) if matched else ()
+
+
+def in_range(version: str, versions: str) -> bool:
+    """Tell whether `version` lies in a range written ``">=LOWEST,<FIRST_NOT"``."""
+    lowest, first_not = (version_tuple(bound.lstrip("<>=")) for bound in versions.split(","))
+    return lowest <= version_tuple(version) < first_not

@@ -1,0 +1,52 @@
+"""Megatron-core: ColumnParallelLinear.forward and RowParallelLinear.forward, overlapped.
+
+layers     the two replacements, and what of a layer they cover
+wgrad      Megatron's ways to accumulate a weight gradient
+conflicts  features that exclude overlap, and how they are recognised
+coverage   which layers of a model are covered
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from ascend_parallel.patches.base import Patch, PatchSet, version_tuple
+from ascend_parallel.patches.megatron.layers import Megatron, column_forward, row_forward
+from ascend_parallel.settings import Settings
+
+LAYERS = "megatron.core.tensor_parallel.layers"
+VERSIONS = ">=0.10,<0.17"
+
+
+def installed_version() -> str:
+    """Return the version of the megatron-core that is imported."""
+    # Not megatron.core.__version__, which is not set yet while megatron.core is being imported.
+    info = importlib.import_module("megatron.core.package_info")
+    return str(info.__version__)
+
+
+def patch_set(settings: Settings) -> PatchSet:
+    """Describe what is replaced in Megatron-core so that its layers run as `settings` say."""
+    megatron = Megatron(importlib.import_module(LAYERS), version_tuple(installed_version()), settings)
+    return PatchSet(
+        "megatron-core",
+        VERSIONS,
+        [
+            Patch(
+                module=LAYERS,
+                owner="ColumnParallelLinear",
+                method="forward",
+                replacement=lambda original: column_forward(original, megatron),
+                parameters=("self", "input_", "weight", "runtime_gather_output"),
+                reason="gathers under the matmul, reduces the input gradient under the backward's matmuls",
+            ),
+            Patch(
+                module=LAYERS,
+                owner="RowParallelLinear",
+                method="forward",
+                replacement=lambda original: row_forward(original, megatron),
+                parameters=("self", "input_"),
+                reason="reduces or scatters under the matmul, gathers the gradient under the backward's matmul",
+            ),
+        ],
+    )

@@ -1,0 +1,56 @@
+"""Features that cannot run beside overlapped linear layers, and how they are recognised.
+
+Source of the list: MindSpeed's CoC feature (what it declares itself incompatible with) and
+Megatron-core's ``tp_comm_overlap``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ascend_parallel.ops import Choice
+
+# Name of a configuration field or command-line argument -> what it is.
+CONFLICTS = {
+    "tp_comm_overlap": "Megatron-core's own overlap of tensor-parallel communication",
+    "use_ascend_mc2": "MindSpeed's MC2, which replaces the same layers",
+    "use_ascend_coc": "MindSpeed's CoC, which replaces the same layers",
+    "optimize_recomp_communication_level": "MindSpeed's overlap of recomputation with communication",
+    "unaligned_linear": "MindSpeed's unaligned linear layers",
+    "tp_2d": "MindSpeed's two-dimensional tensor parallelism",
+}
+
+
+class ConflictError(RuntimeError):
+    """Two features are switched on that cannot run together; the message names both."""
+
+
+def refuse_conflicts(config: Any) -> None:
+    """Raise `ConflictError` if a Megatron configuration, or the program's arguments, exclude overlap."""
+    for place, holder in (("config", config), ("argument", _arguments())):
+        for name, what in CONFLICTS.items():
+            if getattr(holder, name, None):
+                raise ConflictError(
+                    f"{place} {name}={getattr(holder, name)!r} ({what}) cannot be used together with overlapped linear "
+                    f"layers: switch it off, or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
+                )
+
+
+def refuse_inexact(choices: list[Choice]) -> None:
+    """Raise `ConflictError` under Megatron's deterministic_mode unless every choice keeps the bits."""
+    for choice in choices:
+        if not choice.bit_exact:
+            problem = choice.problem
+            raise ConflictError(
+                f"config deterministic_mode=True cannot be used together with {problem.operator} "
+                f"[{problem.m}, {problem.k}, {problem.n}] in {len(choice.bounds)} chunks on {problem.ranks} ranks "
+                f"({problem.device}): its bits are not known to be those of the plain layer. Switch deterministic_mode "
+                'off, or give this shape one chunk: customized_coc = {"'
+                + f'[{problem.m}, {problem.k}, {problem.n}]": 1}}'
+            )
+
+
+def _arguments() -> Any:
+    """Return what Megatron's own training program parsed, if that is what runs."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

@@ -1,0 +1,60 @@
+"""Which linear layers of a model run with overlap, and why the others do not."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many linear layers of a model are covered.
+
+    covered, total
+        Layers that communicate inside their forward and are overlapped; linear layers in all.
+    reasons
+        Why the others are not, and how many there are of each.
+    """
+
+    covered: int
+    total: int
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Say it in a sentence."""
+        text = f"{self.covered} of {self.total} linear layers covered"
+        others = "; ".join(f"{count} {reason}" for reason, count in self.reasons.items())
+        return f"{text} ({others})" if others else text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {"covered": self.covered, "total": self.total, "reasons": dict(self.reasons)}
+
+
+def coverage(model: torch.nn.Module) -> Coverage:
+    """Count the linear layers of `model`, Megatron-core's, TransformerEngine's and plain ones."""
+    reasons = [_uncovered(module) for module in model.modules() if _is_linear(module)]
+    named = Counter(reason for reason in reasons if reason is not None)
+    return Coverage(reasons.count(None), len(reasons), dict(named))
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return any(kind.__name__.endswith("Linear") for kind in type(module).__mro__)
+
+
+def _uncovered(module: Any) -> str | None:
+    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
+    kinds = (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
+    if not isinstance(module, kinds):
+        family = type(module).__module__.split(".")[0]
+        name = "TransformerEngine's" if type(module).__name__.startswith("TE") else f"of {family}"
+        return f"{name} {type(module).__name__}: not a layer of megatron-core's tensor_parallel"
+    megatron = getattr(type(module).forward, "ascend_parallel", None)
+    if megatron is None:
+        return f"{type(module).__name__}: not patched"
+    reason = megatron.uncovered(module)
+    return None if reason is None else f"{type(module).__name__}: {reason}"

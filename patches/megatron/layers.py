@@ -1,0 +1,193 @@
+"""The forward methods that take the place of Megatron-core's own.
+
+Each first asks whether it covers this layer and call; if not, the original runs, wholly, and the
+reason is logged once on rank 0. Then it does what the original does, step by step, with
+`column_linear` or `row_linear` in place of matmul and collective.
+
+Written against megatron-core 0.10 to 0.16; differences between those are methods of `Megatron`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.agreement import Agreement
+from ascend_parallel.linear import column_choices, column_linear, row_choices, row_linear
+from ascend_parallel.ops import Choice
+from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.megatron.conflicts import refuse_conflicts, refuse_inexact
+from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
+from ascend_parallel.settings import Settings
+
+log = logging.getLogger("ascend_parallel")
+
+Choices = Callable[[torch.Tensor, torch.Tensor, int, bool, Settings], list[Choice]]
+Output = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Megatron:
+    """The Megatron-core at hand: its layers' module, its version, and the settings it is to run with."""
+
+    def __init__(self, layers: ModuleType, version: tuple[int, ...], settings: Settings) -> None:
+        """Hold `layers`, the module megatron.core.tensor_parallel.layers of `version`."""
+        self.layers = layers
+        self.settings = settings
+        self.version = version
+        # Since 0.13 groups are handed down and main_grad is taken in forward.
+        self.groups_handed_down = version >= (0, 13)
+        self._agreement = Agreement(settings)
+        self._said: set[str] = set()
+
+    def group_of(self, layer: Any) -> dist.ProcessGroup:
+        """Return the group whose ranks hold the layer's shards."""
+        if self.groups_handed_down:
+            group: dist.ProcessGroup = layer.tp_group
+            return group
+        state = self.layers.get_tensor_model_parallel_group
+        return state()  # type: ignore[no-any-return]
+
+    def region(self, name: str, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Call one of Megatron's mappings, which take their group as an argument since 0.13."""
+        mapping = getattr(self.layers, name)
+        y: torch.Tensor = mapping(x, group=group) if self.groups_handed_down else mapping(x)
+        return y
+
+    def weight_gradient(self, layer: Any, weight: torch.Tensor, *, deferrable: bool) -> MegatronWeightGradient:
+        """Say what becomes of the layer's weight gradient, as its configuration has it."""
+        defers = deferrable and layer.config.defer_embedding_wgrad_compute
+        return MegatronWeightGradient(
+            weight,
+            fused=layer.gradient_accumulation_fusion,
+            layers=self.layers,
+            main_grad_at_forward=self.groups_handed_down,
+            postponed=layer.grad_output_buffer if defers else None,
+            limit=layer.config.wgrad_deferral_limit if defers else 0,
+        )
+
+    def uncovered(self, layer: Any) -> str | None:
+        """Say why a call of `layer` has to run as it is, or None."""
+        if layer.explicit_expert_comm:
+            return "expert layers communicate outside the layer"
+        if not dist.is_initialized() or self.group_of(layer).size() == 1:
+            return "its tensor-parallel group has one rank, so nothing is communicated"
+        offloading = layer.config._cpu_offloading_context
+        if offloading is not None and offloading.inside_context and layer.config.cpu_offloading:
+            return "CPU offloading of activations is active"
+        return None
+
+    def prepare(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, choices: Choices) -> dist.ProcessGroup:
+        """Refuse what conflicts with overlap, have the group's ranks agree, and return the group."""
+        group = self.group_of(layer)
+        refuse_conflicts(layer.config)
+        if layer.config.deterministic_mode:
+            refuse_inexact(choices(x, weight, group.size(), layer.sequence_parallel, self.settings))
+        self._agreement.confirm(group)
+        return group
+
+    def say_uncovered(self, layer: Any, reason: str) -> None:
+        """Log once, on rank 0, that layers of this kind run as they are."""
+        text = f"{type(layer).__name__} runs without overlap: {reason}"
+        if text not in self._said:
+            self._said.add(text)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log.warning("%s", text)
+
+
+def column_forward(original: Function, megatron: Megatron) -> Function:
+    """Make the method that replaces ``ColumnParallelLinear.forward``."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> Output:
+        reason = megatron.uncovered(self) or _column_uncovered(self, weight, runtime_gather_output, megatron)
+        if reason is not None:
+            megatron.say_uncovered(self, reason)
+            result: Output = original(self, input_, weight, runtime_gather_output)
+            return result
+        return _column(self, input_, self.weight if weight is None else weight, runtime_gather_output, megatron)
+
+    vars(forward)["ascend_parallel"] = megatron
+    return forward
+
+
+def row_forward(original: Function, megatron: Megatron) -> Function:
+    """Make the method that replaces ``RowParallelLinear.forward``."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input_: torch.Tensor) -> Output:
+        reason = megatron.uncovered(self)
+        if reason is not None:
+            megatron.say_uncovered(self, reason)
+            result: Output = original(self, input_)
+            return result
+        return _row(self, input_, megatron)
+
+    vars(forward)["ascend_parallel"] = megatron
+    return forward
+
+
+def _column_uncovered(
+    layer: Any, weight: torch.Tensor | None, runtime_gather_output: bool | None, megatron: Megatron
+) -> str | None:
+    used = layer.weight if weight is None else weight
+    if used is None or tuple(used.shape) != (layer.output_size_per_partition, layer.input_size):
+        return "there is no weight of the layer's shape"
+    if _gathers_output(layer, runtime_gather_output) and layer.sequence_parallel and not megatron.groups_handed_down:
+        return "gather_output with sequence parallelism is refused by megatron-core below 0.13"
+    return None
+
+
+def _column(
+    layer: Any, input_: torch.Tensor, weight: torch.Tensor, runtime_gather_output: bool | None, megatron: Megatron
+) -> Output:
+    group = megatron.prepare(layer, input_, weight, column_choices)
+    if layer.config.defer_embedding_wgrad_compute:
+        limit = layer.config.wgrad_deferral_limit
+        if limit == 0 or len(layer.embedding_activation_buffer) < limit:
+            layer.embedding_activation_buffer.append(input_)
+    y = column_linear(
+        input_,
+        weight,
+        None if layer.skip_bias_add else layer.bias,
+        group=group,
+        settings=megatron.settings,
+        sequence_parallel=layer.sequence_parallel,
+        reduce_input_grad=layer.allreduce_dgrad,
+        weight_gradient=megatron.weight_gradient(layer, weight, deferrable=True),
+    )
+    if _gathers_output(layer, runtime_gather_output):
+        y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
+    return y, layer.bias if layer.skip_bias_add else None
+
+
+def _row(layer: Any, input_: torch.Tensor, megatron: Megatron) -> Output:
+    group = megatron.prepare(layer, input_, layer.weight, row_choices)
+    if not layer.input_is_parallel:
+        assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
+        input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
+    y = row_linear(
+        input_,
+        layer.weight,
+        group=group,
+        settings=megatron.settings,
+        sequence_parallel=layer.sequence_parallel,
+        weight_gradient=megatron.weight_gradient(layer, layer.weight, deferrable=False),
+    )
+    if layer.skip_bias_add:
+        return y, layer.bias
+    return (y if layer.bias is None else y + layer.bias), None
+
+
+def _gathers_output(layer: Any, runtime_gather_output: bool | None) -> bool:
+    return bool(layer.gather_output if runtime_gather_output is None else runtime_gather_output)

@@ -1,0 +1,90 @@
+"""Megatron-core's ways to accumulate a weight gradient.
+
+Without gradient accumulation fusion the gradient is returned. With it, it is added to
+``weight.main_grad``, and where DDP counts hooks (``grad_added_to_main_grad``) a dummy is returned so
+that they fire. With a deferred embedding gradient, dy is put aside for the pipeline's drain phase.
+Source: megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ascend_parallel.linear import WeightGradient
+
+
+class MegatronWeightGradient(WeightGradient):
+    """What becomes of the weight gradient of one call of one layer."""
+
+    def __init__(
+        self,
+        weight: Any,
+        *,
+        fused: bool,
+        layers: ModuleType,
+        main_grad_at_forward: bool,
+        postponed: list[torch.Tensor] | None,
+        limit: int,
+    ) -> None:
+        """Remember where the gradient goes.
+
+        `weight` is the parameter itself, whose attributes Megatron uses. `layers` has the fused
+        kernel, if any. `postponed` collects dy, up to `limit` of them if that is not 0.
+        """
+        self._weight = weight
+        self._fused = fused
+        self._layers = layers
+        self._main_grad = getattr(weight, "main_grad", None) if fused and main_grad_at_forward else None
+        self._postponed = postponed
+        self._limit = limit
+
+    def postpone(self, dy: torch.Tensor) -> bool:
+        """Put dy aside if the embedding's weight gradient is deferred and there is room."""
+        if self._postponed is None or (self._limit != 0 and len(self._postponed) >= self._limit):
+            return False
+        self._postponed.append(dy)
+        return True
+
+    def placeholder(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the dummy that Megatron returns for a gradient it adds elsewhere."""
+        return _dummy(self._weight, x) if self._fused else None
+
+    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
+        """Return ``dY' X`` [N, K], or add it to main_grad and return the dummy that Megatron returns."""
+        if not self._fused:
+            return super().compute(x_m, dy_m)
+        weight = self._weight
+        if self._main_grad is not None:
+            weight.main_grad = self._main_grad
+        if hasattr(weight, "__fsdp_param__"):
+            weight.main_grad = weight.get_main_grad()
+            torch.matmul(dy_m.t(), x_m, out=weight.main_grad)
+        else:
+            self._accumulate(x_m, dy_m)
+        return _dummy(weight, x_m)
+
+    def _accumulate(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> None:
+        main_grad = self._weight.main_grad
+        kernel = getattr(self._layers, "fused_weight_gradient_mlp_cuda", None)
+        if kernel is None:  # a device without Megatron's CUDA extension
+            main_grad.add_(dy_m.t().matmul(x_m))
+        elif main_grad.dtype == torch.float32:
+            kernel.wgrad_gemm_accum_fp32(x_m, dy_m, main_grad)
+        elif main_grad.dtype in (torch.float16, torch.bfloat16):
+            kernel.wgrad_gemm_accum_fp16(x_m, dy_m, main_grad)
+        else:
+            raise RuntimeError(
+                f"main_grad is {main_grad.dtype}; Megatron-core's fusion allows float32, float16, bfloat16"
+            )
+
+
+def _dummy(weight: Any, x_m: torch.Tensor) -> torch.Tensor | None:
+    """Return what makes DDP's hooks run on the main backward thread: a gradient nobody reads."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    weight.grad_added_to_main_grad = True
+    return make(weight.main_grad.shape, dtype=x_m.dtype, device=x_m.device)

@@ -1,0 +1,42 @@
+"""How many bytes of tensors are alive at once while a function runs."""
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak, self._known = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage(), tree_leaves(args))
+        return result
+
+    def _see(self, storage, args):
+        pointer = storage.data_ptr()
+        if pointer == 0 or pointer in self._known:
+            return
+        if any(isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == pointer for a in args):
+            return
+        self._known.add(pointer)
+        self.alive += storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._forget, pointer, storage.nbytes())
+
+    def _forget(self, pointer, size):
+        self._known.discard(pointer)
+        self.alive -= size
+
+
+def peak_bytes(function):
+    """Run `function` and return the most bytes its tensors held at once."""
+    with _Watch() as watch:
+        function()
+    return watch.peak

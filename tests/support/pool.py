@@ -1,0 +1,89 @@
+"""Real gloo processes for tests: started once a session per number of ranks, and reused.
+
+`RankPool(n).run(function, *args)` calls ``function(group, *args)`` in n processes and returns the n
+results in rank order. The function must stand at the top of a test file (it is found by file and
+name). A rank that raises fails the test with that rank's traceback; a pool that hung is replaced.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+TIME_LIMIT = 60.0
+START = multiprocessing.get_context("forkserver")
+START.set_forkserver_preload(["torch", "torch.distributed", "ascend_parallel.linear", "megatron.core"])
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class RankPool:
+    """n processes in one gloo group."""
+
+    def __init__(self, ranks):
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        pipes = [START.Pipe() for _ in range(ranks)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            START.Process(target=_serve, args=(rank, ranks, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, function, *args):
+        """Call ``function(group, *args)`` on every rank."""
+        call = (sys.modules[function.__module__].__file__, function.__qualname__, args)
+        for pipe in self._pipes:
+            pipe.send(call)
+        answers = [pipe.recv() if pipe.poll(TIME_LIMIT * 2) else ("error", "no answer") for pipe in self._pipes]
+        errors = [f"rank {rank}:\n{answer}" for rank, (kind, answer) in enumerate(answers) if kind == "error"]
+        if errors:
+            self.close()
+            raise AssertionError("\n".join(errors))
+        return [answer for _, answer in answers]
+
+    def close(self):
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    @property
+    def alive(self):
+        """Whether the pool can be used."""
+        return all(process.is_alive() for process in self._processes)
+
+
+def _serve(rank, ranks, store, pipe):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIME_LIMIT)
+    )
+    modules = {}
+    while True:
+        try:
+            file, name, args = pipe.recv()
+        except EOFError:  # the session is over
+            return
+        try:
+            if file not in modules:
+                modules[file] = _load(file)
+            pipe.send(("ok", getattr(modules[file], name)(torch.distributed.group.WORLD, *args)))
+        except BaseException:  # noqa: BLE001  the test reports it
+            pipe.send(("error", traceback.format_exc()))
+
+
+def _load(file):
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

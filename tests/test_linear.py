@@ -1,0 +1,300 @@
+"""column_linear and row_linear against the unsharded layer in float64: outputs and every gradient."""
+
+import itertools
+
+import pytest
+import torch
+from truth import close
+
+from ascend_parallel import Settings, column_linear, row_linear
+
+# Shapes of the whole input: odd row counts, fewer rows than chunks, one to four dimensions.
+SHAPES = [(96, 24), (100, 24), (7, 24), (33, 3, 24), (6, 4, 2, 24), (24,)]
+K, DTYPES = 24, [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def whole_layer(shape, n, dtype, seed=3):
+    """Input, weight, bias and output gradient of the whole layer, in float64 but of `dtype`'s precision."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (shape, (n, shape[-1]), (n,), (*shape[:-1], n))
+    tensors = [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).double() for size in sizes]
+    x, weight, bias, dy = tensors
+    for leaf in (x, weight, bias):
+        leaf.requires_grad_()
+    y = torch.nn.functional.linear(x, weight, bias)
+    y.backward(dy)
+    return x, weight, bias, y, dy
+
+
+def part(tensor, group, dim):
+    """This rank's shard of a whole tensor, as a leaf of its own."""
+    return tensor.detach().chunk(group.size(), dim)[group.rank()].clone()
+
+
+def check_column(group, shape, dtype, settings, sequence_parallel):
+    x, weight, bias, y, dy = whole_layer(shape, 12 * group.size(), dtype)
+    x_r = (part(x, group, 0) if sequence_parallel else x.detach()).to(dtype).requires_grad_()
+    w_r, b_r = part(weight, group, 0).to(dtype).requires_grad_(), part(bias, group, 0).to(dtype).requires_grad_()
+    y_r = column_linear(x_r, w_r, b_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
+    y_r.backward(part(dy, group, -1).to(dtype))
+    close(y_r, part(y, group, -1), dtype)
+    close(x_r.grad, part(x.grad, group, 0) if sequence_parallel else x.grad, dtype)
+    close(w_r.grad, part(weight.grad, group, 0), dtype)
+    close(b_r.grad, part(bias.grad, group, 0), dtype)
+
+
+def check_row(group, shape, dtype, settings, sequence_parallel):
+    shape = (*shape[:-1], 12 * group.size())
+    x, weight, bias, y, dy = whole_layer(shape, 40, dtype)
+    x_r, w_r = (part(t, group, -1).to(dtype).requires_grad_() for t in (x, weight))
+    b_r = bias.detach().to(dtype).requires_grad_()
+    y_r = row_linear(x_r, w_r, group=group, settings=settings, sequence_parallel=sequence_parallel) + b_r
+    y_r.backward((part(dy, group, 0) if sequence_parallel else dy).to(dtype))
+    close(y_r, part(y, group, 0) if sequence_parallel else y, dtype)
+    close(x_r.grad, part(x.grad, group, -1), dtype)
+    close(w_r.grad, part(weight.grad, group, -1), dtype)
+    if not sequence_parallel:  # there each rank has the gradient of its own rows
+        close(b_r.grad, bias.grad, dtype)
+
+
+def every_path(group, dtype):
+    for shape, chunks in itertools.product(SHAPES, (1, 2, 3, 4, 8)):
+        settings = Settings(num_chunks=chunks, mode=2)
+        check_column(group, shape, dtype, settings, False)
+        check_row(group, shape, dtype, settings, False)
+        if len(shape) > 1:
+            rows = (shape[0] * group.size(), *shape[1:])
+            check_row(group, rows, dtype, settings, True)
+            for recompute, order in itertools.product((True, False), ("communicate_first", "compute_first")):
+                variant = Settings(num_chunks=chunks, mode=2, recompute_all_gather=recompute, order=order)
+                check_column(group, rows, dtype, variant, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_path_matches_the_truth(ranks, count, dtype):
+    ranks(count).run(every_path, dtype)
+
+
+def square_weights(group):
+    """A transposition guessed from sizes would go unnoticed with any other shape."""
+    settings = Settings(num_chunks=2)
+    for sequence_parallel in (False, True):
+        check_column(group, (96, 12), torch.float64, settings, sequence_parallel)
+    x, weight, _, _, dy = whole_layer((64, 12 * group.size()), 12, torch.float64)
+    x_r, w_r = (part(t, group, -1).requires_grad_() for t in (x, weight))
+    row_linear(x_r, w_r, group=group, settings=settings).backward(dy)
+    close(x_r.grad, part(x.grad, group, -1), torch.float64)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_square_local_weights(ranks, count):
+    ranks(count).run(square_weights)
+
+
+def strided_operands(group):
+    settings = Settings(num_chunks=3)
+    for sequence_parallel in (False, True):
+        x, weight, bias, y, dy = whole_layer((48, 2, K), 12 * group.size(), torch.float64)
+        x_r = part(x, group, 0) if sequence_parallel else x.detach().clone()
+        leaf = x_r.transpose(0, 1).contiguous().requires_grad_()  # the layer sees a transposed view
+        wide = part(weight, group, 0).t().contiguous().requires_grad_()
+        y_r = column_linear(
+            leaf.transpose(0, 1), wide.t(), group=group, settings=settings, sequence_parallel=sequence_parallel
+        )
+        dy_r = part(dy, group, -1).transpose(0, 1).contiguous().transpose(0, 1)
+        y_r.backward(dy_r)
+        close(y_r, part(y - bias, group, -1), torch.float64)
+        close(leaf.grad.transpose(0, 1), part(x.grad, group, 0) if sequence_parallel else x.grad, torch.float64)
+        close(wide.grad.t(), part(weight.grad, group, 0), torch.float64)
+        x_r = x.detach().clone().requires_grad_()
+        w_r = part(weight, group, 0).requires_grad_()
+        column_linear(x_r, w_r, group=group, settings=settings).sum().backward()  # an expanded gradient, stride 0
+        close(x_r.grad, torch.ones_like(dy) @ weight.detach(), torch.float64)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_operands_and_gradients_of_any_strides(ranks, count):
+    ranks(count).run(strided_operands)
+
+
+def wanted_gradients(group):
+    """Whatever is wanted is right, whatever is not wanted is not computed, saved or communicated in vain."""
+    settings = Settings(num_chunks=2)
+    found = []
+    for sequence_parallel, input_wanted, weight_wanted in itertools.product((False, True), repeat=3):
+        x, weight, bias, _, dy = whole_layer((96, K), 12 * group.size(), torch.float64)
+        x_r = (part(x, group, 0) if sequence_parallel else x.detach().clone()).requires_grad_(input_wanted)
+        w_r, b_r = part(weight, group, 0).requires_grad_(weight_wanted), part(bias, group, 0).requires_grad_()
+        y = column_linear(x_r, w_r, b_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
+        saved = [t is not None for t in y.grad_fn.saved_tensors]
+        y.backward(part(dy, group, -1))
+        close(b_r.grad, part(bias.grad, group, 0), torch.float64)
+        if input_wanted:
+            close(x_r.grad, part(x.grad, group, 0) if sequence_parallel else x.grad, torch.float64)
+        if weight_wanted:
+            close(w_r.grad, part(weight.grad, group, 0), torch.float64)
+        found.append((saved == [weight_wanted, input_wanted], x_r.grad is not None, w_r.grad is not None))
+        x, weight, _, _, dy = whole_layer((96, 12 * group.size()), 20, torch.float64)
+        x_r, w_r = (
+            part(x, group, -1).requires_grad_(input_wanted),
+            part(weight, group, -1).requires_grad_(weight_wanted),
+        )
+        y = row_linear(x_r, w_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
+        if y.requires_grad:
+            y.backward(part(dy, group, 0) if sequence_parallel else dy)
+        if input_wanted:
+            close(x_r.grad, part(x.grad, group, -1), torch.float64)
+        if weight_wanted:
+            close(w_r.grad, part(weight.grad, group, -1), torch.float64)
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_gradient_may_be_unwanted(ranks, count):
+    expected = [(True, i, w) for _, i, w in itertools.product((False, True), repeat=3)]
+    assert ranks(count).run(wanted_gradients) == [expected] * count
+
+
+def changed_in_place(group):
+    settings = Settings(num_chunks=2)
+    for make in (column_linear, row_linear):
+        for spoil in ("weight", "input"):
+            x, weight = torch.randn(32, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+            y = make(x * 1, weight, group=group, settings=settings)
+            with torch.no_grad():
+                (weight if spoil == "weight" else y.grad_fn.saved_tensors[0]).add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_a_saved_tensor_changed_in_place_raises(ranks):
+    ranks(2).run(changed_in_place)
+
+
+def backward_twice(group):
+    settings = Settings(num_chunks=2)
+    results = []
+    for sequence_parallel in (False, True):
+        x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+        y = column_linear(x, weight, group=group, settings=settings, sequence_parallel=sequence_parallel)
+        z = row_linear(y, weight, group=group, settings=settings, sequence_parallel=sequence_parallel)
+        z.sum().backward(retain_graph=True)
+        first = x.grad.clone(), weight.grad.clone()
+        z.sum().backward()
+        results.append(torch.equal(x.grad, 2 * first[0]) and torch.equal(weight.grad, 2 * first[1]))
+        y = column_linear(x, weight, group=group, settings=settings, sequence_parallel=sequence_parallel)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+    return results
+
+
+def test_retain_graph_and_no_silent_second_derivative(ranks):
+    assert ranks(2).run(backward_twice) == [[True, True]] * 2
+
+
+def without_gradients(group):
+    settings = Settings(num_chunks=2)
+    x, weight = torch.randn(64, 8), torch.randn(8, 8, requires_grad=True)
+    with_grad = column_linear(x, weight, group=group, settings=settings, sequence_parallel=True)
+    with torch.no_grad():
+        no_grad = column_linear(x, weight, group=group, settings=settings, sequence_parallel=True)
+    with torch.inference_mode():
+        inference = column_linear(x, weight, group=group, settings=settings, sequence_parallel=True)
+    assert not no_grad.requires_grad
+    assert inference.is_inference()
+    return torch.equal(with_grad, no_grad) and torch.equal(with_grad, inference)
+
+
+def test_no_grad_and_inference_mode(ranks):
+    assert ranks(2).run(without_gradients) == [True, True]
+
+
+def recomputed(group, use_reentrant):
+    settings = Settings(num_chunks=2)
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 8), torch.randn(8, 8)
+    gradients = []
+    for checkpointed in (False, True):
+        x_r, w_r = x.clone().requires_grad_(), weight.clone().requires_grad_()
+
+        def block(x, w_r=w_r):
+            y = column_linear(x, w_r, group=group, settings=settings, sequence_parallel=True)
+            return row_linear(torch.relu(y), w_r, group=group, settings=settings, sequence_parallel=True)
+
+        y = torch.utils.checkpoint.checkpoint(block, x_r, use_reentrant=use_reentrant) if checkpointed else block(x_r)
+        y.square().sum().backward()
+        gradients.append((x_r.grad, w_r.grad))
+    return all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(ranks, use_reentrant):
+    assert ranks(2).run(recomputed, use_reentrant) == [True, True]
+
+
+def under_autocast(group):
+    """The same as torch's own linear under autocast, next to a collective."""
+    settings = Settings(num_chunks=2)
+    torch.manual_seed(group.rank())
+    found = []
+    for make in (column_linear, row_linear):
+        x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = make(x, weight, group=group, settings=settings, sequence_parallel=True)
+        y.float().sum().backward()
+        found.append((y.dtype, x.grad.dtype, weight.grad.dtype))
+    bias = torch.zeros(8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # an fp32 bias promotes the sum, as it does in Megatron
+        found.append(column_linear(x, weight, bias, group=group, settings=settings).dtype)
+    return found
+
+
+def test_autocast(ranks):
+    expected = [(torch.bfloat16, torch.float32, torch.float32)] * 2 + [torch.float32]
+    assert ranks(2).run(under_autocast) == [expected] * 2
+
+
+def planted(group):
+    """A bias added before the sum, on every rank, must not pass for one added after it."""
+    _, weight, bias, y, _ = whole_layer((64, 12 * group.size()), 20, torch.float32)
+    x, *_ = whole_layer((64, 12 * group.size()), 20, torch.float32)
+    x_r, w_r = (part(t, group, -1).float() for t in (x, weight))
+    ones = torch.ones(64, 1)
+    wrong = row_linear(
+        torch.cat([x_r, ones], 1), torch.cat([w_r, bias.detach().float()[:, None]], 1),
+        group=group, settings=Settings(num_chunks=4),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="relative error"):
+        close(wrong, y, torch.float32)
+
+
+def test_a_bias_added_on_every_rank_is_caught(ranks):
+    ranks(3).run(planted)
+
+
+def memory(group):
+    """Largest sum of tensors alive beyond the serial path, in rows of one chunk."""
+    from allocations import peak_bytes
+
+    x, weight = torch.randn(1024, 64), torch.randn(64, 64)
+    extra = {}
+    for name, layer, sequence_parallel in (
+        ("row all-reduce", row_linear, False),
+        ("row reduce-scatter", row_linear, True),
+        ("column all-gather", column_linear, True),
+    ):
+
+        def run(chunks, layer=layer, sequence_parallel=sequence_parallel):
+            settings = Settings(num_chunks=chunks, mode=2)
+            return layer(x, weight, group=group, settings=settings, sequence_parallel=sequence_parallel)
+
+        serial, chunked = (peak_bytes(lambda chunks=chunks: run(chunks)) for chunks in (1, 4))
+        extra[name] = (chunked - serial) / (1024 // 4 * 64 * 4)
+    return extra
+
+
+def test_memory_beyond_the_serial_path_is_at_most_one_chunk(ranks):
+    for extra in ranks(2).run(memory):
+        assert max(extra.values()) <= 1, extra

@@ -1,0 +1,262 @@
+"""The three operators against the unsharded truth in float64, on real gloo processes."""
+
+import itertools
+import runpy
+
+import pytest
+import torch
+from truth import LIMIT, close
+
+from ascend_parallel import ops
+
+# Shapes of one rank's x: odd row counts, fewer rows than chunks, one to four dimensions, no rows.
+SHAPES = [(64, 24), (100, 24), (7, 24), (33, 3, 24), (6, 4, 2, 24), (24,), (0, 24), (48, 1, 24)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+CHUNKS = [1, 2, 3, 4, 8]
+
+
+def operands(group, shape, n, dtype, seed=0):
+    """Each rank's x and w, in float64 for the truth and as this rank's own operands."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = group.size()
+    x = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).double() for _ in range(ranks)]
+    w = [torch.randn(shape[-1], n, generator=generator, dtype=torch.float64).to(dtype).double() for _ in range(ranks)]
+    return x, w, x[group.rank()].to(dtype), w[group.rank()].to(dtype)
+
+
+def truth_all_reduce(x, w, rank):
+    return sum(a @ b for a, b in zip(x, w, strict=True))
+
+
+def truth_reduce_scatter(x, w, rank):
+    return truth_all_reduce(x, w, rank).chunk(len(x))[rank]
+
+
+def truth_all_gather(x, w, rank):
+    return torch.cat(x) @ w[rank]
+
+
+def every_case(group, dtype):
+    worst = {}
+    for shape, chunks in itertools.product(SHAPES, CHUNKS):
+        x, w, x_r, w_r = operands(group, shape, 40, dtype)
+        y = ops.matmul_all_reduce(x_r, w_r, group, num_chunks=chunks)
+        worst["all_reduce"] = close(y, truth_all_reduce(x, w, group.rank()), dtype)
+        if len(shape) == 1:
+            continue
+        y, gathered = ops.all_gather_matmul(x_r, w_r, group, num_chunks=chunks)
+        assert torch.equal(gathered.double(), torch.cat(x))
+        worst["all_gather"] = close(y, truth_all_gather(x, w, group.rank()), dtype)
+        x, w, x_r, w_r = operands(group, (shape[0] * group.size(), *shape[1:]), 40, dtype)
+        y = ops.matmul_reduce_scatter(x_r, w_r, group, num_chunks=chunks)
+        worst["reduce_scatter"] = close(y, truth_reduce_scatter(x, w, group.rank()), dtype)
+    return worst
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_every_shape_and_chunk_count_matches_the_truth(ranks, count, dtype):
+    for worst in ranks(count).run(every_case, dtype):
+        assert set(worst) == {"all_reduce", "all_gather", "reduce_scatter"}
+        assert max(worst.values()) <= LIMIT[dtype]
+
+
+def layouts(x):
+    """The same values with other strides: transposed, every second column, a slice of a wider tensor."""
+    wide = torch.zeros(x.shape[0], 2 * x.shape[1], dtype=x.dtype)
+    wide[:, ::2] = x
+    padded = torch.nn.functional.pad(x, (3, 5))[:, 3 : 3 + x.shape[1]]
+    return {"transposed": x.t().contiguous().t(), "strided": wide[:, ::2], "slice": padded, "expanded": x}
+
+
+def strided_cases(group):
+    x, w, x_r, w_r = operands(group, (96, 24), 24, torch.float32)  # a square weight too
+    for x_s, w_s in itertools.product(layouts(x_r).values(), layouts(w_r).values()):
+        close(ops.matmul_all_reduce(x_s, w_s, group, num_chunks=3), truth_all_reduce(x, w, 0), torch.float32)
+        close(
+            ops.all_gather_matmul(x_s, w_s, group, num_chunks=3)[0], truth_all_gather(x, w, group.rank()), torch.float32
+        )
+        if 96 % group.size() == 0:
+            y = ops.matmul_reduce_scatter(x_s, w_s, group, num_chunks=3)
+            close(y, truth_reduce_scatter(x, w, group.rank()), torch.float32)
+    batch_first = x_r.view(8, 12, 24).transpose(0, 1)
+    y = ops.matmul_all_reduce(batch_first, w_r, group, num_chunks=4)
+    close(y, sum(a.view(8, 12, 24).transpose(0, 1) @ b for a, b in zip(x, w, strict=True)), torch.float32)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_any_strides(ranks, count):
+    ranks(count).run(strided_cases)
+
+
+def chunked_bits(group, dtype):
+    _, _, x_r, w_r = operands(group, (512, 64), 48, dtype)
+    results = {}
+    for chunks in (1, 2, 3, 4, 8):
+        results[chunks] = (
+            ops.matmul_all_reduce(x_r, w_r, group, num_chunks=chunks),
+            ops.matmul_reduce_scatter(x_r, w_r, group, num_chunks=chunks),
+            ops.all_gather_matmul(x_r, w_r, group, num_chunks=chunks)[0],
+        )
+    return [all(map(torch.equal, results[1], results[chunks])) for chunks in (2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_ranks_have_the_bits_of_one_chunk(ranks, dtype):
+    assert ranks(2).run(chunked_bits, dtype) == [[True] * 4] * 2
+
+
+def gathered_bits(group):
+    _, _, x_r, w_r = operands(group, (160, 64), 48, torch.float32)
+    whole = ops.all_gather_matmul(x_r, w_r, group, num_chunks=1)[0]
+    return [torch.equal(whole, ops.all_gather_matmul(x_r, w_r, group, num_chunks=c)[0]) for c in (2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
+    assert ranks(count).run(gathered_bits) == [[True] * 4] * count
+
+
+def gradients(group, operator, chunks):
+    shape = (group.size() * 16, 3, 24)
+    x, w, x_r, w_r = operands(group, shape, 40, torch.float64)
+    x_r.requires_grad_()
+    w_r.requires_grad_()
+    for tensor in (*x, *w):
+        tensor.requires_grad_()
+    rank = group.rank()
+    if operator == "matmul_all_reduce":
+        y, truth = ops.matmul_all_reduce(x_r, w_r, group, num_chunks=chunks), truth_all_reduce(x, w, rank)
+        factor = torch.linspace(-1, 1, truth.numel(), dtype=torch.float64).view_as(truth)
+        (truth * factor).sum().backward()
+        (y * factor).sum().backward()
+    elif operator == "matmul_reduce_scatter":
+        y = ops.matmul_reduce_scatter(x_r, w_r, group, num_chunks=chunks)
+        truth = truth_all_reduce(x, w, rank)
+        factor = torch.linspace(-1, 1, truth.numel(), dtype=torch.float64).view_as(truth)
+        (truth * factor).sum().backward()
+        (y * factor.chunk(group.size())[rank]).sum().backward()
+    else:
+        y = ops.all_gather_matmul(x_r, w_r, group, num_chunks=chunks)[0]
+        truth = [truth_all_gather(x, w, r) for r in range(group.size())]
+        factor = [torch.linspace(-1, r + 1, t.numel(), dtype=torch.float64).view_as(t) for r, t in enumerate(truth)]
+        sum((t * f).sum() for t, f in zip(truth, factor, strict=True)).backward()
+        (y * factor[rank]).sum().backward()
+    close(x_r.grad, x[rank].grad, torch.float64)
+    close(w_r.grad, w[rank].grad, torch.float64)
+
+
+@pytest.mark.parametrize("operator", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_gradients_of_the_operators(ranks, count, operator):
+    for chunks in (1, 4):
+        ranks(count).run(gradients, operator, chunks)
+
+
+def planted_fault(group):
+    """A bias added on every rank before the sum, the classic mistake, must not pass as close."""
+    x, w, x_r, w_r = operands(group, (64, 24), 40, torch.float32)
+    bias = torch.full((40,), 0.01)
+    y = ops.matmul_all_reduce(torch.cat([x_r, torch.ones(64, 1)], 1), torch.cat([w_r, bias[None]]), group, num_chunks=4)
+    with pytest.raises(AssertionError):
+        close(y, truth_all_reduce(x, w, 0) + bias, torch.float32)
+    return True
+
+
+def test_a_bias_added_on_each_rank_is_caught(ranks):
+    assert all(ranks(2).run(planted_fault))
+
+
+def nan_everywhere(group):
+    x = torch.ones(64, 8)
+    if group.rank() == 1:
+        x[40, 3] = float("nan")
+    return ops.matmul_all_reduce(x, torch.ones(8, 8), group, num_chunks=4).isnan().any(dim=1).nonzero().tolist()
+
+
+def test_nan_on_one_rank_reaches_all(ranks):
+    assert ranks(3).run(nan_everywhere) == [[[40]]] * 3
+
+
+def refusals(group):
+    x, w = torch.ones(64, 8), torch.ones(8, 4)
+    cases = [
+        (lambda: ops.matmul_all_reduce(torch.ones(64, 7), w, group), r"\[64, 7\].*\[8, 4\].*no matmul"),
+        (lambda: ops.matmul_all_reduce(x.double(), w, group), "float64.*float32.*one floating dtype"),
+        (lambda: ops.matmul_all_reduce(x.long(), w.long(), group), "int64"),
+        (lambda: ops.matmul_all_reduce(x, torch.ones(2, 8, 4), group), "no matmul"),
+        (lambda: ops.matmul_reduce_scatter(torch.ones(65, 8), w, group), "65.*not divisible by the 2 ranks"),
+        (lambda: ops.matmul_reduce_scatter(torch.ones(8), w, group), "before the last"),
+        (lambda: ops.all_gather_matmul(torch.ones(8), w, group), "before the last"),
+        (lambda: ops.matmul_all_reduce(x, w, group, num_chunks=0), "COC_PARALLEL_NUM=0"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks):
+    ranks(2).run(refusals)
+
+
+def traced(group):
+    x = torch.randn(32, 2, 16, requires_grad=True)
+    w = torch.randn(16, 24, requires_grad=True)
+
+    def step(x, w):
+        y = ops.matmul_reduce_scatter(x, w, group, num_chunks=2)
+        z, _ = ops.all_gather_matmul(torch.relu(y), w.t(), group, num_chunks=2)
+        return ops.matmul_all_reduce(z, w, group, num_chunks=2)
+
+    eager = step(x, w)
+    eager.sum().backward()
+    expected = x.grad.clone(), w.grad.clone()
+    x.grad = w.grad = None
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(x, w)
+    compiled.sum().backward()
+    assert torch.equal(compiled, eager)
+    torch.testing.assert_close((x.grad, w.grad), expected)
+
+    class Step(torch.nn.Module):
+        def forward(self, x, w):
+            return step(x, w)
+
+    program = torch.export.export(Step(), (x.detach(), w.detach()))
+    assert torch.equal(program.module()(x.detach(), w.detach()), eager)
+    return sorted(str(node.target) for node in program.graph.nodes if "ascend_parallel" in str(node.target))
+
+
+def test_operators_trace(ranks):
+    for targets in ranks(2).run(traced):
+        assert [target.split(".")[1] for target in targets] == [
+            "all_gather_matmul",
+            "matmul_all_reduce",
+            "matmul_reduce_scatter",
+        ]
+
+
+def checked(group):
+    x = torch.randn(32, 16, requires_grad=True)
+    w = torch.randn(16, 24, requires_grad=True)
+    for operator in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
+        torch.library.opcheck(getattr(torch.ops.ascend_parallel, operator).default, (x, w, group.group_name, 2))
+
+
+def test_operators_pass_opcheck(ranks):
+    ranks(2).run(checked)
+
+
+def counted(group):
+    ops.COUNTS.clear()
+    ops.matmul_all_reduce(torch.ones(64, 8), torch.ones(8, 8), group, num_chunks=4)
+    ops.matmul_all_reduce(torch.ones(20, 8), torch.ones(8, 8), group, num_chunks=4)
+    return ops.COUNTS.as_dict()
+
+
+def test_counts(ranks):
+    assert ranks(2).run(counted)[0] == {"matmul_all_reduce": {"calls": 2, "chunks": 5, "collectives": 5}}
+
+
+def test_the_folder_is_not_imported_twice():
+    with pytest.raises(ImportError, match=r"import ascend_parallel\.ops"):
+        runpy.run_path(ops.__file__, run_name="ops")
