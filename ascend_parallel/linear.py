@@ -26,6 +26,7 @@ from ascend_parallel.ops.operators import (
     rows_of,
     run_all_gather_matmul,
     scattered_shape,
+    shaped,
     start_gather_rows,
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
@@ -155,7 +156,7 @@ class _ColumnLinear(torch.autograd.Function):
         kept = x
         if layer.sequence_parallel:
             y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings)
-            y = y_m.view(gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
+            y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
             if not layer.settings.recompute_all_gather:
                 kept = gathered_m
         else:
@@ -182,7 +183,7 @@ class _ColumnLinear(torch.autograd.Function):
                 dx = pending.wait()
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
-        return _shaped(dx, ctx.x_shape), placeholder if postponed else dw, db, None
+        return _input_gradient(dx, ctx.x_shape), placeholder if postponed else dw, db, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -190,10 +191,10 @@ class _RowLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
         if layer.sequence_parallel:
             y_m = start_matmul_reduce_scatter(x, weight.t(), layer.group, layer.settings).wait()
-            y = y_m.view(scattered_shape(x.shape, layer.group.size(), weight.shape[0]))
+            y = shaped(y_m, scattered_shape(x.shape, layer.group.size(), weight.shape[0]))
         else:
             y_m = start_matmul_all_reduce(x, weight.t(), layer.group, layer.settings).wait()
-            y = y_m.view(*x.shape[:-1], weight.shape[0])
+            y = shaped(y_m, (*x.shape[:-1], weight.shape[0]))
         _save(ctx, layer, x, x, weight)
         return y
 
@@ -210,7 +211,7 @@ class _RowLinear(torch.autograd.Function):
             dw = _weight_gradient(layer, x, dy_m)
         else:
             dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
-        return _shaped(dx, ctx.x_shape), dw, None
+        return _input_gradient(dx, ctx.x_shape), dw, None
 
 
 def _column_sequence_backward(
@@ -275,5 +276,5 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _shaped(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+def _input_gradient(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
     return None if dx is None else dx.view(shape)

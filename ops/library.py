@@ -14,6 +14,7 @@ from ascend_parallel.ops.operators import (
     gathered_shape,
     run_all_gather_matmul,
     scattered_shape,
+    shaped,
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
 )
@@ -32,14 +33,14 @@ def _group(name: str) -> dist.ProcessGroup:
 @torch.library.custom_op("ascend_parallel::matmul_all_reduce", mutates_args=())
 def _matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int) -> torch.Tensor:
     pending = start_matmul_all_reduce(x, w, _group(group_name), _settings(num_chunks))
-    return pending.wait().view(*x.shape[:-1], w.shape[1])
+    return shaped(pending.wait(), (*x.shape[:-1], w.shape[1]))
 
 
 @torch.library.custom_op("ascend_parallel::matmul_reduce_scatter", mutates_args=())
 def _matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str, num_chunks: int) -> torch.Tensor:
     group = _group(group_name)
     pending = start_matmul_reduce_scatter(x, w, group, _settings(num_chunks))
-    return pending.wait().view(scattered_shape(x.shape, group.size(), w.shape[1]))
+    return shaped(pending.wait(), scattered_shape(x.shape, group.size(), w.shape[1]))
 
 
 @torch.library.custom_op("ascend_parallel::all_gather_matmul", mutates_args=())
@@ -51,8 +52,8 @@ def _all_gather_matmul(
     if group.size() == 1:  # an operator may not return its own input
         gathered_m = gathered_m.clone()
     return (
-        y_m.view(gathered_shape(x.shape, group.size(), w.shape[1])),
-        gathered_m.reshape(gathered_shape(x.shape, group.size(), x.shape[-1])),
+        shaped(y_m, gathered_shape(x.shape, group.size(), w.shape[1])),
+        shaped(gathered_m.contiguous(), gathered_shape(x.shape, group.size(), x.shape[-1])),
     )
 
 

@@ -5,6 +5,7 @@ This is what `linear` calls. Operands have any number of leading dimensions here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -55,6 +56,16 @@ def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings:
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``[..., K]`` as rows ``[M, K]``: a view unless the strides of x forbid one."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def shaped(y_m: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Give rows their final shape without making a view of them.
+
+    Autograd forbids in-place changes of a view that a custom function returns, and Megatron's
+    cross-entropy changes its logits in place. The rows themselves must not be used afterwards.
+    """
+    y: torch.Tensor = torch.ops.aten._unsafe_view(y_m, list(shape))
+    return y
 
 
 def gathered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]:

@@ -1,0 +1,274 @@
+"""What lets the real Megatron-core train on a CPU over gloo, for tests and the demo only.
+
+Megatron-core asks CUDA for a device and for random states even where nothing needs a GPU.
+`megatron_on_cpu` answers those questions for as long as it is entered; nothing here acts by itself,
+and importing this module imports no Megatron. The rest is what a small training script needs:
+
+    with megatron_on_cpu():
+        start_model_parallel(tensor_parallel=2)       # one process per rank, RANK and so on set
+        model = small_gpt(sequence_parallel=True)
+        next_token_loss(model, tokens).backward()
+        finalize_gradients(model)
+        stop_model_parallel()
+
+Tried with megatron-core 0.10 to 0.16. No line below depends on the version, because the shims sit
+under Megatron (in torch.cuda) or at names that have not changed; keep it so, or put the difference
+into a function of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "PlainNorm",
+    "finalize_gradients",
+    "megatron_on_cpu",
+    "next_token_loss",
+    "small_gpt",
+    "start_model_parallel",
+    "stop_model_parallel",
+]
+
+
+@contextlib.contextmanager
+def megatron_on_cpu(*, schedules: bool = False) -> Iterator[None]:
+    """Let Megatron-core run on the CPU inside this context, and put everything back after it.
+
+    schedules
+        Also what `megatron.core.pipeline_parallel` needs. Off by default since it looks at every
+        call of a torch function, which costs a microsecond or so each.
+
+    Entering it again inside itself changes nothing, except that `schedules` may be added.
+    """
+    with contextlib.ExitStack() as stack:
+        if torch.cuda.current_device is not _current_device:
+            for owner, name, value in _shims():
+                stack.enter_context(_replaced(owner, name, value))
+            # Megatron warns when drawing from its CUDA states moves the CPU's, which here is the point.
+            tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
+            tracker_log.addFilter(_is_not_about_cpu_state)
+            stack.callback(tracker_log.removeFilter, _is_not_about_cpu_state)
+        if schedules:
+            # p2p communication waits for the device before it hands out what it received.
+            stack.enter_context(_replaced(torch.cuda, "synchronize", _nothing))
+            stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+def _shims() -> list[tuple[Any, str, Any]]:
+    """List what is replaced: owner, name, replacement."""
+    from megatron.core.tensor_parallel import random
+
+    return [
+        # Communication buffers, rotary tables, the scores of attention: torch.empty(device=<this>).
+        (torch.cuda, "current_device", _current_device),
+        # Megatron keeps one state of the CUDA generator per kind of parallelism (and, to recompute,
+        # one per layer) and swaps them in and out. On a CPU that generator is torch's default one:
+        # with it behind these names Megatron's own tracker works, so that dropout differs between
+        # ranks where it must, agrees where it must, and is the same again when recomputed.
+        (torch.cuda, "get_rng_state", _get_rng_state),
+        (torch.cuda.random, "get_rng_state", _get_rng_state),
+        (torch.cuda, "manual_seed", _manual_seed),
+        # torch.cuda would put this off until a GPU is first used, that is, for ever.
+        (random, "_set_cuda_rng_state", _set_rng_state),
+        # A tracker of our own, or one filled with CUDA states (or these) would outlive the context.
+        (random, "_CUDA_RNG_STATE_TRACKER", None),
+        (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False),
+    ]
+
+
+def _current_device() -> Any:
+    return torch.device("cpu")
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _is_not_about_cpu_state(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Send ``device="cuda"`` and ``.cuda()`` to the CPU: the schedules count tokens on the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def start_model_parallel(tensor_parallel: int, *, pipeline_parallel: int = 1, seed: int = 1234) -> None:
+    """Make Megatron's groups over gloo and seed its random states; the same call on every rank.
+
+    Joins the other processes by the usual variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+    unless torch.distributed runs already.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=pipeline_parallel
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def stop_model_parallel() -> None:
+    """Forget Megatron's groups and end torch.distributed: gloo leaks threads of groups left alive."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class PlainNorm(torch.nn.LayerNorm):
+    """LayerNorm for Megatron's layer specs, because its own wrapper refuses sequence parallel."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        """Take Megatron's arguments; mark the weights whose gradients are partial, as its norms do."""
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def small_gpt(
+    *,
+    num_layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    vocab: int = 256,
+    seq: int = 64,
+    sequence_parallel: bool = False,
+    tied: bool = True,
+    recompute: bool = False,
+    seed: int = 1234,
+    dtype: torch.dtype = torch.float32,
+    **config_overrides: Any,
+) -> torch.nn.Module:
+    """Build Megatron's GPTModel from its local layers, small enough for a CPU.
+
+    ``tied`` shares the embedding's weight with the output layer; ``recompute`` recomputes every layer
+    in backward; ``config_overrides`` go to its TransformerConfig. The weights depend on ``seed`` alone:
+    over tensor-parallel ranks they are slices of the whole model's, and the caller's random state stays.
+    With pipeline parallel each stage gets its share of the layers, and draws weights of its own.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = _small_config(num_layers, hidden, heads, sequence_parallel, recompute, dtype, config_overrides)
+    layers_here = num_layers // config.pipeline_model_parallel_size
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PlainNorm
+    with torch.random.fork_rng(devices=[]):
+        _manual_seed(seed)
+        model: torch.nn.Module = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=PlainNorm),
+            vocab_size=vocab,
+            max_sequence_length=seq,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=tied,
+        )
+    return model.to(dtype)  # the position embedding does not heed params_dtype
+
+
+def _small_config(
+    num_layers: int,
+    hidden: int,
+    heads: int,
+    sequence_parallel: bool,
+    recompute: bool,
+    dtype: torch.dtype,
+    overrides: Mapping[str, Any],
+) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values = {
+        "num_layers": num_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "sequence_parallel": sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Fused kernels that exist for CUDA alone.
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+    if recompute:
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(**(values | dict(overrides)))
+
+
+def next_token_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of predicting each next token.
+
+    tokens  [batch, seq + 1]  the same on every tensor-parallel rank
+    """
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    hidden_from = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], dtype=torch.bool).triu(1)
+    losses: torch.Tensor = model(inputs, positions, hidden_from, labels=labels)
+    return losses.mean()
+
+
+def finalize_gradients(model: torch.nn.Module) -> None:
+    """Add up over tensor-parallel ranks the gradients of which each rank holds a part; after backward.
+
+    With sequence parallel a rank sees some rows only, so norms and row-parallel biases, which every
+    rank holds whole, get partial gradients. Megatron's finalize_model_grads does this (and more), but
+    only for a model inside its own DistributedDataParallel.
+    """
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)

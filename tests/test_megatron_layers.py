@@ -1,0 +1,418 @@
+"""Megatron-core's real layers, patched and unpatched, bit for bit in fp32 on 2 ranks."""
+
+import itertools
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+class Layers:
+    """One world of model-parallel groups, in which layers run unpatched and patched."""
+
+    def __init__(self, tp, **config):
+        from ascend_parallel.testing import megatron_on_cpu, start_model_parallel
+
+        self._shims = megatron_on_cpu()
+        self._shims.__enter__()
+        start_model_parallel(tp)
+        self.config = config
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        from megatron.core import parallel_state
+
+        import ascend_parallel
+
+        ascend_parallel.configure(num_chunks=1)
+        parallel_state.destroy_model_parallel()
+        self._shims.__exit__(None, None, None)
+
+    def make(self, kind, sizes=(96, 96), seed=0, config=(), **arguments):
+        """Build ColumnParallelLinear or RowParallelLinear with reproducible weights and bias."""
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel import layers
+
+        defaults = {"sequence_parallel": False, "use_cpu_initialization": True, "params_dtype": torch.float32}
+        model_config = ModelParallelConfig(
+            tensor_model_parallel_size=dist.get_world_size(), **{**defaults, **self.config, **dict(config)}
+        )
+        torch.manual_seed(seed)
+        if kind == "RowParallelLinear":
+            arguments = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, **arguments}
+        layer = getattr(layers, kind)(*sizes, config=model_config, init_method=torch.nn.init.normal_, **arguments)
+        if layer.bias is not None:
+            # Row biases are the same on every rank, column biases this rank's own.
+            torch.manual_seed(seed + (dist.get_rank() + 1 if kind == "ColumnParallelLinear" else 0))
+            torch.nn.init.normal_(layer.bias)
+        return layer
+
+    def compare(self, kind, shape, *, settings=None, forward=None, sizes=(64, 96), **arguments):
+        """Run forward and backward unpatched, then patched; return what differs, and how the patched run went."""
+        import ascend_parallel
+
+        runs, counts = [], {}
+        for overlapped in (False, True):
+            ascend_parallel.configure(**({"num_chunks": 4, **(settings or {})} if overlapped else {"num_chunks": 1}))
+            ascend_parallel.ops.COUNTS.clear()
+            layer = self.make(kind, sizes, **arguments)
+            torch.manual_seed(100 + (dist.get_rank() if self._rows_differ(kind, arguments) else 0))
+            x = torch.randn(shape).requires_grad_()
+            y, bias = (forward or type(layer).__call__)(layer, x)
+            torch.manual_seed(
+                200 + (dist.get_rank() if kind == "ColumnParallelLinear" or self.sequence(arguments) else 0)
+            )
+            (y * torch.randn(y.shape)).sum().backward()
+            grads = {name: p.grad for name, p in layer.named_parameters()}
+            runs.append({"y": y, "returned bias": bias, "input gradient": x.grad, **grads})
+            counts = ascend_parallel.ops.COUNTS.as_dict()
+        return [name for name in runs[0] if not same(runs[0][name], runs[1][name])], counts
+
+    def sequence(self, arguments):
+        return {**self.config, **dict(arguments.get("config", ()))}.get("sequence_parallel", False)
+
+    def _rows_differ(self, kind, arguments):
+        return self.sequence(arguments) or (kind == "RowParallelLinear" and arguments.get("input_is_parallel", True))
+
+
+def same(a, b):
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def every_option(group):
+    """Differences of every option of both layers, by option; the counts show that overlap really ran."""
+    found = {}
+    with Layers(group.size()) as layers:
+        for sequence_parallel, skip, bias in itertools.product((False, True), repeat=3):
+            options = {"config": {"sequence_parallel": sequence_parallel}, "skip_bias_add": skip, "bias": bias}
+            rows = (128, 2) if not sequence_parallel else (64, 2)
+            name = f"sequence_parallel={sequence_parallel} skip_bias_add={skip} bias={bias}"
+            found["column " + name] = layers.compare("ColumnParallelLinear", (*rows, 64), **options)
+            found["row " + name] = layers.compare("RowParallelLinear", (128, 2, 32), **options)
+        for gather in (True, False):
+            found[f"gather_output={gather}"] = layers.compare(
+                "ColumnParallelLinear", (128, 2, 64), gather_output=gather
+            )
+            found[f"runtime_gather_output={gather}"] = layers.compare(
+                "ColumnParallelLinear",
+                (128, 2, 64),
+                gather_output=not gather,
+                forward=lambda layer, x, gather=gather: layer(x, runtime_gather_output=gather),
+            )
+        found["input_is_parallel=False"] = layers.compare("RowParallelLinear", (128, 2, 64), input_is_parallel=False)
+        found["square"] = layers.compare("ColumnParallelLinear", (128, 2, 64), sizes=(64, 128))
+        found["two dimensions"] = layers.compare("RowParallelLinear", (256, 32))
+        found["keep the gathered input"] = layers.compare(
+            "ColumnParallelLinear",
+            (64, 2, 64),
+            settings={"recompute_all_gather": False},
+            config={"sequence_parallel": True},
+        )
+        found["compute first"] = layers.compare(
+            "ColumnParallelLinear", (64, 2, 64), settings={"order": "compute_first"}, config={"sequence_parallel": True}
+        )
+        found["gather_output with sequence_parallel"] = (
+            layers.compare("ColumnParallelLinear", (64, 2, 64), gather_output=True, config={"sequence_parallel": True})
+            if hasattr(layers.make("ColumnParallelLinear"), "tp_group")
+            else ([], {})
+        )
+    return found
+
+
+def test_every_option_has_megatrons_bits(ranks):
+    for found in ranks(2).run(every_option):
+        assert {name: different for name, (different, _) in found.items() if different} == {}
+        uncounted = [name for name, (_, counts) in found.items() if not counts]
+        assert uncounted in ([], ["gather_output with sequence_parallel"])
+
+
+def frozen(layer, x):
+    layer.weight.requires_grad_(False)
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
+    return layer(x)
+
+
+def frozen_input(layer, x):
+    return layer(x.detach())
+
+
+def given_weight(layer, x):
+    torch.manual_seed(7)
+    layer.given = torch.nn.Parameter(torch.randn(48, 64))
+    return layer(x, weight=layer.given)
+
+
+def in_autocast(layer, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return layer(x)
+
+
+def special_calls(group):
+    found = {}
+    with Layers(group.size()) as layers:
+        for sequence_parallel in (False, True):
+            options = {"config": {"sequence_parallel": sequence_parallel}}
+            rows = (64, 2) if sequence_parallel else (128, 2)
+            for forward in (frozen, frozen_input, given_weight):
+                allocates = {"skip_weight_param_allocation": True} if forward is given_weight else {}
+                name = f"column {forward.__name__} sequence_parallel={sequence_parallel}"
+                found[name] = layers.compare(
+                    "ColumnParallelLinear", (*rows, 64), forward=forward, **options, **allocates
+                )
+            for forward in (frozen, frozen_input):
+                name = f"row {forward.__name__} sequence_parallel={sequence_parallel}"
+                found[name] = layers.compare("RowParallelLinear", (128, 2, 32), forward=forward, **options)
+        found["disable_grad_reduce"] = layers.compare("ColumnParallelLinear", (128, 2, 64), disable_grad_reduce=True)
+    return found
+
+
+def test_frozen_weights_frozen_inputs_and_a_given_weight(ranks):
+    for found in ranks(2).run(special_calls):
+        assert {name: different for name, (different, _) in found.items() if different} == {}
+
+
+class Extension(types.ModuleType):
+    """What Megatron's CUDA extension computes, for a CPU; the real one adds in the same order of steps."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x, dy, main_grad):
+        main_grad.add_(dy.t().matmul(x))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def fusion(group, hooks, zero_out):
+    """gradient_accumulation_fusion with main_grad, with and without DDP's flag."""
+    from megatron.core.tensor_parallel import layers as module
+
+    module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension("extension"), True
+    results = []
+    with Layers(group.size(), gradient_accumulation_fusion=True) as layers:
+        import ascend_parallel
+
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            for kind, shape in (("ColumnParallelLinear", (128, 2, 64)), ("RowParallelLinear", (128, 2, 32))):
+                layer = layers.make(kind, (64, 96))
+                layer.weight.main_grad = torch.ones_like(layer.weight)
+                if hooks:
+                    layer.weight.grad_added_to_main_grad = False
+                    layer.weight.zero_out_wgrad = zero_out
+                fired = []
+                layer.weight.register_hook(lambda grad, fired=fired: fired.append(grad is not None))
+                torch.manual_seed(5)
+                x = torch.randn(shape, requires_grad=True)
+                layer(x)[0].square().sum().backward()
+                zeros = bool(layer.weight.grad is not None and (layer.weight.grad == 0).all())
+                flag = getattr(layer.weight, "grad_added_to_main_grad", None)
+                results.append((layer.weight.main_grad, flag, fired, layer.weight.grad is None, zeros or not zero_out))
+    half = len(results) // 2
+    for plain, patched in zip(results[:half], results[half:], strict=True):
+        assert torch.equal(plain[0], patched[0])
+        assert plain[1:] == patched[1:], (plain[1:], patched[1:])
+    return results[-1][1], any(results[-1][2])
+
+
+@pytest.mark.parametrize(("hooks", "zero_out"), [(False, False), (True, False), (True, True)])
+def test_gradient_accumulation_fusion(ranks, hooks, zero_out):
+    flag, fired = ranks(2).run(fusion, hooks, zero_out)[0]
+    assert (flag, fired) == ((True, True) if hooks else (None, False))
+
+
+def deferred(group):
+    """defer_embedding_wgrad_compute: activations and gradients are put aside up to the limit."""
+    from megatron.core.tensor_parallel import layers as module
+
+    module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension("extension"), True
+    outcomes = []
+    with Layers(group.size(), gradient_accumulation_fusion=True) as layers:
+        import ascend_parallel
+
+        for chunks, limit in itertools.product((1, 4), (0, 1)):
+            ascend_parallel.configure(num_chunks=chunks)
+            activations, gradients = [], []
+            layer = layers.make(
+                "ColumnParallelLinear",
+                (64, 96),
+                embedding_activation_buffer=activations,
+                grad_output_buffer=gradients,
+                bias=False,
+            )
+            layer.config.defer_embedding_wgrad_compute, layer.config.wgrad_deferral_limit = True, limit
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+            layer.weight.grad_added_to_main_grad = False
+            torch.manual_seed(5)
+            for _ in range(2):
+                layer(torch.randn(128, 2, 64, requires_grad=True))[0].square().sum().backward()
+            outcomes.append(
+                (limit, activations, gradients, layer.weight.main_grad, layer.weight.grad_added_to_main_grad)
+            )
+    for plain, patched in zip(outcomes[:2], outcomes[2:], strict=True):
+        for name in (1, 2):
+            assert len(plain[name]) == len(patched[name])
+            assert all(map(torch.equal, plain[name], patched[name]))
+        assert torch.equal(plain[3], patched[3])
+        assert plain[4] == patched[4]
+    return [len(outcome[2]) for outcome in outcomes]
+
+
+def test_deferred_embedding_weight_gradient(ranks):
+    assert ranks(2).run(deferred)[0] == [2, 1, 2, 1]
+
+
+def autocast_layers(group):
+    """Forward as Megatron's; its row layer fails in backward under CPU autocast, ours must not."""
+    results = []
+    with Layers(group.size()) as layers:
+        import ascend_parallel
+
+        for kind, shape, bias in itertools.product(("Column", "Row"), [(128, 2)], (False, True)):
+            outputs = []
+            for chunks in (1, 4):
+                ascend_parallel.configure(num_chunks=chunks)
+                layer = layers.make(kind + "ParallelLinear", (64, 96), bias=bias)
+                torch.manual_seed(5)
+                x = torch.randn(*shape, 64 if kind == "Column" else 32, requires_grad=True)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    outputs.append(layer(x)[0])
+            outputs[1].float().square().sum().backward()
+            results.append(same(*outputs) and x.grad.dtype == layer.weight.grad.dtype == torch.float32)
+    return results
+
+
+def test_autocast_as_megatron(ranks):
+    assert ranks(2).run(autocast_layers) == [[True] * 4] * 2
+
+
+def uncovered(group, caplog=None):
+    """What is not covered runs wholly as it was, and is said once."""
+    import logging
+
+    import ascend_parallel
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ascend_parallel").addHandler(handler)
+    results = {}
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(num_chunks=4)
+        ascend_parallel.ops.COUNTS.clear()
+        expert = layers.make("RowParallelLinear", (64, 96), is_expert=True, skip_bias_add=True)
+        expert.explicit_expert_comm = True
+        for _ in range(2):
+            expert(torch.randn(64, 2, 32))
+        offloading = layers.make("ColumnParallelLinear", (64, 96))
+        offloading.config._cpu_offloading_context = types.SimpleNamespace(inside_context=True)
+        offloading.config.cpu_offloading = True
+        with pytest.raises(AssertionError, match="CPU Offloading"):
+            offloading(torch.randn(64, 2, 64))
+        no_weight = layers.make("ColumnParallelLinear", (64, 96), skip_weight_param_allocation=True)
+        for weight, message in ((None, "weight was not supplied"), (torch.randn(3, 3), "not .* as expected")):
+            with pytest.raises(RuntimeError, match=message):
+                no_weight(torch.randn(64, 2, 64), weight=weight)
+        results["counts"] = ascend_parallel.ops.COUNTS.as_dict()
+    results["lines"] = lines
+    return results
+
+
+def test_what_is_not_covered_goes_to_the_original(ranks):
+    first, second = ranks(2).run(uncovered)
+    assert first["counts"] == {}
+    assert [line.split(": ")[1] for line in first["lines"]] == [
+        "expert layers communicate outside the layer",
+        "CPU offloading of activations is active",
+        "there is no weight of the layer's shape",
+    ]
+    assert second["lines"] == []
+
+
+def conflicts(group):
+    import sys
+
+    import ascend_parallel
+
+    messages = []
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(num_chunks=4)
+        for name in ("tp_comm_overlap", "use_ascend_mc2", "optimize_recomp_communication_level"):
+            layer = layers.make("ColumnParallelLinear")
+            setattr(layer.config, name, 2)
+            with pytest.raises(ascend_parallel.ConflictError, match=f"config {name}=2 .*cannot be used together"):
+                layer(torch.randn(128, 96))
+        program = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(tp_2d=True))
+        sys.modules["megatron.training.global_vars"] = program
+        try:
+            with pytest.raises(ascend_parallel.ConflictError, match="argument tp_2d=True"):
+                layers.make("RowParallelLinear")(torch.randn(128, 96 // group.size()))
+        finally:
+            del sys.modules["megatron.training.global_vars"]
+        layer = layers.make("RowParallelLinear", config={"deterministic_mode": True})
+        try:
+            layer(torch.randn(128, layer.weight.shape[1]))
+        except ascend_parallel.ConflictError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_conflicting_features_are_refused_by_name(ranks):
+    assert ranks(2).run(conflicts) == [[], []]  # two ranks are bit-exact, so deterministic_mode is fine
+    for messages in ranks(3).run(conflicts):
+        assert "deterministic_mode=True cannot be used together with matmul_all_reduce" in messages[0]
+        assert "3 ranks" in messages[0]
+
+
+def whole_modules(group):
+    """state_dict, deepcopy and pickling as unpatched: the layers carry nothing of ours."""
+    import copy
+
+    import ascend_parallel
+
+    outcomes = []
+    with Layers(group.size()) as layers:
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            layer = layers.make("ColumnParallelLinear", (64, 96))
+            layer(torch.randn(128, 64))
+            state = layer.state_dict()
+            try:
+                copied = copy.deepcopy(layer)
+            except (TypeError, RuntimeError) as error:
+                copied = type(error)
+            layer.load_state_dict(state)
+            outcomes.append((sorted(state), sorted(vars(layer)), copied if isinstance(copied, type) else "copied"))
+    return outcomes
+
+
+def test_state_dict_and_deepcopy_as_unpatched(ranks):
+    for plain, patched in ranks(2).run(whole_modules):
+        assert plain == patched
+
+
+def covered(group):
+    import ascend_parallel
+
+    class TELinear(torch.nn.Linear):
+        """Stands for a TransformerEngine layer, which derives from none of Megatron's."""
+
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(num_chunks=4)
+        column, row = layers.make("ColumnParallelLinear"), layers.make("RowParallelLinear")
+        both = torch.nn.ModuleList([column, row, torch.nn.Linear(4, 4), TELinear(4, 4)])
+        te_only = torch.nn.ModuleList([TELinear(4, 4)])
+        found = [str(ascend_parallel.coverage(module)) for module in (both, te_only)]
+        ascend_parallel.configure(num_chunks=1)
+        return [*found, str(ascend_parallel.coverage(column))]
+
+
+def test_coverage_is_said(ranks):
+    both, te_only, off = ranks(2).run(covered)[0]
+    assert both.startswith("2 of 4 linear layers covered (1 of torch Linear")
+    assert te_only.startswith("0 of 1 linear layers covered (1 TransformerEngine's TELinear")
+    assert off == "0 of 1 linear layers covered (1 ColumnParallelLinear: not patched)"
