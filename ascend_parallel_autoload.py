@@ -6,17 +6,21 @@ are checked when Megatron-core is imported, which is when they begin to matter.
 """
 
 import os
+import sys
 
 PREFIXES = ("COC_", "USE_COC_")
 
 
 def register() -> None:
     """Have ascend_parallel imported right after Megatron-core's layers, if a variable asks for it."""
-    if not any(name.startswith(PREFIXES) for name in os.environ):
+    if not any(name.upper().startswith(PREFIXES) for name in os.environ):
         return
-    import wrapt
+    try:
+        import wrapt
 
-    wrapt.register_post_import_hook(_switch_on, "megatron.core.tensor_parallel.layers")
+        wrapt.register_post_import_hook(_switch_on, "megatron.core.tensor_parallel.layers")
+    except Exception as error:  # noqa: BLE001  raising here would break `import torch` for every program
+        sys.stderr.write(f"ascend_parallel: overlap cannot be switched on by a variable alone: {error}\n")
 
 
 def _switch_on(_: object) -> None:

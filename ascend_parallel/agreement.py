@@ -42,8 +42,8 @@ class Agreement:
     def confirm(self, group: dist.ProcessGroup) -> None:
         """Return once every rank of `group` has published the same; a dictionary look-up from then on.
 
-        Raises `DisagreementError` on every rank, naming what differs, or, when the group's time limit
-        has passed, the ranks that never published.
+        Raises `DisagreementError` on every rank, naming what differs, or, when the time limit of the
+        group or its store has passed, the ranks that never published.
         """
         if group not in self._confirmed:
             _compare(group, self._settings)
@@ -86,11 +86,11 @@ def _wait(store: Any, keys: dict[int, str], group: dist.ProcessGroup) -> None:
 
 
 def _time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the time limit of the group's collectives, or of its store if the backend does not tell."""
+    """Return the shorter of the time limits of the group and of its store (Megatron gives groups half an hour)."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     store: Any = c10d._get_process_group_store(group)
-    limit: timedelta = getattr(options, "_timeout", None) or store.timeout
-    return limit
+    limit: timedelta = store.timeout
+    return min(limit, getattr(options, "_timeout", None) or limit)
 
 
 def _absence(missing: list[int], group: dist.ProcessGroup, seconds: float) -> str:

@@ -1,7 +1,19 @@
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
 import pytest
 from pool import RankPool
 
 _pools = {}
+
+
+def pytest_report_header():
+    """Name the versions that a result holds for."""
+    megatron = Path(importlib.util.find_spec("megatron.core").origin).with_name("package_info.py").read_text()
+    numbers = {line.split(" = ")[0]: line.split(" = ")[1] for line in megatron.splitlines() if " = " in line}
+    version = ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
+    return f"torch {importlib.metadata.version('torch')}, megatron-core {version}"
 
 
 @pytest.fixture(scope="session")

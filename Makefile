@@ -1,0 +1,44 @@
+# The README's words: `make demo` and `make test` set up everything they need on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint stress compat bench clean
+
+demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
+	$(BIN)/python examples/gpt/compare.py $(ARGS)
+
+test: $(VENV)/ready  ## every test that CI runs
+	$(BIN)/python -m pytest -m "not stress" $(ARGS)
+
+lint: $(VENV)/ready  ## ruff and mypy, as CI runs them
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds
+	$(BIN)/python -m pytest -m stress $(ARGS)
+
+MEGATRON_VERSIONS ?= 0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1
+compat: $(MEGATRON_VERSIONS:%=compat-%)  ## the Megatron tests on every supported megatron-core
+
+compat-%: $(VENV)/ready
+	test -d .compat/$* || $(BIN)/python -m pip install --quiet --no-deps --target .compat/$* megatron-core==$*
+	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/test_megatron_layers.py tests/test_megatron_training.py \
+		tests/test_patches.py $(ARGS)
+	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
+
+bench: $(VENV)/ready  ## E_bound of every layer on a link of 1 Gbit/s (needs root for network namespaces)
+	$(BIN)/python benchmarks/linears.py --link 1gbit $(ARGS)
+
+# The extension is built in this environment (no build isolation): an isolated one would install another torch.
+$(VENV)/ready: constraints.txt pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools wheel torch numpy
+	$(PIP) --no-build-isolation --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .compat build dist *.egg-info

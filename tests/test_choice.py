@@ -1,0 +1,119 @@
+"""How rows are cut, which kernel is chosen, and why."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ascend_parallel import Settings
+from ascend_parallel.ops import Problem, choose
+from ascend_parallel.ops.alignment import align_operands
+from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows
+
+
+@given(st.integers(0, 5000), st.integers(1, 64))
+def test_chunks_cover_all_rows_in_order(rows, chunks):
+    bounds = split_rows(rows, chunks)
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == rows
+    assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
+    assert len(bounds) == max(1, min(chunks, rows // ROW_TILE))
+    assert all(start % ROW_TILE == 0 for start, _ in bounds)
+    if len(bounds) > 1:
+        assert min(stop - start for start, stop in bounds) >= ROW_TILE
+
+
+@given(st.integers(1, 64))
+def test_ends_are_short_and_no_chunk_is_much_longer(chunks):
+    sizes = [stop - start for start, stop in split_rows(ROW_TILE * 4096, chunks)]
+    assert max(sizes) <= (STEEPEST + 1) * min(sizes)
+    assert sizes[0] <= min(sizes[1:], default=sizes[0]) + ROW_TILE
+
+
+def test_published_counts():
+    sizes = [stop - start for start, stop in split_rows(20 * ROW_TILE, 8)]
+    assert sizes == [16, 32, 48, 64, 64, 48, 32, 16]
+    assert split_rows(31, 8) == ((0, 31),)
+    assert split_rows(33, 8) == ((0, 16), (16, 33))
+
+
+def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
+    return Problem(operator, m, 64, 32, torch.float32, device, ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "m", "kernel", "chunks", "reason"),
+    [
+        (Settings(num_chunks=4), 512, "chunked", 4, "COC_PARALLEL_NUM=4"),
+        (Settings(num_chunks=4), 40, "chunked", 2, "COC_PARALLEL_NUM=4; 40 rows allow 2 (multiples of 16 rows)"),
+        (Settings(num_chunks=4), 31, "reference", 1, "COC_PARALLEL_NUM=4; 31 rows allow 1 (multiples of 16 rows)"),
+        (Settings(num_chunks=4, mode=1), 512, "reference", 1, "COC_MODE=1: no chunks"),
+        (Settings(num_chunks=4, customized_coc={(512, 64, 32): 8}), 512, "chunked", 8, "customized_coc: 8 chunks for"),
+        (
+            Settings(num_chunks=4, customized_coc={(512, 64, 32): 1}),
+            512,
+            "reference",
+            1,
+            "customized_coc: 1 chunks for",
+        ),
+        (Settings(num_chunks=4, customized_coc={(512, 32, 64): 8}), 512, "chunked", 4, "COC_PARALLEL_NUM=4"),
+        (
+            Settings(fused=True),
+            512,
+            "chunked",
+            4,
+            "USE_COC_FUSED_KERNEL=1, but no fused kernel exists for cpu: 4 chunks",
+        ),
+        (Settings(fused=True, num_chunks=8), 512, "chunked", 8, "USE_COC_FUSED_KERNEL=1, but no fused kernel"),
+    ],
+)
+def test_choices_and_their_reasons(settings, m, kernel, chunks, reason):
+    choice = choose(problem(m=m), settings)
+    assert (choice.kernel, len(choice.bounds)) == (kernel, chunks)
+    assert choice.reason.startswith(reason)
+
+
+def test_one_rank_has_nothing_to_overlap():
+    choice = choose(problem(ranks=1), Settings(num_chunks=4))
+    assert (choice.kernel, choice.reason) == ("reference", "one rank: nothing to communicate")
+
+
+@pytest.mark.parametrize(
+    ("operator", "m", "ranks", "device", "exact"),
+    [
+        ("matmul_all_reduce", 512, 2, "cpu", True),
+        ("matmul_all_reduce", 500, 2, "cpu", True),
+        ("matmul_all_reduce", 512, 3, "cpu", False),
+        ("matmul_all_reduce", 512, 2, "npu", False),
+        ("matmul_reduce_scatter", 512, 2, "cpu", True),
+        ("matmul_reduce_scatter", 500, 2, "cpu", False),
+        ("matmul_reduce_scatter", 512, 4, "cpu", False),
+        ("all_gather_matmul", 512, 4, "cpu", True),
+        ("all_gather_matmul", 500, 2, "cpu", False),
+    ],
+)
+def test_what_is_known_to_be_bit_exact(operator, m, ranks, device, exact):
+    assert choose(problem(operator, m, device, ranks), Settings(num_chunks=4)).bit_exact is exact
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype", "rows", "n", "padded_k"),
+    [
+        (512, torch.bfloat16, 256, 256, 512),  # K is a multiple of 512 bytes
+        (1030, torch.bfloat16, 256, 256, 1280),
+        (1030, torch.bfloat16, 250, 256, 1030),  # rows of a chunk are not
+        (1030, torch.bfloat16, 256, 250, 1030),  # N is not
+        (1040, torch.bfloat16, 256, 256, 1040),  # K is a multiple of 32 bytes
+        (1001, torch.bfloat16, 256, 256, 1001),  # below the window
+        (4100, torch.bfloat16, 256, 256, 4100),  # above it
+        (1030, torch.float32, 128, 128, 1152),
+    ],
+)
+def test_operands_are_padded_where_it_is_worth_it(k, dtype, rows, n, padded_k):
+    x, w = torch.randn(64, k).to(dtype), torch.randn(n, k).to(dtype).t()
+    x_padded, w_padded = align_operands(x, w, rows, 1024, 4096)
+    assert (x_padded.shape, w_padded.shape) == ((64, padded_k), (padded_k, n))
+    torch.testing.assert_close(x_padded.double() @ w_padded.double(), x.double() @ w.double())
+    assert w_padded.is_contiguous() == (padded_k != k or k == 512)

@@ -1,0 +1,292 @@
+"""The mechanics of patches, on a class of our own and on the real Megatron-core."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from ascend_parallel.patches.base import Patch, PatchError, PatchSet, in_range
+
+
+@pytest.fixture
+def module():
+    """A framework with one class, importable for the time of a test."""
+    made = types.ModuleType("framework_of_this_test")
+    exec("class Layer:\n    def forward(self, x):\n        return x\n    value = 3", made.__dict__)
+    sys.modules[made.__name__] = made
+    yield made
+    del sys.modules[made.__name__]
+
+
+def patch(**changes):
+    values = {
+        "module": "framework_of_this_test",
+        "owner": "Layer",
+        "method": "forward",
+        "replacement": lambda original: lambda self, x: original(self, x) + 1,
+        "parameters": ("self", "x"),
+        "reason": "adds one",
+    }
+    return Patch(**{**values, **changes})
+
+
+def patch_set(*patches):
+    return PatchSet("framework", ">=0.10,<0.17", patches or (patch(),))
+
+
+def test_apply_is_idempotent_and_revert_restores_the_very_object(module):
+    original = module.Layer.__dict__["forward"]
+    alias = module.Layer
+    patches = patch_set()
+    assert patches.status()[0].reason == "not applied"
+    for _ in range(2):
+        patches.apply("0.16.1")
+        assert alias().forward(1) == 2
+    assert patches.status()[0].applied
+    patches.revert()
+    patches.revert()
+    assert module.Layer.__dict__["forward"] is original
+    patches.apply("0.16.1")
+    assert alias().forward(1) == 2
+
+
+def test_revert_refuses_when_somebody_patched_on_top(module):
+    patches = patch_set()
+    patches.apply("0.16.1")
+    ours = module.Layer.forward
+    module.Layer.forward = lambda self, x: ours(self, x) * 10
+    with pytest.raises(PatchError, match=r"cannot be reverted.*put on top"):
+        patches.revert()
+    assert not patches.status()[0].applied
+    assert "replaced in turn" in patches.status()[0].reason
+    assert module.Layer().forward(1) == 20
+    module.Layer.forward = ours
+    patches.revert()
+
+
+def test_all_targets_are_checked_before_the_first_is_touched(module):
+    original = module.Layer.__dict__["forward"]
+    with pytest.raises(PatchError, match="expected a method of this class, found 3"):
+        patch_set(patch(), patch(method="value")).apply("0.16.1")
+    assert module.Layer.__dict__["forward"] is original
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": ("self", "x", "y")}, "expected the parameters self, x, y, found self, x"),
+        ({"owner": "Missing"}, "expected a class, found None"),
+        ({"method": "missing"}, "expected a method of this class, found None"),
+        ({"module": "no_such_module"}, "no_such_module cannot be imported"),
+    ],
+)
+def test_what_does_not_fit_is_refused(module, changes, message):
+    with pytest.raises(PatchError, match=message):
+        patch_set(patch(**changes)).apply("0.16.1")
+
+
+def test_somebody_elses_replacement_is_refused(module):
+    def foreign(self, x):
+        return x
+
+    module.Layer.forward = foreign
+    with pytest.raises(PatchError, match=r"expected the original, found .*foreign of .*test_patches.*MindSpeed"):
+        patch_set().apply("0.16.1")
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("0.9.0", False), ("0.10.0", True), ("0.12.0rc1", True), ("0.16.1", True), ("0.17.0", False), ("1.0", False)],
+)
+def test_versions(module, version, fits):
+    assert in_range(version, ">=0.10,<0.17") is fits
+    if not fits:
+        with pytest.raises(PatchError, match=f"framework: expected a version >=0.10,<0.17, found {version}"):
+            patch_set().apply(version)
+
+
+def python(code, **environ):
+    """Run code in a fresh interpreter with only these variables of ours set."""
+    import os
+
+    kept = {name: value for name, value in os.environ.items() if "COC" not in name}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **environ}, capture_output=True, text=True, timeout=120
+    )
+
+
+def output(code, **environ):
+    done = python(code, **environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+FORWARD = (
+    "from megatron.core.tensor_parallel.layers import ColumnParallelLinear as C; print(C.forward.__code__.co_filename)"
+)
+
+
+@pytest.mark.parametrize("order", ["import ascend_parallel, megatron.core", "import megatron.core, ascend_parallel"])
+def test_either_order_of_imports(order):
+    patched = output(f"{order}; {FORWARD}", COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert patched.replace("\\", "/").endswith("patches/megatron/layers.py")
+
+
+@pytest.mark.parametrize("environ", [{}, {"COC_PARALLEL_NUM": "1", "USE_COC_FUSED_KERNEL": "0"}, {"COC_MODE": "0"}])
+def test_off_means_untouched(environ):
+    plain = output(FORWARD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert plain.endswith("tensor_parallel/layers.py")
+    assert output(f"import ascend_parallel; {FORWARD}", **environ) == plain
+
+
+def test_exporting_the_variable_is_enough():
+    assert output(FORWARD, COC_PARALLEL_NUM="4").endswith("patches/megatron/layers.py")
+    assert output(FORWARD, USE_COC_FUSED_KERNEL="1").endswith("patches/megatron/layers.py")
+    assert not output(FORWARD, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0").endswith(
+        "patches/megatron/layers.py"
+    )
+
+
+def test_autoload_imports_nothing_while_the_variables_are_unset():
+    code = "import torch, sys; print([m for m in sys.modules if m.split('.')[0] in ('ascend_parallel', 'wrapt')])"
+    assert output(code) == "[]"
+    loaded = output(code, COC_PARALLEL_NUM="4")
+    assert "'wrapt'" in loaded
+    assert "ascend_parallel" not in loaded
+
+
+@pytest.mark.parametrize("value", ["four", "", "1e9"])
+def test_autoload_never_breaks_torch_and_a_bad_value_is_raised_with_megatron(value):
+    assert output("import torch; print('fine')", COC_PARALLEL_NUM=value) == "fine"
+    failed = python("import torch, megatron.core", COC_PARALLEL_NUM=value)
+    assert failed.returncode != 0
+    assert f"SettingsError: COC_PARALLEL_NUM='{value}' is not allowed" in failed.stderr
+
+
+def test_autoload_survives_a_broken_environment():
+    broken = "import sys; sys.modules['wrapt'] = None\nimport torch\nprint('fine')"
+    done = python(broken, COC_PARALLEL_NUM="4")
+    assert (done.returncode, done.stdout.strip()) == (0, "fine")
+    assert "overlap cannot be switched on" in done.stderr
+
+
+def test_a_misspelt_variable_is_warned_of_without_any_import_of_ours():
+    done = python("import megatron.core", USE_COC_FUSED_KERNE="1")
+    assert done.returncode == 0
+    assert "USE_COC_FUSED_KERNE, which nothing reads; did you mean USE_COC_FUSED_KERNEL" in done.stderr
+
+
+def test_apply_revert_apply_on_megatron():
+    code = """
+import ascend_parallel as ap
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear as C, RowParallelLinear as R
+originals = C.forward, R.forward
+ap.configure(num_chunks=4); ap.apply(); ap.apply()
+assert C.forward is not originals[0] and C.forward.__wrapped__ is originals[0]
+assert [p.applied for p in ap.status().patches] == [True, True], ap.status()
+ap.revert(); ap.revert()
+assert (C.forward, R.forward) == originals
+ap.apply()
+assert C.forward is not originals[0]
+ap.configure(num_chunks=1)
+assert (C.forward, R.forward) == originals
+print(ap.status().state)
+"""
+    assert output(code) == "off: Megatron-core's layers are untouched"
+
+
+def test_apply_while_off_is_refused():
+    failed = python("import ascend_parallel as ap; ap.apply()")
+    assert "nothing to apply: COC_PARALLEL_NUM=1 and USE_COC_FUSED_KERNEL=0" in failed.stderr
+
+
+def test_another_version_or_signature_of_megatron_is_refused():
+    for spoil, message in (
+        (
+            "import megatron.core.package_info as i; i.__version__ = '0.17.0'",
+            "expected a version >=0.10,<0.17, found 0.17.0",
+        ),
+        (
+            "from megatron.core.tensor_parallel import layers\n"
+            "def forward(self, input_, weight=None): pass\n"
+            "forward.__module__ = layers.__name__\n"
+            "layers.ColumnParallelLinear.forward = forward",
+            "expected the parameters self, input_, weight, runtime_gather_output, found self, input_, weight",
+        ),
+    ):
+        failed = python(f"{spoil}\nimport ascend_parallel as ap\nap.configure(num_chunks=4)\nap.apply()")
+        assert message in failed.stderr, failed.stderr
+
+
+def test_without_megatron():
+    hide = "import sys; sys.modules['megatron'] = None\n"
+    assert "waiting for the import of megatron-core, which is not installed" in output(
+        hide + "import ascend_parallel as ap; print(ap.status().state)", COC_PARALLEL_NUM="4"
+    )
+    failed = python(hide + "import ascend_parallel as ap; ap.apply()", COC_PARALLEL_NUM="4")
+    assert "megatron-core: expected a version >=0.10,<0.17, found none installed" in failed.stderr
+
+
+def test_a_variable_changed_after_import_is_told_and_changes_nothing():
+    code = """
+import os, ascend_parallel as ap
+import megatron.core
+os.environ["COC_PARALLEL_NUM"] = "8"
+print(ap.status().settings.num_chunks, ap.status().notes[0])
+"""
+    assert output(code, COC_PARALLEL_NUM="4").startswith("4 COC_PARALLEL_NUM was 4 when it was read and is 8 now")
+
+
+def test_a_run_that_overlapped_nothing_says_so():
+    done = python("import megatron.core", COC_PARALLEL_NUM="4")
+    assert "overlap was on, but 0 linear layers ran with it" in done.stderr
+    te = "import sys, types; sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
+    done = python("import megatron.core\n" + te, COC_PARALLEL_NUM="4")
+    assert "TransformerEngine's layers are not covered" in done.stderr
+    assert "linear layers" not in python("import megatron.core", COC_PARALLEL_NUM="4", RANK="1").stderr
+
+
+def test_run_a_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, helper; print(sys.argv[1:], __name__, helper.x)\n" + FORWARD)
+    (tmp_path / "helper.py").write_text("x = 5")
+    for call in (["run", str(script), "--layers", "2"], ["run", "-m", "train", "--layers", "2"]):
+        code = (
+            f"import sys; sys.argv = ['ascend_parallel', *{call!r}]; from ascend_parallel.__main__ import main; main()"
+        )
+        lines = output(
+            code, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(tmp_path)
+        ).splitlines()
+        assert lines[0] == "['--layers', '2'] __main__ 5"
+        assert lines[1].endswith("patches/megatron/layers.py")
+
+
+@pytest.mark.parametrize(("call", "code"), [(["run"], 2), (["run", "nowhere.py"], 2), (["run", "--help"], 0)])
+def test_run_without_a_script(call, code):
+    done = subprocess.run([sys.executable, "-m", "ascend_parallel", *call], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert "usage" in done.stdout + done.stderr or "there is no file 'nowhere.py'" in done.stderr
+
+
+def test_run_does_not_import_the_command_line(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text("import sys; print([m for m in ('typer', 'rich') if m in sys.modules])")
+    done = subprocess.run(
+        [sys.executable, "-m", "ascend_parallel", "run", str(script)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_status_command():
+    import json
+    import os
+
+    environ = {**os.environ, "COC_PARALLEL_NUM": "4"}
+    call = [sys.executable, "-m", "ascend_parallel", "status"]
+    done = subprocess.run([*call, "--json"], capture_output=True, text=True, env=environ, timeout=60)
+    found = json.loads(done.stdout)
+    assert found["settings"]["num_chunks"] == 4
+    assert [patch["applied"] for patch in found["patches"]] == [True, True]
+    shown = subprocess.run(call, capture_output=True, text=True, env=environ, timeout=60).stdout
+    assert "RowParallelLinear.forward" in shown

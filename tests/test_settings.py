@@ -1,0 +1,172 @@
+import json
+import os
+import pickle
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ascend_parallel import Settings, SettingsError
+from ascend_parallel.settings import MAX_CHUNKS, near_misses, read_settings
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode", "chunks", "fused"),
+    [
+        ({}, 0, 1, False),
+        ({"COC_PARALLEL_NUM": "1", "USE_COC_FUSED_KERNEL": "0"}, 0, 1, False),
+        ({"COC_PARALLEL_NUM": "2"}, 2, 2, False),
+        ({"COC_PARALLEL_NUM": "8"}, 2, 8, False),
+        ({"COC_PARALLEL_NUM": " 3 "}, 2, 3, False),
+        ({"COC_PARALLEL_NUM": "64"}, 2, 64, False),
+        ({"USE_COC_FUSED_KERNEL": "1"}, 2, 1, True),
+        ({"COC_PARALLEL_NUM": "4", "USE_COC_FUSED_KERNEL": "1"}, 2, 4, True),
+        ({"COC_PARALLEL_NUM": "4", "COC_MODE": "0"}, 0, 4, False),
+        ({"COC_PARALLEL_NUM": "4", "COC_MODE": "1"}, 1, 4, False),
+        ({"COC_MODE": "2"}, 2, 1, False),
+        ({"COC_PARALLEL_NUM": "4", "COC_MODE": "-1"}, 2, 4, False),
+    ],
+)
+def test_variables(environ, mode, chunks, fused):
+    settings = read_settings(environ)
+    assert (settings.effective_mode, settings.num_chunks, settings.fused) == (mode, chunks, fused)
+    assert settings.enabled == (mode != 0)
+
+
+@pytest.mark.parametrize("value", ["", "four", "4.0", "0", "-1", "1e9", "65", "999999999999", "4;2", "0x4", "None"])
+def test_bad_chunk_counts(value):
+    with pytest.raises(SettingsError) as error:
+        read_settings({"COC_PARALLEL_NUM": value})
+    assert "COC_PARALLEL_NUM=" in str(error.value)
+    assert value in str(error.value)
+    assert "from 1 (off) to 64" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("USE_COC_FUSED_KERNEL", "yes", "0 or 1"),
+        ("USE_COC_FUSED_KERNEL", "", "0 or 1"),
+        ("USE_COC_FUSED_KERNEL", "2", "0 or 1"),
+        ("COC_MODE", "3", "-1 .*0 .*1 .*2"),
+        ("COC_MODE", "fast", "-1 .*0 .*1 .*2"),
+    ],
+)
+def test_bad_switches(name, value, allowed):
+    with pytest.raises(SettingsError, match=f"{name}='{value}' is not allowed: give {allowed}"):
+        read_settings({name: value})
+
+
+@pytest.mark.parametrize("name", ["USE_COC_FUSED_KERNE", "COC_PARALEL_NUM", "COC_PARALLEL_NUMS", "coc_parallel_num"])
+def test_near_misses_are_warned_of(name):
+    with pytest.warns(UserWarning, match=f"{name}, which nothing reads; did you mean"):
+        read_settings({name: "4"})
+
+
+def test_other_names_are_left_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_settings({"PATH": "x", "RANK": "0", "COC_VERIFY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert near_misses(os.environ) == {}
+
+
+TOML = """
+matmul_soc_friendly = false
+recompute_all_gather = false
+enable_coc_in_column_backward = true
+k_min = 512
+k_max = 2048
+order = "compute_first"
+[customized_coc]
+"[16384, 5120, 1920]" = 8
+"[16384, 1920, 5120]" = 1
+"""
+
+
+@pytest.mark.parametrize("kind", ["toml", "json"])
+def test_a_file(tmp_path, kind):
+    import tomllib
+
+    file = tmp_path / f"coc.{kind}"
+    file.write_text(TOML if kind == "toml" else json.dumps(tomllib.loads(TOML)))
+    settings = read_settings({"COC_CONFIG": str(file), "COC_PARALLEL_NUM": "4"})
+    assert settings == Settings(
+        num_chunks=4,
+        matmul_soc_friendly=False,
+        recompute_all_gather=False,
+        enable_coc_in_column_backward=True,
+        k_min=512,
+        k_max=2048,
+        order="compute_first",
+        customized_coc={(16384, 5120, 1920): 8, (16384, 1920, 5120): 1},
+    )
+    assert settings.as_dict()["customized_coc"] == {"[16384, 1920, 5120]": 1, "[16384, 5120, 1920]": 8}
+
+
+def test_variables_win_over_the_file_and_arguments_over_both(tmp_path):
+    file = tmp_path / "coc.json"
+    file.write_text('{"num_chunks": 2, "order": "compute_first"}')
+    assert read_settings({"COC_CONFIG": str(file)}).num_chunks == 2
+    environ = {"COC_CONFIG": str(file), "COC_PARALLEL_NUM": "4"}
+    assert read_settings(environ).num_chunks == 4
+    assert read_settings(environ, num_chunks=8).num_chunks == 8
+    assert read_settings(environ, num_chunks=8).order == "compute_first"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"num_chunk": 4}', "unknown key 'num_chunk'; did you mean num_chunks.*Known keys: num_chunks"),
+        ('{"num_chunks": "4"}', "COC_PARALLEL_NUM='4'"),
+        ('{"num_chunks": true}', "COC_PARALLEL_NUM=True"),
+        ('{"recompute_all_gather": 1}', "recompute_all_gather=1 .*true or false"),
+        ('{"k_min": 5000}', r"k_min=5000 .*at most k_max \(4096\)"),
+        ('{"k_max": 0}', "k_max=0 .*1 or more"),
+        ('{"order": "both"}', "order='both' .*auto, compute_first, communicate_first"),
+        ('{"customized_coc": 8}', "customized_coc=8 .*table of shapes"),
+        ('{"customized_coc": {"[1, 2]": 8}}', r"customized_coc key '\[1, 2\]' .*three whole numbers"),
+        ('{"customized_coc": {"__import__(\'os\')": 8}}', "customized_coc key"),
+        ('{"customized_coc": {"[1, 2, 3]": 65}}', r"customized_coc\['\[1, 2, 3\]'\]=65"),
+        ("[1, 2]", "must hold a table of keys, not a list"),
+        ("{", "is not valid JSON"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    file = tmp_path / "coc.json"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        read_settings({"COC_CONFIG": str(file)})
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for name, message in (("missing.toml", "cannot be read: No such file"), ("", "is not allowed: give the path")):
+        with pytest.raises(SettingsError, match=message):
+            read_settings({"COC_CONFIG": str(tmp_path / name)})
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
+        read_settings({"COC_CONFIG": str(tmp_path / "folder.json")})
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="is not valid TOML"):
+        read_settings({"COC_CONFIG": str(tmp_path / "binary.toml")})
+
+
+def test_settings_are_a_value():
+    settings = Settings(num_chunks=4, customized_coc={"[1, 2, 3]": 8})
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert hash(pickle.loads(pickle.dumps(settings))) == hash(settings)
+    assert "'[1, 2, 3]': 8" in repr(settings)
+    with pytest.raises(AttributeError):
+        settings.num_chunks = 2
+    with pytest.raises(SettingsError, match="unknown key"):
+        read_settings({}, chunks=4)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_count_or_a_clear_error(text):
+    try:
+        settings = read_settings({"COC_PARALLEL_NUM": text})
+    except SettingsError as error:
+        assert "COC_PARALLEL_NUM" in str(error)
+    else:
+        assert 1 <= settings.num_chunks <= MAX_CHUNKS
