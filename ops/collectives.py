@@ -5,13 +5,17 @@ torch renamed two of them and gloo has no reduce-scatter of its own; both are de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.pending import Work
+from ascend_parallel.ops.rows import Sizes
+
+# Keeps our sends apart from others between the same two ranks of the same group.
+TAG = 0xC0C
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -44,8 +48,8 @@ class ReduceScatter:
         return work
 
 
-class ExchangeAndSum(ReduceScatter):
-    """Reduce-scatter for gloo: every rank sends each other one its slice and sums what it receives.
+class ExchangeAndSum:
+    """A reduce-scatter for gloo: every rank sends each other one its slice and sums what it receives.
 
     gloo's own is a full all-reduce of a copy, twice the traffic or more. Receives are posted when the
     object is made: gloo announces them through the stream that carries the data, so a late one waits
@@ -53,16 +57,22 @@ class ExchangeAndSum(ReduceScatter):
     rank order, in fp32 for 16-bit types, so every run gives the same bits.
     """
 
-    def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Post the receives of every other rank's slice."""
-        super().__init__(out_c, group)
-        self._received = {peer: torch.empty_like(out_c) for peer in range(group.size()) if peer != group.rank()}
-        self._works = [dist.irecv(part, group=group, group_src=peer) for peer, part in self._received.items()]
+    def __init__(self, out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Post the receives of every other rank's slice into the ``[c, N]`` of `received`, by rank."""
+        self._out_c = out_c
+        self._group = group
+        self._parts = received
+        self._works = [dist.irecv(part, group=group, group_src=peer, tag=TAG) for peer, part in received.items()]
 
     def start(self, x_r_c: torch.Tensor) -> Work:
-        """Send the other ranks their slices."""
-        self._x_r_c = x_r_c  # lives until the sends are done
-        self._works += [dist.isend(x_r_c[peer], group=self._group, group_dst=peer) for peer in self._received]
+        """Send the other ranks their slices of the contiguous ``[R, c, N]``."""
+        for rank, x_c in enumerate(x_r_c.unbind()):
+            if rank in self._parts:
+                self._works.append(dist.isend(x_c, group=self._group, group_dst=rank, tag=TAG))
+            else:
+                own = {rank: x_c}
+        self._parts |= own
+        self._sent = x_r_c  # lives until the sends are done
         return self
 
     def wait(self) -> None:
@@ -70,7 +80,7 @@ class ExchangeAndSum(ReduceScatter):
         for work in self._works:
             assert work is not None
             work.wait()
-        first, *rest = [self._received.get(rank, self._x_r_c[rank]) for rank in range(self._group.size())]
+        first, *rest = [self._parts[rank] for rank in range(len(self._parts))]
         wide = len(rest) > 1 and self._out_c.element_size() == 2
         total = first.float() if wide else torch.add(first, rest.pop(0), out=self._out_c)
         for part in rest:
@@ -79,7 +89,16 @@ class ExchangeAndSum(ReduceScatter):
             self._out_c.copy_(total)
 
 
-def reduce_scatter_into(out_c: torch.Tensor, group: dist.ProcessGroup) -> ReduceScatter:
-    """Make a reduce-scatter ready that writes to the contiguous ``[c, N]``."""
-    on_gloo = dist.get_backend(group) == dist.Backend.GLOO
-    return (ExchangeAndSum if on_gloo else ReduceScatter)(out_c, group)
+def reduce_scatters(
+    out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup
+) -> Sequence[ReduceScatter | ExchangeAndSum]:
+    """Make one reduce-scatter ready for each chunk of rows of the contiguous ``[M / R, N]``."""
+    outs = torch.split_with_sizes(out_m, sizes)
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return [ReduceScatter(out_c, group) for out_c in outs]
+    peers = [rank for rank in range(group.size()) if rank != group.rank()]
+    received = [torch.split_with_sizes(torch.empty_like(out_m), sizes) for _ in peers]
+    return [
+        ExchangeAndSum(out_c, dict(zip(peers, parts, strict=True)), group)
+        for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
+    ]

@@ -24,7 +24,7 @@ KERNELS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
 def start_matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
     """Start ``sum over ranks of x w``: x [..., K], w [K, N]; the pending result is [M, N]."""
     x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings)
-    pending: Pending = KERNELS[choice.kernel].matmul_all_reduce(x_m, w, group, choice.bounds)
+    pending: Pending = KERNELS[choice.kernel].matmul_all_reduce(x_m, w, group, choice.sizes)
     return pending
 
 
@@ -33,7 +33,7 @@ def start_matmul_reduce_scatter(
 ) -> Pending:
     """Start this rank's rows of ``sum over ranks of x w``: x [..., K], w [K, N]; pending [M / R, N]."""
     x_m, w, choice = _prepare(REDUCE_SCATTER, x, w, group, settings)
-    pending: Pending = KERNELS[choice.kernel].matmul_reduce_scatter(x_m, w, group, choice.bounds)
+    pending: Pending = KERNELS[choice.kernel].matmul_reduce_scatter(x_m, w, group, choice.sizes)
     return pending
 
 
@@ -42,7 +42,7 @@ def run_all_gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``gather(x) w`` and gather(x): x [..., K], w [K, N]; [M, N] and [M, K], both finished."""
     x_m, w, choice = _prepare(ALL_GATHER, x_shard, w, group, settings)
-    y_m, gathered_m = KERNELS[choice.kernel].all_gather_matmul(x_m, w, group, choice.bounds)
+    y_m, gathered_m = KERNELS[choice.kernel].all_gather_matmul(x_m, w, group, choice.sizes)
     return y_m, gathered_m[:, : x_shard.shape[-1]]
 
 
@@ -85,5 +85,5 @@ def _prepare(
     choice = choose(problem, settings)
     x_m = rows_of(x)
     if choice.kernel == "chunked" and settings.matmul_soc_friendly and problem.device == "npu":
-        x_m, w = align_operands(x_m, w, problem.rows // len(choice.bounds), settings.k_min, settings.k_max)
+        x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.rows import ROW_TILE, Bounds, split_rows
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.settings import Settings
 
 ALL_REDUCE = "matmul_all_reduce"
@@ -51,12 +51,13 @@ class Problem:
 class Choice:
     """How a problem is run, and why.
 
-    bit_exact tells whether the result is known to have the bits of a whole matmul and one collective.
+    sizes are the rows of each chunk; bit_exact tells whether the result is known to have the bits of
+    a whole matmul and one collective.
     """
 
     problem: Problem
     kernel: str
-    bounds: Bounds
+    sizes: Sizes
     bit_exact: bool
     reason: str
 
@@ -65,13 +66,13 @@ class Choice:
 def choose(problem: Problem, settings: Settings) -> Choice:
     """Choose kernel and chunks for `problem`; the same on every rank by construction."""
     asked, why = _asked_chunks(problem, settings)
-    bounds = split_rows(problem.rows, asked)
-    if len(bounds) < asked:
-        why += f"; {problem.rows} rows allow {len(bounds)} (multiples of {ROW_TILE} rows)"
+    sizes = split_rows(problem.rows, asked)
+    if len(sizes) < asked:
+        why += f"; {problem.rows} rows allow {len(sizes)} (multiples of {ROW_TILE} rows)"
     if problem.ranks == 1:
-        bounds, why = ((0, problem.rows),), "one rank: nothing to communicate"
-    kernel = "chunked" if len(bounds) > 1 else "reference"
-    return Choice(problem, kernel, bounds, _bit_exact(problem, len(bounds)), why)
+        sizes, why = (problem.rows,), "one rank: nothing to communicate"
+    kernel = "chunked" if len(sizes) > 1 else "reference"
+    return Choice(problem, kernel, sizes, _bit_exact(problem, len(sizes)), why)
 
 
 def problem_of(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Problem:

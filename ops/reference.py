@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import all_gather_single, all_gather_views, reduce_scatter_into
+from ascend_parallel.ops.collectives import all_gather_single, all_gather_views, reduce_scatters
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.ops.rows import Bounds
+from ascend_parallel.ops.rows import Sizes
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, bounds: Bounds) -> Pending:
+def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank."""
     pending = Pending(torch.mm(x_m, w), ALL_REDUCE, group)
     if group.size() > 1 and x_m.shape[0]:
@@ -25,7 +25,7 @@ def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGro
     return pending
 
 
-def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, bounds: Bounds) -> Pending:
+def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N]."""
     partial = torch.mm(x_m, w)
     ranks, rows = group.size(), partial.shape[0] // group.size()
@@ -33,13 +33,14 @@ def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.Proces
         return Pending(partial, REDUCE_SCATTER, group)
     pending = Pending(partial.new_empty(rows, partial.shape[1]), REDUCE_SCATTER, group)
     if rows:
-        pending.add(reduce_scatter_into(pending.tensor, group).start(partial.view(ranks, rows, partial.shape[1])))
+        (scatter,) = reduce_scatters(pending.tensor, (rows,), group)
+        pending.add(scatter.start(partial.view(ranks, rows, partial.shape[1])))
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return pending
 
 
 def all_gather_matmul(
-    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, bounds: Bounds
+    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K]."""
     if group.size() == 1:
@@ -50,21 +51,23 @@ def all_gather_matmul(
 
 
 def gather_rows(
-    x_shard_m: torch.Tensor, group: dist.ProcessGroup, bounds: Bounds | None = None, operator: str = "all_gather"
+    x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None, operator: str = "all_gather"
 ) -> Pending:
     """Every rank's ``[M / R, K]`` rows, in rank order, left pending: [M, K].
 
-    Sent in one piece, or one for each of `bounds`: several in flight keep both directions of a link busy.
+    Sent as one, or as one piece for each of `sizes`: several in flight keep both directions of a link busy.
     """
     ranks, (rows, k) = group.size(), x_shard_m.shape
-    gathered = x_shard_m.new_empty(ranks * rows, k)
-    pending = Pending(gathered, operator, group, len(bounds or [0]))
+    gathered = x_shard_m.new_empty(ranks, rows, k)
+    pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes or [rows]))
     if rows == 0:
         return pending
     with pending.launching():
-        if bounds is None:
-            pending.add(all_gather_single(gathered, x_shard_m, group))
-        for start, stop in bounds or ():
-            views = gathered.view(ranks, rows, k)[:, start:stop]
-            pending.add(all_gather_views(views, x_shard_m[start:stop], group))
+        if sizes is None:
+            pending.add(all_gather_single(pending.tensor, x_shard_m, group))
+        else:
+            for x_r_c, x_c in zip(
+                torch.split_with_sizes(gathered, sizes, 1), torch.split_with_sizes(x_shard_m, sizes), strict=True
+            ):
+                pending.add(all_gather_views(x_r_c, x_c, group))
     return pending

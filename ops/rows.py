@@ -12,12 +12,12 @@ ROW_TILE = 16
 # No chunk has more than this many times the rows of the first and last one.
 STEEPEST = 4
 
-Bounds = tuple[tuple[int, int], ...]
+Sizes = tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def split_rows(rows: int, num_chunks: int) -> Bounds:
-    """Cut `rows` rows into at most `num_chunks` chunks ``(start, stop)``, in order, none empty.
+def split_rows(rows: int, num_chunks: int) -> Sizes:
+    """Cut `rows` rows into at most `num_chunks` chunks and return the rows of each, in order.
 
     Every cut is a multiple of `ROW_TILE`; the tail is folded into the last chunk; rows too few to be
     cut stay whole. Sizes rise from the first chunk and fall towards the last (weights 1, 2, 3, 4, 4,
@@ -33,4 +33,4 @@ def split_rows(rows: int, num_chunks: int) -> Bounds:
         ideal = (tiles * sum(weights[:i]) + total // 2) // total
         cuts.append(min(max(ideal, cuts[-1] + 1), tiles - (count - i)))
     edges = [cut * ROW_TILE for cut in cuts] + [rows]
-    return tuple(pairwise(edges))
+    return tuple(stop - start for start, stop in pairwise(edges))

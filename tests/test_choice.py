@@ -1,7 +1,5 @@
 """How rows are cut, which kernel is chosen, and why."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,28 +13,25 @@ from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows
 
 @given(st.integers(0, 5000), st.integers(1, 64))
 def test_chunks_cover_all_rows_in_order(rows, chunks):
-    bounds = split_rows(rows, chunks)
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == rows
-    assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
-    assert len(bounds) == max(1, min(chunks, rows // ROW_TILE))
-    assert all(start % ROW_TILE == 0 for start, _ in bounds)
-    if len(bounds) > 1:
-        assert min(stop - start for start, stop in bounds) >= ROW_TILE
+    sizes = split_rows(rows, chunks)
+    assert sum(sizes) == rows
+    assert len(sizes) == max(1, min(chunks, rows // ROW_TILE))
+    assert all(size % ROW_TILE == 0 for size in sizes[:-1])
+    if len(sizes) > 1:
+        assert min(sizes) >= ROW_TILE
 
 
 @given(st.integers(1, 64))
 def test_ends_are_short_and_no_chunk_is_much_longer(chunks):
-    sizes = [stop - start for start, stop in split_rows(ROW_TILE * 4096, chunks)]
+    sizes = split_rows(ROW_TILE * 4096, chunks)
     assert max(sizes) <= (STEEPEST + 1) * min(sizes)
     assert sizes[0] <= min(sizes[1:], default=sizes[0]) + ROW_TILE
 
 
 def test_published_counts():
-    sizes = [stop - start for start, stop in split_rows(20 * ROW_TILE, 8)]
-    assert sizes == [16, 32, 48, 64, 64, 48, 32, 16]
-    assert split_rows(31, 8) == ((0, 31),)
-    assert split_rows(33, 8) == ((0, 16), (16, 33))
+    assert split_rows(20 * ROW_TILE, 8) == (16, 32, 48, 64, 64, 48, 32, 16)
+    assert split_rows(31, 8) == (31,)
+    assert split_rows(33, 8) == (16, 17)
 
 
 def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
@@ -71,7 +66,7 @@ def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
 )
 def test_choices_and_their_reasons(settings, m, kernel, chunks, reason):
     choice = choose(problem(m=m), settings)
-    assert (choice.kernel, len(choice.bounds)) == (kernel, chunks)
+    assert (choice.kernel, len(choice.sizes)) == (kernel, chunks)
     assert choice.reason.startswith(reason)
 
 

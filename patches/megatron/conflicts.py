@@ -44,7 +44,7 @@ def refuse_inexact(choices: list[Choice]) -> None:
             problem = choice.problem
             raise ConflictError(
                 f"config deterministic_mode=True cannot be used together with {problem.operator} "
-                f"[{problem.m}, {problem.k}, {problem.n}] in {len(choice.bounds)} chunks on {problem.ranks} ranks "
+                f"[{problem.m}, {problem.k}, {problem.n}] in {len(choice.sizes)} chunks on {problem.ranks} ranks "
                 f"({problem.device}): its bits are not known to be those of the plain layer. Switch deterministic_mode "
                 'off, or give this shape one chunk: customized_coc = {"'
                 + f'[{problem.m}, {problem.k}, {problem.n}]": 1}}'
