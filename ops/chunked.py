@@ -13,10 +13,12 @@ Views are made by cutting a tensor once: a slice in the loop costs several times
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import all_gather_views, reduce_scatters
+from ascend_parallel.ops.collectives import reduce_scatters
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -45,17 +47,17 @@ def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.Proces
     reduce-scatter writes the i-th slice of the result and no row has to be moved.
     """
     ranks, (k, n) = group.size(), w.shape
-    x_r_m = x_m.view(ranks, x_m.shape[0] // ranks, k)
+    rows = x_m.shape[0] // ranks
     partial = x_m.new_empty(x_m.shape[0], n)
-    y_shard_m = x_m.new_empty(x_r_m.shape[1], n)
+    y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes))
     with pending.launching():
         scatters = reduce_scatters(y_shard_m, sizes, group)
-        chunks = torch.split_with_sizes(partial, [ranks * size for size in sizes])
-        for scatter, x_r_c, chunk in zip(scatters, torch.split_with_sizes(x_r_m, sizes, 1), chunks, strict=True):
-            y_r_c = chunk.view(ranks, chunk.shape[0] // ranks, n)
-            _multiply(x_r_c, w, y_r_c)
-            pending.add(scatter.start(y_r_c))
+        inputs = _chunks(_blocks(x_m.view(ranks, rows, k)), sizes)
+        outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
+        for scatter, x_blocks, y_c, size in zip(scatters, inputs, outputs, sizes, strict=True):
+            _multiply(x_blocks, w, _blocks(y_c.view(ranks, size, n)))
+            pending.add(scatter.start(y_c))
     COUNTS.add(REDUCE_SCATTER, len(sizes), len(sizes))
     return pending
 
@@ -69,31 +71,65 @@ def all_gather_matmul(
     them and are computed first; then each chunk's rows of the other ranks as they arrive.
     """
     ranks, rank = group.size(), group.rank()
-    gathered = x_shard_m.new_empty(ranks, *x_shard_m.shape)
+    gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER)
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
-    chunks = torch.split_with_sizes(gathered, sizes, 1)
-    pending = Pending(gathered.flatten(0, 1), ALL_GATHER, group, len(sizes))
-    with pending.launching():
-        for x_r_c, x_c in zip(chunks, torch.split_with_sizes(x_shard_m, sizes), strict=True):
-            pending.add(all_gather_views(x_r_c, x_c, group))
+    with gathering.launching():
         torch.mm(x_shard_m, w, out=y_r_m[rank])
-        for index, (x_r_c, y_r_c) in enumerate(zip(chunks, torch.split_with_sizes(y_r_m, sizes, 1), strict=True)):
-            pending.wait_for(index)
-            _multiply(x_r_c, w, y_r_c, done=rank)
+        inputs = _chunks(_blocks(gathered, but=rank), sizes)
+        outputs = _chunks(_blocks(y_r_m, but=rank), sizes)
+        for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
+            gathering.wait_for(index)
+            _multiply(x_blocks, w, y_blocks)
     COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
-    return y_r_m.flatten(0, 1), pending.wait()
+    return y_r_m.flatten(0, 1), gathering.wait()
 
 
-def _multiply(x_r_c: torch.Tensor, w: torch.Tensor, y_r_c: torch.Tensor, done: int | None = None) -> None:
-    """Multiply each rank's slice of rows ``[R, c, K]`` by w into ``[R, c, N]``, except that of rank `done`."""
-    ranks = x_r_c.shape[0]
-    if x_r_c.device.type == "cpu":
-        # One call a rank: a batched matmul has no launch to save here and is slower in 16 bits.
-        for rank, (x_c, y_c) in enumerate(zip(x_r_c.unbind(), y_r_c.unbind(), strict=True)):
-            if rank != done:
-                torch.mm(x_c, w, out=y_c)
-        return
-    for part in [slice(0, ranks)] if done is None else [slice(0, done), slice(done + 1, ranks)]:
-        batch = x_r_c[part]
-        if batch.shape[0]:
-            torch.bmm(batch, w.expand(batch.shape[0], *w.shape), out=y_r_c[part])
+def gather_rows(x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+    """Every rank's ``[M / R, K]`` rows, in rank order, left pending: [M, K].
+
+    Several pieces in flight keep both directions of a link busy, where one alone may not.
+    """
+    return start_gathers(x_shard_m, group, sizes, "all_gather")[0]
+
+
+def start_gathers(
+    x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str
+) -> tuple[Pending, torch.Tensor]:
+    """Start gathering chunks of ``[M / R, K]`` into their places: pending [M, K], and the same as [R, M / R, K]."""
+    gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
+    pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
+    with pending.launching():
+        outputs = _chunks(gathered.unbind(), sizes)
+        for x_c, places in zip(torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True):
+            pending.add(dist.all_gather(list(places), x_c.contiguous(), group=group, async_op=True))
+    return pending, gathered
+
+
+def _blocks(x_r_m: torch.Tensor, but: int | None = None) -> Sequence[torch.Tensor]:
+    """Rows of the ranks ``[R, m, K]``, without those of rank `but`, as the device multiplies them best."""
+    return (_by_rank if x_r_m.device.type == "cpu" else _batched)(x_r_m, but)
+
+
+def _by_rank(x_r_m: torch.Tensor, but: int | None) -> Sequence[torch.Tensor]:
+    """Each rank's ``[m, K]``: on a CPU there is no launch to save, and batches in 16 bits are slower."""
+    return [x_m for rank, x_m in enumerate(x_r_m.unbind()) if rank != but]
+
+
+def _batched(x_r_m: torch.Tensor, but: int | None) -> Sequence[torch.Tensor]:
+    """Strided batches ``[r, m, K]``, one launch each."""
+    batches = [x_r_m] if but is None else [x_r_m[:but], x_r_m[but + 1 :]]
+    return [batch for batch in batches if batch.shape[0]]
+
+
+def _chunks(blocks: Sequence[torch.Tensor], sizes: Sizes) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Cut the rows of every block ``[..., m, K]``: item i holds the i-th chunk of each."""
+    return zip(*(torch.split_with_sizes(block, sizes, -2) for block in blocks), strict=True)
+
+
+def _multiply(x_blocks: Sequence[torch.Tensor], w: torch.Tensor, y_blocks: Sequence[torch.Tensor]) -> None:
+    """Multiply blocks of rows by w ``[K, N]`` into their places."""
+    for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
+        if x_block.dim() == 2:
+            torch.mm(x_block, w, out=y_block)
+        else:
+            torch.bmm(x_block, w.expand(x_block.shape[0], *w.shape), out=y_block)

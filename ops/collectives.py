@@ -28,23 +28,17 @@ def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.
     return work
 
 
-def all_gather_views(out_r_c: torch.Tensor, x_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
-    """Start gathering ``[c, K]`` of every rank into the strided view ``[R, c, K]`` of a larger tensor."""
-    work: Work = dist.all_gather(list(out_r_c.unbind()), x_c.contiguous(), group=group, async_op=True)
-    return work
-
-
 class ReduceScatter:
-    """One reduce-scatter of ``[R, c, N]`` into ``[c, N]``, made ready before its input is computed."""
+    """One reduce-scatter of ``[R c, N]`` into ``[c, N]``, made ready before its input is computed."""
 
     def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Write the sum over ranks of each rank's slice for this rank to `out_c`."""
         self._out_c = out_c
         self._group = group
 
-    def start(self, x_r_c: torch.Tensor) -> Work:
-        """Start with the contiguous ``[R, c, N]``, slice r being what rank r receives."""
-        work: Work = _reduce_scatter(self._out_c, x_r_c.flatten(0, 1), group=self._group, async_op=True)
+    def start(self, x_c: torch.Tensor) -> Work:
+        """Start with the contiguous ``[R c, N]``, whose r-th c rows are what rank r receives."""
+        work: Work = _reduce_scatter(self._out_c, x_c, group=self._group, async_op=True)
         return work
 
 
@@ -64,15 +58,15 @@ class ExchangeAndSum:
         self._parts = received
         self._works = [dist.irecv(part, group=group, group_src=peer, tag=TAG) for peer, part in received.items()]
 
-    def start(self, x_r_c: torch.Tensor) -> Work:
-        """Send the other ranks their slices of the contiguous ``[R, c, N]``."""
-        for rank, x_c in enumerate(x_r_c.unbind()):
+    def start(self, x_c: torch.Tensor) -> Work:
+        """Send the other ranks their c rows of the contiguous ``[R c, N]``."""
+        ranks = len(self._parts) + 1
+        for rank, part in enumerate(torch.split_with_sizes(x_c, [x_c.shape[0] // ranks] * ranks)):
             if rank in self._parts:
-                self._works.append(dist.isend(x_c, group=self._group, group_dst=rank, tag=TAG))
+                self._works.append(dist.isend(part, group=self._group, group_dst=rank, tag=TAG))
             else:
-                own = {rank: x_c}
+                own = {rank: part}
         self._parts |= own
-        self._sent = x_r_c  # lives until the sends are done
         return self
 
     def wait(self) -> None:

@@ -50,7 +50,9 @@ def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings:
     """Start gathering x [..., K] as rows; the pending result is [M, K], this rank's M / R rows among them."""
     x_m = rows_of(x_shard)
     pieces = settings.num_chunks if settings.effective_mode == 2 else 1
-    return reference.gather_rows(x_m, group, split_rows(x_m.shape[0], pieces))
+    sizes = split_rows(x_m.shape[0], pieces)
+    pending: Pending = (chunked if len(sizes) > 1 else reference).gather_rows(x_m, group, sizes)
+    return pending
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

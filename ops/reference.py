@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import all_gather_single, all_gather_views, reduce_scatters
+from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -34,7 +34,7 @@ def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.Proces
     pending = Pending(partial.new_empty(rows, partial.shape[1]), REDUCE_SCATTER, group)
     if rows:
         (scatter,) = reduce_scatters(pending.tensor, (rows,), group)
-        pending.add(scatter.start(partial.view(ranks, rows, partial.shape[1])))
+        pending.add(scatter.start(partial))
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return pending
 
@@ -45,29 +45,16 @@ def all_gather_matmul(
     """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K]."""
     if group.size() == 1:
         return torch.mm(x_shard_m, w), x_shard_m
-    gathered = gather_rows(x_shard_m, group, operator=ALL_GATHER).wait()
+    gathered = gather_rows(x_shard_m, group, sizes, ALL_GATHER).wait()
     COUNTS.add(ALL_GATHER, 1, 1)
     return torch.mm(gathered, w), gathered
 
 
 def gather_rows(
-    x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None, operator: str = "all_gather"
+    x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str = "all_gather"
 ) -> Pending:
-    """Every rank's ``[M / R, K]`` rows, in rank order, left pending: [M, K].
-
-    Sent as one, or as one piece for each of `sizes`: several in flight keep both directions of a link busy.
-    """
-    ranks, (rows, k) = group.size(), x_shard_m.shape
-    gathered = x_shard_m.new_empty(ranks, rows, k)
-    pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes or [rows]))
-    if rows == 0:
-        return pending
-    with pending.launching():
-        if sizes is None:
-            pending.add(all_gather_single(pending.tensor, x_shard_m, group))
-        else:
-            for x_r_c, x_c in zip(
-                torch.split_with_sizes(gathered, sizes, 1), torch.split_with_sizes(x_shard_m, sizes), strict=True
-            ):
-                pending.add(all_gather_views(x_r_c, x_c, group))
+    """Every rank's ``[M / R, K]`` rows, in rank order, left pending: [M, K]."""
+    pending = Pending(x_shard_m.new_empty(group.size() * x_shard_m.shape[0], x_shard_m.shape[1]), operator, group)
+    if x_shard_m.shape[0]:
+        pending.add(all_gather_single(pending.tensor, x_shard_m, group))
     return pending

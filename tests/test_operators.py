@@ -117,6 +117,28 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
     assert ranks(count).run(gathered_bits) == [[True] * 4] * count
 
 
+def as_an_accelerator(group):
+    """What runs where there is no gloo and launches cost: strided batches and the backend's own reduce-scatter."""
+    from ascend_parallel.ops import chunked
+    from ascend_parallel.ops.collectives import ReduceScatter
+
+    def native(out_m, sizes, group):
+        return [ReduceScatter(out_c, group) for out_c in torch.split(out_m, sizes)]
+
+    kept = chunked._by_rank, chunked.reduce_scatters
+    chunked._by_rank, chunked.reduce_scatters = chunked._batched, native
+    try:
+        every_case(group, torch.float32)
+        strided_cases(group)
+    finally:
+        chunked._by_rank, chunked.reduce_scatters = kept
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_batched_matmuls_and_the_backends_own_reduce_scatter(ranks, count):
+    ranks(count).run(as_an_accelerator)
+
+
 def gradients(group, operator, chunks):
     shape = (group.size() * 16, 3, 24)
     x, w, x_r, w_r = operands(group, shape, 40, torch.float64)
