@@ -40,6 +40,7 @@ def run(arguments: list[str]) -> None:
 
     sys.argv = arguments[1:] if as_module else arguments
     if as_module:
+        sys.path.insert(0, str(Path.cwd()))  # as python -m has it, and a console script has not
         runpy.run_module(script[0], run_name="__main__", alter_sys=True)
         return
     if not Path(script[0]).is_file():

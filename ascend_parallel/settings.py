@@ -86,12 +86,12 @@ class Settings:
     customized_coc
         Chunk counts for single matmul shapes ``(m, k, n)``; m is the gathered M where the layer gathers.
     enable_coc_in_column_backward
-        Fused operators also in the column layer's backward.
+        Fused operators also in the column layer's backward; of no effect before a fused operator exists.
     recompute_all_gather
         Gather the column layer's input again in backward instead of keeping the gathered copy.
     order
         Which of two independent steps a path starts first where it allows either (the column layer's
-        sequence-parallel backward); "auto" takes the one that hides more.
+        sequence-parallel backward): the input gradient, or the gather. "auto" is "communicate_first".
 
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
@@ -109,7 +109,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed with a `SettingsError`."""
-        _whole_number(option_name("num_chunks"), self.num_chunks)
+        _whole_number("num_chunks", self.num_chunks)
         for name in ("fused", "matmul_soc_friendly", "enable_coc_in_column_backward", "recompute_all_gather"):
             _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         _require("mode", self.mode, type(self.mode) is int and self.mode in MODES, "-1, 0, 1 or 2")
@@ -201,11 +201,13 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
     if (text := environ.get(VARIABLES["num_chunks"])) is not None:
         values["num_chunks"] = _whole_number(VARIABLES["num_chunks"], int(text) if _is_integer(text) else text)
     if (text := environ.get(VARIABLES["fused"])) is not None:
-        _require("fused", text, text.strip() in ("0", "1"), "0 or 1")
+        _require(VARIABLES["fused"], text, text.strip() in ("0", "1"), "0 or 1")
         values["fused"] = text.strip() == "1"
     if (text := environ.get(VARIABLES["mode"])) is not None:
         allowed = _is_integer(text) and int(text) in MODES
-        _require("mode", text, allowed, "-1 (the other two decide), 0 (original), 1 (no chunks) or 2 (overlapped)")
+        _require(
+            VARIABLES["mode"], text, allowed, "-1 (the other two decide), 0 (original), 1 (no chunks) or 2 (overlapped)"
+        )
         values["mode"] = int(text)
     return values
 
@@ -219,14 +221,14 @@ def _known(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     for name in values:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise SettingsError(f"{place} has the unknown key {name!r}{hint} Known keys: {', '.join(names)}")
+            hint = f"; did you mean {close[0]}" if close else ""
+            raise SettingsError(f"{place} has the unknown key {name!r}{hint}? Known keys: {', '.join(names)}")
     return dict(values)
 
 
-def _require(name: str, value: object, allowed: bool, what: str) -> None:
+def _require(option: str, value: object, allowed: bool, what: str) -> None:
     if not allowed:
-        raise SettingsError(f"{option_name(name)}={value!r} is not allowed: give {what}")
+        raise SettingsError(f"{option}={value!r} is not allowed: give {what}")
 
 
 def _whole_number(option: str, value: object) -> int:

@@ -80,9 +80,10 @@ class Switch:
         Raises `SettingsError` if the settings are off, `PatchError` if Megatron-core is missing or not as expected.
         """
         if not self._settings.enabled:
+            asked = self._settings
             raise SettingsError(
-                "nothing to apply: COC_PARALLEL_NUM=1 and USE_COC_FUSED_KERNEL=0 switch overlap off; "
-                "export one of them, or call ascend_parallel.configure(num_chunks=4)"
+                f"nothing to apply: COC_PARALLEL_NUM={asked.num_chunks}, USE_COC_FUSED_KERNEL={int(asked.fused)} and "
+                f"COC_MODE={asked.mode} switch overlap off; export others, or call configure(num_chunks=4)"
             )
         if "megatron.core" not in sys.modules and not _installed("megatron.core"):
             raise PatchError("megatron-core: expected a version " + megatron.VERSIONS + ", found none installed")
@@ -104,15 +105,18 @@ class Switch:
         return Status(__version__, self._state(patches), self._settings, patches, COUNTS.as_dict(), self._notes())
 
     def warn_if_idle(self) -> None:
-        """At the end of a run that asked for overlap: say on rank 0 if no layer ever ran with it."""
-        if self._patches is not None and not COUNTS.as_dict() and os.environ.get("RANK", "0") == "0":
-            log.warning(
-                "overlap was on, but 0 linear layers ran with it: no ColumnParallelLinear or RowParallelLinear of "
-                "megatron-core with a tensor-parallel group of several ranks was called%s",
-                " (TransformerEngine's layers are not covered: use --transformer-impl local)"
-                if "transformer_engine" in sys.modules
-                else "",
-            )
+        """At the end of a run that asked for overlap: say on rank 0 if no layer ever ran with it, and why."""
+        failed = getattr(sys, "last_value", None) is not None
+        if self._patches is None or COUNTS.as_dict() or failed or os.environ.get("RANK") != "0":
+            return
+        lost = [patch for patch in self._patches.status() if not patch.applied]
+        if lost:
+            why = "; ".join(f"{patch.target} was {patch.reason}" for patch in lost)
+        elif "transformer_engine" in sys.modules:
+            why = "TransformerEngine's layers are not covered: use --transformer-impl local"
+        else:
+            why = "no layer of megatron-core with a tensor-parallel group of several ranks was called"
+        log.warning("overlap was on, but 0 linear layers ran with it: %s", why)
 
     def _apply_once_imported(self) -> None:
         if megatron.LAYERS in sys.modules:
@@ -129,6 +133,8 @@ class Switch:
     def _state(self, patches: list[PatchStatus]) -> str:
         if not self._settings.enabled:
             return "off: Megatron-core's layers are untouched"
+        if self._patches is None and megatron.LAYERS in sys.modules:
+            return "not applied: Megatron-core's layers are untouched"
         if self._patches is None:
             where = "" if _installed("megatron.core") else ", which is not installed"
             return f"waiting for the import of megatron-core{where}"

@@ -5,7 +5,9 @@ This is what `linear` calls. Operands have any number of leading dimensions here
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -14,9 +16,19 @@ import torch.distributed as dist
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.alignment import align_operands
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Choice, choose, problem_of
+from ascend_parallel.ops.problem import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Choice,
+    choose,
+    problem_of,
+    usual_chunks,
+)
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.settings import Settings
+
+log = logging.getLogger("ascend_parallel")
 
 KERNELS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
 
@@ -49,8 +61,7 @@ def run_all_gather_matmul(
 def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
     """Start gathering x [..., K] as rows; the pending result is [M, K], this rank's M / R rows among them."""
     x_m = rows_of(x_shard)
-    pieces = settings.num_chunks if settings.effective_mode == 2 else 1
-    sizes = split_rows(x_m.shape[0], pieces)
+    sizes = split_rows(x_m.shape[0], usual_chunks(settings))
     pending: Pending = (chunked if len(sizes) > 1 else reference).gather_rows(x_m, group, sizes)
     return pending
 
@@ -80,12 +91,40 @@ def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]
     return (shape[0] // ranks, *shape[1:-1], last)
 
 
+@lru_cache(maxsize=4096)
+def _say_once(choice: Choice, rank: int) -> None:
+    """Log each choice when it is first made, on rank 0; one that is not what was asked for as a warning, once."""
+    if rank != 0:
+        return
+    problem = choice.problem
+    shape, chunks = [problem.m, problem.k, problem.n], len(choice.sizes)
+    log.info(
+        "%s %s on %d ranks: %s, chunks: %d (%s)",
+        problem.operator,
+        shape,
+        problem.ranks,
+        choice.kernel,
+        chunks,
+        choice.reason,
+    )
+    if "instead" in choice.reason:
+        _warn_once(choice.reason.split(";")[0])
+
+
+@lru_cache(maxsize=64)
+def _warn_once(reason: str) -> None:
+    log.warning("%s", reason)
+
+
 def _prepare(
     operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor, Choice]:
     problem = problem_of(operator, x, w, group)
     choice = choose(problem, settings)
+    _say_once(choice, dist.get_rank())
     x_m = rows_of(x)
-    if choice.kernel == "chunked" and settings.matmul_soc_friendly and problem.device == "npu":
+    # Not where x is gathered: the filling would be sent too.
+    aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER
+    if choice.kernel == "chunked" and aligns:
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice

@@ -20,6 +20,9 @@ REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
+# K N of a 16-bit matmul below which cutting its rows was seen to change bits (256), with a margin.
+SMALLEST_16_BIT_PRODUCT = 4096
+
 # Chunks taken where a fused kernel was asked for, none exists, and COC_PARALLEL_NUM says nothing.
 CHUNKS_INSTEAD_OF_FUSED = 4
 
@@ -110,10 +113,17 @@ def _asked_chunks(problem: Problem, settings: Settings) -> tuple[int, str]:
     own = settings.customized_coc.get((problem.m, problem.k, problem.n))
     if own is not None:
         return own, f"customized_coc: {own} chunks for [{problem.m}, {problem.k}, {problem.n}]"
+    chunks = usual_chunks(settings)
     if not settings.fused:
-        return settings.num_chunks, f"COC_PARALLEL_NUM={settings.num_chunks}"
-    chunks = settings.num_chunks if settings.num_chunks > 1 else CHUNKS_INSTEAD_OF_FUSED
+        return chunks, f"COC_PARALLEL_NUM={chunks}"
     return chunks, f"USE_COC_FUSED_KERNEL=1, but no fused kernel exists for {problem.device}: {chunks} chunks instead"
+
+
+def usual_chunks(settings: Settings) -> int:
+    """Return the chunks asked for where no shape has its own count."""
+    if settings.effective_mode == 1:
+        return 1
+    return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
 
 
 def _bit_exact(problem: Problem, chunks: int) -> bool:
@@ -123,7 +133,9 @@ def _bit_exact(problem: Problem, chunks: int) -> bool:
     buffer, and our reduce-scatter for gloo sums in rank order, which gloo's does not.
     """
     same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
+    # In 16 bits torch takes another routine for the smallest products, which a chunk may be and the whole not.
+    same_routine = problem.dtype.itemsize > 2 or problem.k * problem.n >= SMALLEST_16_BIT_PRODUCT
     if chunks == 1:
         return same_sums or problem.operator == ALL_REDUCE or problem.device != "cpu"
     aligned = problem.operator == ALL_REDUCE or problem.rows % ROW_TILE == 0
-    return problem.device == "cpu" and same_sums and aligned
+    return problem.device == "cpu" and same_sums and aligned and same_routine

@@ -19,9 +19,10 @@ from ascend_parallel.ops.rows import Sizes
 def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank."""
     pending = Pending(torch.mm(x_m, w), ALL_REDUCE, group)
-    if group.size() > 1 and x_m.shape[0]:
+    communicates = group.size() > 1 and x_m.shape[0] > 0
+    if communicates:
         pending.add(dist.all_reduce(pending.tensor, group=group, async_op=True))
-    COUNTS.add(ALL_REDUCE, 1, 1)
+    COUNTS.add(ALL_REDUCE, 1, int(communicates))
     return pending
 
 

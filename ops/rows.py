@@ -21,8 +21,9 @@ def split_rows(rows: int, num_chunks: int) -> Sizes:
 
     Every cut is a multiple of `ROW_TILE`; the tail is folded into the last chunk; rows too few to be
     cut stay whole. Sizes rise from the first chunk and fall towards the last (weights 1, 2, 3, 4, 4,
-    3, 2, 1 for 8): what cannot overlap is the first chunk's matmul when communication is the longer
-    part and the last chunk's collective when the matmul is, so both ends are short.
+    3, 2, 1 for 8). What cannot overlap is the first chunk's matmul when communication is the longer
+    part and the last chunk's collective when the matmul is, so both ends are short; where the two are
+    about equal, equal chunks would be a little better (docs/overlap.md has the formula).
     """
     tiles = rows // ROW_TILE
     count = max(1, min(num_chunks, tiles))

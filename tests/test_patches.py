@@ -198,7 +198,10 @@ print(ap.status().state)
 
 def test_apply_while_off_is_refused():
     failed = python("import ascend_parallel as ap; ap.apply()")
-    assert "nothing to apply: COC_PARALLEL_NUM=1 and USE_COC_FUSED_KERNEL=0" in failed.stderr
+    assert (
+        "nothing to apply: COC_PARALLEL_NUM=1, USE_COC_FUSED_KERNEL=0 and COC_MODE=-1 switch overlap off"
+        in failed.stderr
+    )
 
 
 def test_another_version_or_signature_of_megatron_is_refused():
@@ -239,10 +242,15 @@ print(ap.status().settings.num_chunks, ap.status().notes[0])
 
 
 def test_a_run_that_overlapped_nothing_says_so():
-    done = python("import megatron.core", COC_PARALLEL_NUM="4")
-    assert "overlap was on, but 0 linear layers ran with it" in done.stderr
+    done = python("import megatron.core", COC_PARALLEL_NUM="4", RANK="0")
+    assert "overlap was on, but 0 linear layers ran with it: no layer of megatron-core" in done.stderr
+    on_top = "from megatron.core.tensor_parallel.layers import RowParallelLinear as R\nR.forward = lambda self, x: x"
+    done = python(on_top, COC_PARALLEL_NUM="4", RANK="0")
+    assert "RowParallelLinear.forward was replaced in turn by __main__" in done.stderr
+    assert "linear layers" not in python("import megatron.core; 1 / 0", COC_PARALLEL_NUM="4", RANK="0").stderr
+    assert "linear layers" not in python("import megatron.core", COC_PARALLEL_NUM="4").stderr
     te = "import sys, types; sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
-    done = python("import megatron.core\n" + te, COC_PARALLEL_NUM="4")
+    done = python("import megatron.core\n" + te, COC_PARALLEL_NUM="4", RANK="0")
     assert "TransformerEngine's layers are not covered" in done.stderr
     assert "linear layers" not in python("import megatron.core", COC_PARALLEL_NUM="4", RANK="1").stderr
 

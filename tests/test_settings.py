@@ -118,8 +118,8 @@ def test_variables_win_over_the_file_and_arguments_over_both(tmp_path):
     ("text", "message"),
     [
         ('{"num_chunk": 4}', "unknown key 'num_chunk'; did you mean num_chunks.*Known keys: num_chunks"),
-        ('{"num_chunks": "4"}', "COC_PARALLEL_NUM='4'"),
-        ('{"num_chunks": true}', "COC_PARALLEL_NUM=True"),
+        ('{"num_chunks": "4"}', "num_chunks='4'"),
+        ('{"num_chunks": true}', "num_chunks=True"),
         ('{"recompute_all_gather": 1}', "recompute_all_gather=1 .*true or false"),
         ('{"k_min": 5000}', r"k_min=5000 .*at most k_max \(4096\)"),
         ('{"k_max": 0}', "k_max=0 .*1 or more"),

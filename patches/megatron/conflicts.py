@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ascend_parallel.ops import Choice
+from ascend_parallel.ops import Choice, choose
+from ascend_parallel.settings import Settings
 
 # Name of a configuration field or command-line argument -> what it is.
 CONFLICTS = {
@@ -46,9 +47,15 @@ def refuse_inexact(choices: list[Choice]) -> None:
                 f"config deterministic_mode=True cannot be used together with {problem.operator} "
                 f"[{problem.m}, {problem.k}, {problem.n}] in {len(choice.sizes)} chunks on {problem.ranks} ranks "
                 f"({problem.device}): its bits are not known to be those of the plain layer. Switch deterministic_mode "
-                'off, or give this shape one chunk: customized_coc = {"'
-                + f'[{problem.m}, {problem.k}, {problem.n}]": 1}}'
+                f"or overlap off{_one_chunk(choice)}"
             )
+
+
+def _one_chunk(choice: Choice) -> str:
+    problem = choice.problem
+    if not choose(problem, Settings(mode=1)).bit_exact:
+        return ""
+    return f', or give this shape one chunk: customized_coc = {{"[{problem.m}, {problem.k}, {problem.n}]": 1}}'
 
 
 def _arguments() -> Any:
