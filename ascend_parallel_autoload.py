@@ -9,6 +9,7 @@ import os
 import sys
 
 PREFIXES = ("COC_", "USE_COC_")
+LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def register() -> None:
@@ -18,10 +19,40 @@ def register() -> None:
     try:
         import wrapt
 
-        wrapt.register_post_import_hook(_switch_on, "megatron.core.tensor_parallel.layers")
+        wrapt.register_post_import_hook(_switch_on, LAYERS)
     except Exception as error:  # noqa: BLE001  raising here would break `import torch` for every program
         sys.stderr.write(f"ascend_parallel: overlap cannot be switched on by a variable alone: {error}\n")
 
 
 def _switch_on(_: object) -> None:
-    import ascend_parallel  # noqa: F401  importing it reads the environment and patches
+    try:
+        import ascend_parallel  # noqa: F401  importing it reads the environment and patches
+    except Exception as error:
+        Refusal(error).install()
+        raise
+
+
+class Refusal:
+    """Raises an error again at every further import of Megatron-core's layers.
+
+    A hook runs once. A program that catches the first error and imports again would else train
+    without the overlap that was asked for, and nobody would know.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        """Keep `error`."""
+        self._error = error
+
+    def install(self) -> None:
+        """Begin to refuse."""
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Refuse one module, know nothing of all others."""
+        if name == LAYERS:
+            raise self._error
+
+    @classmethod
+    def withdraw(cls) -> None:
+        """Let the module be imported again."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]

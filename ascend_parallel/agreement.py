@@ -12,7 +12,7 @@ import logging
 import time
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -37,31 +37,46 @@ class Agreement:
     def __init__(self, settings: Settings) -> None:
         """Agree on `settings`, group by group, as `confirm` is called."""
         self._settings = settings
+        self._published: WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = WeakKeyDictionary()
         self._confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
 
+    def publish(self, group: dist.ProcessGroup) -> None:
+        """Let the other ranks know this rank's settings, without waiting for theirs."""
+        if group not in self._published:
+            self._published[group] = _publish(group, self._settings)
+
     def confirm(self, group: dist.ProcessGroup) -> None:
-        """Return once every rank of `group` has published the same; a dictionary look-up from then on.
+        """Return once every rank of `group` has published the same; a look-up in a set from then on.
 
         Raises `DisagreementError` on every rank, naming what differs, or, when the time limit of the
         group or its store has passed, the ranks that never published.
         """
         if group not in self._confirmed:
-            _compare(group, self._settings)
+            self.publish(group)
+            _compare(group, self._published[group])
             self._confirmed.add(group)
 
 
-def _compare(group: dist.ProcessGroup, settings: Settings) -> None:
-    ranks = dist.get_process_group_ranks(group)
+def _publish(group: dist.ProcessGroup, settings: Settings) -> dict[int, str]:
+    """Write this rank's settings to the group's store; return where each rank's are, by rank."""
+    if dist.get_backend(group) == "fake":  # ranks that do not exist have nothing to say
+        return {}
     store = c10d._get_process_group_store(group)
     mine = {"version of ascend_parallel": __version__}
     mine |= {option_name(name): value for name, value in settings.as_dict().items()}
-    # Each rank counts its own rounds, so that settings changed on every rank are compared afresh.
+    # Each rank counts its own changes of settings, so that those made on every rank are compared afresh.
     round_ = store.add(f"ascend_parallel/round/{dist.get_rank()}", 1)
-    keys = {rank: f"ascend_parallel/settings/{round_}/{rank}" for rank in ranks}
+    keys = {rank: f"ascend_parallel/settings/{round_}/{rank}" for rank in dist.get_process_group_ranks(group)}
     store.set(keys[dist.get_rank()], json.dumps(mine))
+    return keys
+
+
+def _compare(group: dist.ProcessGroup, keys: dict[int, str]) -> None:
+    store = c10d._get_process_group_store(group)
     _wait(store, keys, group)
     published = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-    differences = [_difference(name, published) for name in mine if _differs(name, published)]
+    names = {name: None for settings in published.values() for name in settings}
+    differences = [_difference(name, published) for name in names if _differs(name, published)]
     if differences:
         raise DisagreementError(
             f"ranks of {describe(group)} run with different settings: {'; '.join(differences)}. "

@@ -13,6 +13,7 @@ its sum over rows would change its bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +31,10 @@ from ascend_parallel.ops.operators import (
     start_gather_rows,
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
+    without_autocast,
 )
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Choice, Problem, choose
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Choice, Problem, check_operands, choose
 from ascend_parallel.settings import Settings
 
 
@@ -59,6 +61,11 @@ class _Layer:
     sequence_parallel: bool
     reduce_input_grad: bool = False
     weight_gradient: WeightGradient = field(default_factory=WeightGradient)
+    before_communicating: Callable[[], None] | None = None
+
+    def about_to_communicate(self) -> None:
+        if self.before_communicating is not None:
+            self.before_communicating()
 
 
 def column_linear(
@@ -71,6 +78,7 @@ def column_linear(
     sequence_parallel: bool = False,
     reduce_input_grad: bool = True,
     weight_gradient: WeightGradient | None = None,
+    before_communicating: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Run a column-parallel linear layer on one rank of `group`.
 
@@ -80,7 +88,9 @@ def column_linear(
     returns         [..., N / R]; with sequence_parallel [S, ..., N / R]
 
     reduce_input_grad=False leaves the gradient of x as this rank's part of the sum (sequence parallelism
-    always scatters it). Raises `ValueError` for operands that do not fit, `CollectiveError` if a rank fails.
+    always scatters it). before_communicating is called before each pass's first collective. Whether x and
+    the weight need gradients has to be the same on every rank. Raises `ValueError` for operands that do
+    not fit, `CollectiveError` if a rank fails.
     """
     layer = _Layer(
         group=group,
@@ -88,6 +98,7 @@ def column_linear(
         sequence_parallel=sequence_parallel,
         reduce_input_grad=reduce_input_grad,
         weight_gradient=weight_gradient or WeightGradient(),
+        before_communicating=before_communicating,
     )
     y: torch.Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
         _autocast(x), _autocast(weight_shard_n), bias_shard_n, layer
@@ -103,6 +114,7 @@ def row_linear(
     settings: Settings,
     sequence_parallel: bool = False,
     weight_gradient: WeightGradient | None = None,
+    before_communicating: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -117,6 +129,7 @@ def row_linear(
         settings=settings,
         sequence_parallel=sequence_parallel,
         weight_gradient=weight_gradient or WeightGradient(),
+        before_communicating=before_communicating,
     )
     y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
         _autocast(x_shard_k), _autocast(weight_shard_k), layer
@@ -150,22 +163,26 @@ def _choices(calls: list[tuple[str, int, int, int]], x: torch.Tensor, ranks: int
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
     ) -> torch.Tensor:
         kept = x
         if layer.sequence_parallel:
+            layer.about_to_communicate()
             y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings)
             y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
             if not layer.settings.recompute_all_gather:
                 kept = gathered_m
         else:
+            check_operands("column_linear", x, weight.t())
             y = torch.matmul(x, weight.t())
         _save(ctx, layer, x, kept, weight)
         return y if bias is None else _add_bias(y, bias)
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         kept, weight = ctx.saved_tensors
@@ -178,6 +195,7 @@ class _ColumnLinear(torch.autograd.Function):
         if layer.sequence_parallel:
             dx, dw = _column_sequence_backward(dy, kept, weight, layer)
         elif layer.reduce_input_grad and weight is not None:
+            layer.about_to_communicate()
             with start_matmul_all_reduce(dy, weight, layer.group, layer.settings) as pending:
                 dw = _weight_gradient(layer, kept, dy)
                 dx = pending.wait()
@@ -188,7 +206,9 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        layer.about_to_communicate()
         if layer.sequence_parallel:
             y_m = start_matmul_reduce_scatter(x, weight.t(), layer.group, layer.settings).wait()
             y = shaped(y_m, scattered_shape(x.shape, layer.group.size(), weight.shape[0]))
@@ -200,6 +220,7 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         x, weight = ctx.saved_tensors
@@ -230,16 +251,17 @@ def _column_sequence_backward(
             return None
         return running.enter_context(start_gather_rows(kept, group, settings))
 
-    def start_input_gradient() -> Pending | None:
+    def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        return running.enter_context(start_matmul_reduce_scatter(dy, weight, group, settings))
+        return running.enter_context(start_matmul_reduce_scatter(dy, weight, group, settings, after))
 
     with ExitStack() as running:
         if settings.order == "compute_first":
-            pending_dx, pending_x = start_input_gradient(), start_gather()
+            pending_dx, pending_x = start_input_gradient(None), start_gather()
         else:
-            pending_x, pending_dx = start_gather(), start_input_gradient()
+            pending_x = start_gather()
+            pending_dx = start_input_gradient(pending_x)
         dw = _weight_gradient(layer, pending_x.wait() if pending_x else kept, dy)
         return (pending_dx.wait() if pending_dx else None), dw
 

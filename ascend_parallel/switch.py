@@ -24,6 +24,7 @@ from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError, near_misses, read_settings
 from ascend_parallel.version import __version__
+from ascend_parallel_autoload import Refusal
 
 log = logging.getLogger("ascend_parallel")
 
@@ -67,6 +68,7 @@ class Switch:
     def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
         """Read the settings and put them in force: applied now or when Megatron-core is imported, or off."""
         settings = read_settings(environ, **overrides)
+        Refusal.withdraw()
         self.revert()
         self._settings = settings
         self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
@@ -128,7 +130,11 @@ class Switch:
 
     def _imported(self, _: ModuleType) -> None:
         if self._settings.enabled:
-            self.apply()
+            try:
+                self.apply()
+            except PatchError as error:
+                Refusal(error).install()
+                raise
 
     def _state(self, patches: list[PatchStatus]) -> str:
         if not self._settings.enabled:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import reduce_scatters
+from ascend_parallel.ops.collectives import Scatter, reduce_scatters
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -35,29 +35,41 @@ def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGro
     with pending.launching():
         for x_c, y_c in zip(torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True):
             torch.mm(x_c, w, out=y_c)
-            pending.add(dist.all_reduce(y_c, group=group, async_op=True))
+            pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
     return pending
 
 
-def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+def matmul_reduce_scatter(
+    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, after: Pending | None = None
+) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N].
 
     Chunk i holds, for each rank, the i-th slice of the rows which that rank will own, so that its
     reduce-scatter writes the i-th slice of the result and no row has to be moved.
+
+    With `after`, nothing is sent before that is done: for a backend that runs collectives at the same
+    time, where these would slow it down.
     """
     ranks, (k, n) = group.size(), w.shape
     rows = x_m.shape[0] // ranks
     partial = x_m.new_empty(x_m.shape[0], n)
     y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes))
+    computed: list[tuple[Scatter, torch.Tensor]] = []
     with pending.launching():
         scatters = reduce_scatters(y_shard_m, sizes, group)
+        pending.expect(scatters)
         inputs = _chunks(_blocks(x_m.view(ranks, rows, k)), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
         for scatter, x_blocks, y_c, size in zip(scatters, inputs, outputs, sizes, strict=True):
             _multiply(x_blocks, w, _blocks(y_c.view(ranks, size, n)))
-            pending.add(scatter.start(y_c))
+            computed.append((scatter, y_c))
+            if after is None or after.done():
+                _start(computed, pending)
+        if computed and after is not None:
+            after.wait()
+            _start(computed, pending)
     COUNTS.add(REDUCE_SCATTER, len(sizes), len(sizes))
     return pending
 
@@ -71,8 +83,8 @@ def all_gather_matmul(
     them and are computed first; then each chunk's rows of the other ranks as they arrive.
     """
     ranks, rank = group.size(), group.rank()
-    gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER)
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
+    gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER)
     with gathering.launching():
         torch.mm(x_shard_m, w, out=y_r_m[rank])
         inputs = _chunks(_blocks(gathered, but=rank), sizes)
@@ -101,8 +113,15 @@ def start_gathers(
     with pending.launching():
         outputs = _chunks(gathered.unbind(), sizes)
         for x_c, places in zip(torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True):
-            pending.add(dist.all_gather(list(places), x_c.contiguous(), group=group, async_op=True))
+            pending.launch(dist.all_gather, list(places), x_c.contiguous(), group=group, async_op=True)
     return pending, gathered
+
+
+def _start(computed: list[tuple[Scatter, torch.Tensor]], pending: Pending) -> None:
+    """Start the reduce-scatters of the chunks computed so far, and forget them."""
+    for scatter, y_c in computed:
+        pending.launch(scatter.start, y_c)
+    computed.clear()
 
 
 def _blocks(x_r_m: torch.Tensor, but: int | None = None) -> Sequence[torch.Tensor]:

@@ -5,8 +5,10 @@ torch renamed two of them and gloo has no reduce-scatter of its own; both are de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ import torch.distributed as dist
 from ascend_parallel.ops.pending import Work
 from ascend_parallel.ops.rows import Sizes
 
-# Keeps our sends apart from others between the same two ranks of the same group.
-TAG = 0xC0C
+# Calls on each group so far; every rank counts alike. Their number is in the tag of what they send, so
+# that it meets neither a program's own sends nor receives left over from a call that failed.
+_CALLS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+FIRST_TAG = 1 << 24
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -36,6 +40,9 @@ class ReduceScatter:
         self._out_c = out_c
         self._group = group
 
+    def expect(self) -> None:
+        """Do nothing: the backend has no use for it."""
+
     def start(self, x_c: torch.Tensor) -> Work:
         """Start with the contiguous ``[R c, N]``, whose r-th c rows are what rank r receives."""
         work: Work = _reduce_scatter(self._out_c, x_c, group=self._group, async_op=True)
@@ -45,29 +52,42 @@ class ReduceScatter:
 class ExchangeAndSum:
     """A reduce-scatter for gloo: every rank sends each other one its slice and sums what it receives.
 
-    gloo's own is a full all-reduce of a copy, twice the traffic or more. Receives are posted when the
-    object is made: gloo announces them through the stream that carries the data, so a late one waits
+    gloo's own is a full all-reduce of a copy, twice the traffic or more. Receives are posted before
+    anything is computed: gloo announces them through the stream that carries the data, so a late one waits
     behind megabytes of the other direction and the two directions run in turn. The sum is taken in
     rank order, in fp32 for 16-bit types, so every run gives the same bits.
     """
 
-    def __init__(self, out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Post the receives of every other rank's slice into the ``[c, N]`` of `received`, by rank."""
+    def __init__(
+        self, out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
+    ) -> None:
+        """Write the sum to `out_c` [c, N]; other ranks' slices go to the ``[c, N]`` of `received`, by rank."""
         self._out_c = out_c
         self._group = group
         self._parts = received
-        self._works = [dist.irecv(part, group=group, group_src=peer, tag=TAG) for peer, part in received.items()]
+        self._tag = tag
+        self._works: list[Work | None] = []
+
+    def expect(self) -> Work:
+        """Post the receives."""
+        for peer, part in self._parts.items():
+            self._works.append(dist.irecv(part, group=self._group, group_src=peer, tag=self._tag))
+        return self
 
     def start(self, x_c: torch.Tensor) -> Work:
         """Send the other ranks their c rows of the contiguous ``[R c, N]``."""
         ranks = len(self._parts) + 1
         for rank, part in enumerate(torch.split_with_sizes(x_c, [x_c.shape[0] // ranks] * ranks)):
             if rank in self._parts:
-                self._works.append(dist.isend(part, group=self._group, group_dst=rank, tag=TAG))
+                self._works.append(dist.isend(part, group=self._group, group_dst=rank, tag=self._tag))
             else:
                 own = {rank: part}
         self._parts |= own
         return self
+
+    def is_completed(self) -> bool:
+        """Say no: the sum is taken in `wait`."""
+        return False
 
     def wait(self) -> None:
         """Wait for the exchange, then sum."""
@@ -83,16 +103,24 @@ class ExchangeAndSum:
             self._out_c.copy_(total)
 
 
-def reduce_scatters(
-    out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup
-) -> Sequence[ReduceScatter | ExchangeAndSum]:
-    """Make one reduce-scatter ready for each chunk of rows of the contiguous ``[M / R, N]``."""
+Scatter = ReduceScatter | ExchangeAndSum
+
+
+def reduce_scatters(out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Sequence[Scatter]:
+    """Make one reduce-scatter for each chunk of rows of the contiguous ``[M / R, N]``; `expect`, then `start` each."""
     outs = torch.split_with_sizes(out_m, sizes)
-    if dist.get_backend(group) != dist.Backend.GLOO:
+    if not on_gloo(group, out_m.device):
         return [ReduceScatter(out_c, group) for out_c in outs]
+    tag = FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     received = [torch.split_with_sizes(torch.empty_like(out_m), sizes) for _ in peers]
     return [
-        ExchangeAndSum(out_c, dict(zip(peers, parts, strict=True)), group)
+        ExchangeAndSum(out_c, dict(zip(peers, parts, strict=True)), group, tag)
         for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
     ]
+
+
+def on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether the group's collectives on `device` run on gloo, which runs several at the same time."""
+    name: str = group._get_backend(device).name()
+    return name == "gloo"

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.ops.operators import (
     gathered_shape,
+    rows_of,
     run_all_gather_matmul,
     scattered_shape,
     shaped,
@@ -86,7 +87,7 @@ def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _weight_gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, -2).t() @ dy.flatten(0, -2)
+    return rows_of(x).t() @ rows_of(dy)
 
 
 def _all_reduce_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:

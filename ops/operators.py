@@ -5,16 +5,18 @@ This is what `linear` calls. Operands have any number of leading dimensions here
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.alignment import align_operands
+from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import (
     ALL_GATHER,
@@ -28,11 +30,29 @@ from ascend_parallel.ops.problem import (
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.settings import Settings
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 log = logging.getLogger("ascend_parallel")
 
 KERNELS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
 
 
+def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function whose operands have their dtypes already: autocast would treat mm and mm(out=) apart."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@without_autocast
 def start_matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
     """Start ``sum over ranks of x w``: x [..., K], w [K, N]; the pending result is [M, N]."""
     x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings)
@@ -40,15 +60,23 @@ def start_matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.Proces
     return pending
 
 
+@without_autocast
 def start_matmul_reduce_scatter(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings, after: Pending | None = None
 ) -> Pending:
-    """Start this rank's rows of ``sum over ranks of x w``: x [..., K], w [K, N]; pending [M / R, N]."""
+    """Start this rank's rows of ``sum over ranks of x w``: x [..., K], w [K, N]; pending [M / R, N].
+
+    `after` is a collective of the same group that was started before and is to be done first. Backends
+    that run collectives in their order see to that by themselves; gloo runs them at the same time.
+    """
     x_m, w, choice = _prepare(REDUCE_SCATTER, x, w, group, settings)
-    pending: Pending = KERNELS[choice.kernel].matmul_reduce_scatter(x_m, w, group, choice.sizes)
+    if after is not None and not on_gloo(group, x.device):
+        after = None
+    pending: Pending = KERNELS[choice.kernel].matmul_reduce_scatter(x_m, w, group, choice.sizes, after)
     return pending
 
 
+@without_autocast
 def run_all_gather_matmul(
     x_shard: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +119,7 @@ def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]
     return (shape[0] // ranks, *shape[1:-1], last)
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _say_once(choice: Choice, rank: int) -> None:
     """Log each choice when it is first made, on rank 0; one that is not what was asked for as a warning, once."""
     if rank != 0:
@@ -111,7 +139,7 @@ def _say_once(choice: Choice, rank: int) -> None:
         _warn_once(choice.reason.split(";")[0])
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _warn_once(reason: str) -> None:
     log.warning("%s", reason)
 

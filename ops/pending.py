@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol
@@ -25,6 +25,16 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Wait until the collective's result may be read."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it ran, without waiting."""
+
+
+class Receiver(Protocol):
+    """What can post its receives before it sends anything."""
+
+    def expect(self) -> object:
+        """Post the receives."""
 
 
 class Pending:
@@ -49,10 +59,26 @@ class Pending:
         """The tensor as it is now, perhaps unfinished."""
         return self._tensor
 
-    def add(self, work: Work | None) -> None:
-        """Take charge of one more collective, in the order in which they were started."""
+    def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
+        """Start one more collective by ``start(*args, **kwargs)`` and take charge of it."""
+        try:
+            work = start(*args, **kwargs)
+        except RuntimeError as error:
+            raise CollectiveError(self._failure(len(self._works), error)) from error
         assert work is not None, "this rank is not a member of the group"
         self._works.append(work)
+
+    def expect(self, receivers: Iterable[Receiver]) -> None:
+        """Have each of `receivers` post what it will receive."""
+        try:
+            for receiver in receivers:
+                receiver.expect()
+        except RuntimeError as error:
+            raise CollectiveError(self._failure(0, error)) from error
+
+    def done(self) -> bool:
+        """Tell whether `wait` would return at once; not for reduce-scatters, of which gloo does not know it."""
+        return all(work.is_completed() for work in self._works)
 
     def wait_for(self, index: int) -> None:
         """Wait for one collective; a failure is raised as `CollectiveError` by the rank that sees it."""
@@ -97,7 +123,7 @@ class Pending:
     def _failure(self, index: int, error: RuntimeError) -> str:
         return (
             f"{self._operator}, collective {index + 1} of {self._count}, on {describe(self._group)} "
-            f"failed on rank {dist.get_rank()}: {str(error).splitlines()[0]}; {roll_call(self._group)}"
+            f"failed on rank {dist.get_rank()}: {first_line(error)}; {roll_call(self._group)}"
         )
 
 
@@ -112,10 +138,14 @@ def roll_call(group: dist.ProcessGroup) -> str:
     silent = []
     try:
         store = c10d._get_process_group_store(group)
-        store.set(f"ascend_parallel/alive/{dist.get_rank()}", "1")
+        # Counted, so that a rank that answered an earlier call is not taken for alive now.
+        call = store.add(f"ascend_parallel/calls/{dist.get_rank()}", 1)
+        store.set(f"ascend_parallel/alive/{call}/{dist.get_rank()}", "1")
         for rank in ranks:
             try:
-                store.wait([f"ascend_parallel/alive/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.1)))
+                store.wait(
+                    [f"ascend_parallel/alive/{call}/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.1))
+                )
             except dist.DistStoreError:
                 silent.append(rank)
     except RuntimeError:
@@ -123,6 +153,11 @@ def roll_call(group: dist.ProcessGroup) -> str:
     if not silent:
         return "all its ranks are alive: they disagree, or the network failed"
     return f"no sign of rank {_listed(silent)} within {ROLL_CALL} s: it has stopped or never called the collective"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def describe(group: dist.ProcessGroup) -> str:

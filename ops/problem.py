@@ -34,6 +34,8 @@ class Problem:
     m, k, n
         The matmul ``[m, k] x [k, n]`` this rank computes in all; m counts the gathered rows of
         all_gather_matmul and all rows, before they are scattered, of matmul_reduce_scatter.
+    soc
+        Name of the chip, for example ``"Ascend910B1"``, where a kernel depends on it; else empty.
     """
 
     operator: str
@@ -43,6 +45,7 @@ class Problem:
     dtype: torch.dtype
     device: str
     ranks: int
+    soc: str = ""
 
     @property
     def rows(self) -> int:
@@ -86,7 +89,7 @@ def problem_of(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.Proc
     needs to be divisible by the number of ranks. Raises `ValueError` for anything else.
     """
     ranks = group.size()
-    _check_operands(operator, x, w)
+    check_operands(operator, x, w)
     if operator != ALL_REDUCE and x.dim() < 2:
         raise ValueError(f"{operator}: x has shape {list(x.shape)}; rows need a dimension before the last")
     if operator == REDUCE_SCATTER and x.shape[0] % ranks:
@@ -98,7 +101,10 @@ def problem_of(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.Proc
     return Problem(operator, m, w.shape[0], w.shape[1], x.dtype, x.device.type, ranks)
 
 
-def _check_operands(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+def check_operands(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+    """Raise `ValueError` unless x [..., K] and w [K, N] are of one floating dtype, on one device, and local."""
+    if any(type(operand).__name__ == "DTensor" for operand in (x, w)):
+        raise ValueError(f"{operator}: a DTensor is no rank's own operand; give its to_local()")
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"{operator}: x {list(x.shape)} times w {list(w.shape)} is no matmul of [..., K] and [K, N]")
     if x.dtype != w.dtype or not x.dtype.is_floating_point:

@@ -21,12 +21,14 @@ def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGro
     pending = Pending(torch.mm(x_m, w), ALL_REDUCE, group)
     communicates = group.size() > 1 and x_m.shape[0] > 0
     if communicates:
-        pending.add(dist.all_reduce(pending.tensor, group=group, async_op=True))
+        pending.launch(dist.all_reduce, pending.tensor, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, 1, int(communicates))
     return pending
 
 
-def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+def matmul_reduce_scatter(
+    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, after: Pending | None = None
+) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N]."""
     partial = torch.mm(x_m, w)
     ranks, rows = group.size(), partial.shape[0] // group.size()
@@ -35,7 +37,8 @@ def matmul_reduce_scatter(x_m: torch.Tensor, w: torch.Tensor, group: dist.Proces
     pending = Pending(partial.new_empty(rows, partial.shape[1]), REDUCE_SCATTER, group)
     if rows:
         (scatter,) = reduce_scatters(pending.tensor, (rows,), group)
-        pending.add(scatter.start(partial))
+        pending.expect([scatter])
+        pending.launch(scatter.start, partial)
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return pending
 
@@ -57,5 +60,5 @@ def gather_rows(
     """Every rank's ``[M / R, K]`` rows, in rank order, left pending: [M, K]."""
     pending = Pending(x_shard_m.new_empty(group.size() * x_shard_m.shape[0], x_shard_m.shape[1]), operator, group)
     if x_shard_m.shape[0]:
-        pending.add(all_gather_single(pending.tensor, x_shard_m, group))
+        pending.launch(all_gather_single, pending.tensor, x_shard_m, group)
     return pending

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
@@ -61,9 +63,9 @@ class Patch:
         found = vars(self.holder()).get(self.method)
         if not inspect.isfunction(found):
             raise PatchError(f"{self.target}: expected a method of this class, found {found!r}")
-        if found.__module__ != self.module:
+        if not defined_in(found, sys.modules[self.module]):
             raise PatchError(
-                f"{self.target}: expected the original, found {found.__qualname__} of {found.__module__}, put there by "
+                f"{self.target}: expected the original, found one of {found.__globals__['__name__']}, put there by "
                 "somebody else; only one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
                 "--use-ascend-mc2) or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
             )
@@ -136,6 +138,13 @@ class PatchSet:
         if found is not self._replacements[patch]:
             return PatchStatus(patch.target, False, f"replaced in turn by {getattr(found, '__module__', found)}")
         return PatchStatus(patch.target, True, patch.reason)
+
+
+def defined_in(function: object, module: ModuleType) -> bool:
+    """Tell whether a function is a module's own, and no wrapper that took over its name."""
+    return (
+        inspect.isfunction(function) and function.__globals__ is vars(module) and not hasattr(function, "__wrapped__")
+    )
 
 
 def version_tuple(version: str) -> tuple[int, ...]:

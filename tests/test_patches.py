@@ -1,5 +1,6 @@
 """The mechanics of patches, on a class of our own and on the real Megatron-core."""
 
+import functools
 import subprocess
 import sys
 import types
@@ -90,9 +91,10 @@ def test_somebody_elses_replacement_is_refused(module):
     def foreign(self, x):
         return x
 
-    module.Layer.forward = foreign
-    with pytest.raises(PatchError, match=r"expected the original, found .*foreign of .*test_patches.*MindSpeed"):
-        patch_set().apply("0.16.1")
+    for replacement in (foreign, functools.wraps(module.Layer.forward)(foreign)):  # which takes over names
+        module.Layer.forward = replacement
+        with pytest.raises(PatchError, match=r"expected the original, found one of .*test_patches.*MindSpeed"):
+            patch_set().apply("0.16.1")
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,18 @@ def test_autoload_never_breaks_torch_and_a_bad_value_is_raised_with_megatron(val
     assert f"SettingsError: COC_PARALLEL_NUM='{value}' is not allowed" in failed.stderr
 
 
+def test_an_error_that_was_swallowed_is_raised_at_every_import():
+    code = """
+import sys
+for module in ("megatron.core", "megatron.core", "megatron.core.tensor_parallel.layers"):
+    try:
+        __import__(module)
+    except ValueError as error:
+        print(error)
+"""
+    assert output(code, COC_PARALLEL_NUM="four").count("COC_PARALLEL_NUM='four' is not allowed") == 3
+
+
 def test_autoload_survives_a_broken_environment():
     broken = "import sys; sys.modules['wrapt'] = None\nimport torch\nprint('fine')"
     done = python(broken, COC_PARALLEL_NUM="4")
@@ -212,9 +226,8 @@ def test_another_version_or_signature_of_megatron_is_refused():
         ),
         (
             "from megatron.core.tensor_parallel import layers\n"
-            "def forward(self, input_, weight=None): pass\n"
-            "forward.__module__ = layers.__name__\n"
-            "layers.ColumnParallelLinear.forward = forward",
+            "exec('def forward(self, input_, weight=None): pass', vars(layers))\n"
+            "layers.ColumnParallelLinear.forward = layers.forward",
             "expected the parameters self, input_, weight, runtime_gather_output, found self, input_, weight",
         ),
     ):

@@ -55,6 +55,8 @@ def _uncovered(module: Any) -> str | None:
         return f"{name} {type(module).__name__}: not a layer of megatron-core's tensor_parallel"
     megatron = getattr(type(module).forward, "ascend_parallel", None)
     if megatron is None:
-        return f"{type(module).__name__}: not patched"
+        inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
+        own = "has a forward of its own, overlapped only as far as that calls megatron-core's"
+        return f"{type(module).__name__}: {own if inherited else 'not patched'}"
     reason = megatron.uncovered(module)
     return None if reason is None else f"{type(module).__name__}: {reason}"

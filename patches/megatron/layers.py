@@ -21,12 +21,15 @@ import torch.distributed as dist
 from ascend_parallel.agreement import Agreement
 from ascend_parallel.linear import column_choices, column_linear, row_choices, row_linear
 from ascend_parallel.ops import Choice
-from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.base import Function, defined_in
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts, refuse_inexact
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
+
+# What Megatron's layers call below forward, and others are known to replace.
+FUNCTIONALS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 
 Choices = Callable[[torch.Tensor, torch.Tensor, int, bool, Settings], list[Choice]]
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -40,6 +43,8 @@ class Megatron:
         self.layers = layers
         self.settings = settings
         self.version = version
+        self._originals = {name: getattr(layers, name, None) for name in FUNCTIONALS}
+        self._originals = {n: f for n, f in self._originals.items() if defined_in(f, layers)}
         # Since 0.13 groups are handed down and main_grad is taken in forward.
         self.groups_handed_down = version >= (0, 13)
         self._agreement = Agreement(settings)
@@ -73,6 +78,10 @@ class Megatron:
 
     def uncovered(self, layer: Any) -> str | None:
         """Say why a call of `layer` has to run as it is, or None."""
+        if torch.compiler.is_compiling():
+            return "it is being compiled, and a process group cannot be"
+        if not self._computes_as_written(layer):
+            return "what it computes was replaced (_forward_impl, or a function of megatron's layers module)"
         if layer.explicit_expert_comm:
             return "expert layers communicate outside the layer"
         if not dist.is_initialized() or self.group_of(layer).size() == 1:
@@ -82,14 +91,29 @@ class Megatron:
             return "CPU offloading of activations is active"
         return None
 
+    def _computes_as_written(self, layer: Any) -> bool:
+        """Tell whether the layer's own computation is Megatron's: quantisers replace it below forward."""
+        for name in FUNCTIONALS:
+            if name not in self._originals or getattr(self.layers, name, None) is not self._originals[name]:
+                return False
+        inner = vars(layer).get("_forward_impl")  # set in the constructor below 0.14, a method since
+        if inner is not None:
+            return inner in self._originals.values()
+        method = getattr(type(layer), "_forward_impl", None)
+        return method is None or defined_in(method, self.layers)
+
     def prepare(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, choices: Choices) -> dist.ProcessGroup:
-        """Refuse what conflicts with overlap, have the group's ranks agree, and return the group."""
+        """Refuse what conflicts with overlap, tell the other ranks of this one's settings, and return the group."""
         group = self.group_of(layer)
         refuse_conflicts(layer.config)
         if layer.config.deterministic_mode:
             refuse_inexact(choices(x, weight, group.size(), layer.sequence_parallel, self.settings))
-        self._agreement.confirm(group)
+        self._agreement.publish(group)
         return group
+
+    def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Return what has the group's ranks agree; to be called before they communicate."""
+        return functools.partial(self._agreement.confirm, group)
 
     def say_uncovered(self, layer: Any, reason: str) -> None:
         """Log once, on rank 0, that layers of this kind run as they are."""
@@ -163,7 +187,9 @@ def _column(
         group=group,
         settings=megatron.settings,
         sequence_parallel=layer.sequence_parallel,
-        reduce_input_grad=layer.allreduce_dgrad,
+        # Where the layer does not reduce it by itself, Megatron's mapping of its input does.
+        reduce_input_grad=layer.allreduce_dgrad or not (layer.sequence_parallel or layer.disable_grad_reduce),
+        before_communicating=megatron.confirm(group),
         weight_gradient=megatron.weight_gradient(layer, weight, deferrable=True),
     )
     if _gathers_output(layer, runtime_gather_output):
@@ -172,17 +198,19 @@ def _column(
 
 
 def _row(layer: Any, input_: torch.Tensor, megatron: Megatron) -> Output:
-    group = megatron.prepare(layer, input_, layer.weight, row_choices)
+    weight = layer.weight  # read once: a parametrised weight computes anew at each reading
+    group = megatron.prepare(layer, input_, weight, row_choices)
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
     y = row_linear(
         input_,
-        layer.weight,
+        weight,
         group=group,
         settings=megatron.settings,
         sequence_parallel=layer.sequence_parallel,
-        weight_gradient=megatron.weight_gradient(layer, layer.weight, deferrable=False),
+        weight_gradient=megatron.weight_gradient(layer, weight, deferrable=False),
+        before_communicating=megatron.confirm(group),
     )
     if layer.skip_bias_add:
         return y, layer.bias
