@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from ascend_parallel.ops.operators import (
     without_autocast,
 )
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Choice, Problem, check_operands, choose
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, check_operands
+from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.settings import Settings
 
 
@@ -137,14 +139,29 @@ def row_linear(
     return y
 
 
+@lru_cache(maxsize=64)
+def column_backward_settings(settings: Settings) -> Settings:
+    """Return what a column layer's backward runs with: without fused operators unless they are asked for.
+
+    Unfused it still overlaps as Megatron-core does: the collective, whole, runs under the weight gradient.
+    """
+    if settings.fused and not settings.enable_coc_in_column_backward:
+        return replace(settings, fused=False, num_chunks=1, customized_coc={}, mode=2)
+    return settings
+
+
 def column_choices(
     x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
 ) -> list[Choice]:
     """Tell how a column-parallel layer would run its operators, forward and backward, on x."""
     m, (n, k) = x.shape[:-1].numel(), weight.shape
+    backward = column_backward_settings(settings)
     if not sequence_parallel:
-        return _choices([(ALL_REDUCE, m, n, k)], x, ranks, settings)
-    return _choices([(ALL_GATHER, m * ranks, k, n), (REDUCE_SCATTER, m * ranks, n, k)], x, ranks, settings)
+        return _choices([(ALL_REDUCE, m, n, k)], x, ranks, backward)
+    return [
+        *_choices([(ALL_GATHER, m * ranks, k, n)], x, ranks, settings),
+        *_choices([(REDUCE_SCATTER, m * ranks, n, k)], x, ranks, backward),
+    ]
 
 
 def row_choices(
@@ -188,6 +205,7 @@ class _ColumnLinear(torch.autograd.Function):
         kept, weight = ctx.saved_tensors
         db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
+        layer = replace(layer, settings=column_backward_settings(layer.settings))
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
         placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
         if postponed:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 import wrapt
 
-from ascend_parallel.ops import COUNTS
+from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError, near_misses, read_settings
@@ -37,6 +37,8 @@ class Status:
         One sentence: off, waiting for Megatron-core, or applied.
     patches
         How each replaced method stands; empty before Megatron-core is imported.
+    kernels
+        Each kernel, and "available" or why it is not.
     counts
         Calls, chunks and collectives by operator so far.
     notes
@@ -47,6 +49,7 @@ class Status:
     state: str
     settings: Settings
     patches: list[PatchStatus]
+    kernels: dict[str, str]
     counts: dict[str, dict[str, int]]
     notes: list[str]
 
@@ -104,7 +107,9 @@ class Switch:
     def status(self) -> Status:
         """Tell what is in force."""
         patches = self._patches.status() if self._patches else []
-        return Status(__version__, self._state(patches), self._settings, patches, COUNTS.as_dict(), self._notes())
+        return Status(
+            __version__, self._state(patches), self._settings, patches, _kernels(), COUNTS.as_dict(), self._notes()
+        )
 
     def warn_if_idle(self) -> None:
         """At the end of a run that asked for overlap: say on rank 0 if no layer ever ran with it, and why."""
@@ -156,6 +161,11 @@ class Switch:
         if self._settings.enabled and not dist.is_initialized():
             notes.append("torch.distributed is not initialised in this process")
         return notes
+
+
+def _kernels() -> dict[str, str]:
+    found = shm.extension()
+    return {"chunked": "available", "shm": found if isinstance(found, str) else "available", "reference": "available"}
 
 
 def _installed(name: str) -> bool:

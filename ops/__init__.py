@@ -13,7 +13,8 @@ if __name__ == "ops":
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.library import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ascend_parallel.ops.pending import CollectiveError, Pending
-from ascend_parallel.ops.problem import Choice, Problem, choose
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.registry import Choice, choose
 
 __all__ = [
     "COUNTS",

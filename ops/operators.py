@@ -8,25 +8,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import chunked, reference
+from ascend_parallel.ops import chunked, npu, reference, shm
 from ascend_parallel.ops.alignment import align_operands
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    Choice,
-    choose,
-    problem_of,
-    usual_chunks,
-)
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, problem_of
+from ascend_parallel.ops.registry import KERNELS, Choice, choose, usual_chunks
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.settings import Settings
 
@@ -34,8 +27,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger("ascend_parallel")
-
-KERNELS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
@@ -136,7 +127,7 @@ def _say_once(choice: Choice, rank: int) -> None:
         choice.reason,
     )
     if "instead" in choice.reason:
-        _warn_once(choice.reason.split(";")[0])
+        _warn_once(choice.reason)
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,6 +139,10 @@ def _prepare(
     operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor, Choice]:
     problem = problem_of(operator, x, w, group)
+    if settings.fused and problem.device == "cpu":
+        problem = replace(problem, shm=shm.reach(group))
+    elif settings.fused and problem.device == "npu":
+        problem = replace(problem, soc=npu.soc_name())
     choice = choose(problem, settings)
     _say_once(choice, dist.get_rank())
     x_m = rows_of(x)

@@ -1,30 +1,16 @@
-"""One call of an operator as plain numbers, checked, and the kernel that is to run it.
-
-`choose` is a pure function of values that are the same on every rank of a group, so that all ranks
-take the same kernel and the same chunks without asking each other.
-"""
+"""One call of an operator as plain numbers, checked: all that the choice of a kernel may depend on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-
-from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
-from ascend_parallel.settings import Settings
 
 ALL_REDUCE = "matmul_all_reduce"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
-
-# K N of a 16-bit matmul below which cutting its rows was seen to change bits (256), with a margin.
-SMALLEST_16_BIT_PRODUCT = 4096
-
-# Chunks taken where a fused kernel was asked for, none exists, and COC_PARALLEL_NUM says nothing.
-CHUNKS_INSTEAD_OF_FUSED = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +22,8 @@ class Problem:
         all_gather_matmul and all rows, before they are scattered, of matmul_reduce_scatter.
     soc
         Name of the chip, for example ``"Ascend910B1"``, where a kernel depends on it; else empty.
+    shm
+        Why the group cannot share memory, or None if it can: one answer for all its ranks.
     """
 
     operator: str
@@ -46,39 +34,12 @@ class Problem:
     device: str
     ranks: int
     soc: str = ""
+    shm: str | None = "the group was not asked"
 
     @property
     def rows(self) -> int:
         """Rows that are cut: all of them, or those of one rank where rows are scattered or gathered."""
         return self.m if self.operator == ALL_REDUCE else self.m // self.ranks
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a problem is run, and why.
-
-    sizes are the rows of each chunk; bit_exact tells whether the result is known to have the bits of
-    a whole matmul and one collective.
-    """
-
-    problem: Problem
-    kernel: str
-    sizes: Sizes
-    bit_exact: bool
-    reason: str
-
-
-@lru_cache(maxsize=4096)
-def choose(problem: Problem, settings: Settings) -> Choice:
-    """Choose kernel and chunks for `problem`; the same on every rank by construction."""
-    asked, why = _asked_chunks(problem, settings)
-    sizes = split_rows(problem.rows, asked)
-    if len(sizes) < asked:
-        why += f"; {problem.rows} rows allow {len(sizes)} (multiples of {ROW_TILE} rows)"
-    if problem.ranks == 1:
-        sizes, why = (problem.rows,), "one rank: nothing to communicate"
-    kernel = "chunked" if len(sizes) > 1 else "reference"
-    return Choice(problem, kernel, sizes, _bit_exact(problem, len(sizes)), why)
 
 
 def problem_of(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Problem:
@@ -111,37 +72,3 @@ def check_operands(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
         raise ValueError(f"{operator}: x is {x.dtype} and w is {w.dtype}; both must be of one floating dtype")
     if x.device != w.device:
         raise ValueError(f"{operator}: x is on {x.device} and w on {w.device}; both must be on one device")
-
-
-def _asked_chunks(problem: Problem, settings: Settings) -> tuple[int, str]:
-    if settings.effective_mode == 1:
-        return 1, "COC_MODE=1: no chunks"
-    own = settings.customized_coc.get((problem.m, problem.k, problem.n))
-    if own is not None:
-        return own, f"customized_coc: {own} chunks for [{problem.m}, {problem.k}, {problem.n}]"
-    chunks = usual_chunks(settings)
-    if not settings.fused:
-        return chunks, f"COC_PARALLEL_NUM={chunks}"
-    return chunks, f"USE_COC_FUSED_KERNEL=1, but no fused kernel exists for {problem.device}: {chunks} chunks instead"
-
-
-def usual_chunks(settings: Settings) -> int:
-    """Return the chunks asked for where no shape has its own count."""
-    if settings.effective_mode == 1:
-        return 1
-    return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
-
-
-def _bit_exact(problem: Problem, chunks: int) -> bool:
-    """Whether the bits are those of one matmul and one collective; shown on CPU with gloo only.
-
-    Sums of two ranks have one order. With more, an all-reduce's order depends on the place in the
-    buffer, and our reduce-scatter for gloo sums in rank order, which gloo's does not.
-    """
-    same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
-    # In 16 bits torch takes another routine for the smallest products, which a chunk may be and the whole not.
-    same_routine = problem.dtype.itemsize > 2 or problem.k * problem.n >= SMALLEST_16_BIT_PRODUCT
-    if chunks == 1:
-        return same_sums or problem.operator == ALL_REDUCE or problem.device != "cpu"
-    aligned = problem.operator == ALL_REDUCE or problem.rows % ROW_TILE == 0
-    return problem.device == "cpu" and same_sums and aligned and same_routine

@@ -59,9 +59,9 @@ def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
             512,
             "chunked",
             4,
-            "USE_COC_FUSED_KERNEL=1, but no fused kernel exists for cpu: 4 chunks",
+            "USE_COC_FUSED_KERNEL=1, but npu: device cpu, not npu; shm: the group was not asked: 4 chunks instead",
         ),
-        (Settings(fused=True, num_chunks=8), 512, "chunked", 8, "USE_COC_FUSED_KERNEL=1, but no fused kernel"),
+        (Settings(fused=True, num_chunks=8), 512, "chunked", 8, "USE_COC_FUSED_KERNEL=1, but npu: device cpu"),
     ],
 )
 def test_choices_and_their_reasons(settings, m, kernel, chunks, reason):

@@ -11,7 +11,8 @@ def train(options, overlap):
 
     options = dict(options)
     dropout, steps = options.pop("dropout", 0.0), options.pop("steps", 3)
-    ascend_parallel.configure(num_chunks=4 if overlap else 1)
+    settings = options.pop("settings", {"num_chunks": 4})
+    ascend_parallel.configure(**(settings if overlap else {"num_chunks": 1}))
     ascend_parallel.ops.COUNTS.clear()
     model = small_gpt(seq=64, attention_dropout=dropout, hidden_dropout=dropout, **options)
     torch.manual_seed(11)

@@ -43,6 +43,8 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for s
     console.print(table)
     for patch in found.patches:
         console.print(f"{'replaced' if patch.applied else 'untouched'}  {patch.target}: {patch.reason}", markup=False)
+    for kernel, state in found.kernels.items():
+        console.print(f"kernel {kernel}: {state}", markup=False)
     for note in found.notes:
         console.print(f"note: {note}", markup=False)
 

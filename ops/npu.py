@@ -1,0 +1,223 @@
+"""The three operators as torch_npu's fused kernels, on Ascend NPUs: matmul and collective are one operator each.
+
+    matmul_all_reduce      npu_mm_all_reduce_base
+    matmul_reduce_scatter  npu_mm_reduce_scatter_base
+    all_gather_matmul      npu_all_gather_base_mm
+
+`supports` tells which calls they take; what it refuses must not be called, because the operators check
+little by themselves. They cut their rows on the device, so `sizes` is not used. Results are pending
+without works: what follows on the same stream sees them finished.
+
+This is the only file that imports torch_npu, and it does so when something is called. The limits and
+their sources are in ops/soc.py and docs/npu.md; none of this was run on an NPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.soc import GENERATIONS, RANKS
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+# Who drives the communication, the AI CPU or the vector cores; documented for all but matmul_all_reduce.
+COMM_MODES = ("ai_cpu", "aiv")
+
+# Smallest and largest K of a call; op-plugin 7.3.0's pages say [1, 2147483647] and, half open, [256, 65535).
+K_RANGE = {ALL_REDUCE: (1, 2**31 - 1), REDUCE_SCATTER: (256, 65534), ALL_GATHER: (256, 65534)}
+
+# Largest M and N of npu_mm_all_reduce_base, from its page; the other two pages name none.
+LARGEST_SIDE = {ALL_REDUCE: 2**31 - 1}
+
+# HCCL names by group. Kept as long as the group, because the operators hand on a pointer to the characters.
+_HCCL_NAMES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def supports(problem: Problem) -> str | None:
+    """Tell why the fused operator does not take `problem`, or None if it does.
+
+    A pure function of values that are alike on every rank. K is checked for this call alone: a layer's
+    backward contracts over another dimension and asks again.
+    """
+    checks = (_check_device, _check_dtype, _check_chip, _check_k, _check_sides, _check_divisible)
+    return next((reason for check in checks if (reason := check(problem)) is not None), None)
+
+
+def matmul_all_reduce(
+    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, comm_mode: str | None = None
+) -> Pending:
+    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank.
+
+    `comm_mode` is passed on if it is given (it needs a newer CANN than the call without it).
+    """
+    operator = _torch_npu().npu_mm_all_reduce_base
+    y_m = operator(
+        _row_major(x_m), _weight(w), hccl_name(group), reduce_op="sum", comm_turn=0, **_mode(ALL_REDUCE, comm_mode)
+    )
+    COUNTS.add(ALL_REDUCE, 1, 1)
+    return Pending(y_m, ALL_REDUCE, group)
+
+
+def matmul_reduce_scatter(
+    x_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    after: Pending | None = None,
+    *,
+    comm_mode: str | None = None,
+) -> Pending:
+    """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N].
+
+    With `after`, nothing is sent before that is done. `comm_mode`: "ai_cpu" or "aiv", the operator's own if None.
+    """
+    if after is not None:
+        after.wait()
+    y_shard_m = _torch_npu().npu_mm_reduce_scatter_base(
+        _row_major(x_m),  # by position: the schema calls it `input`, the documentation also x1
+        _weight(w),
+        hccl_name(group),
+        group.size(),
+        reduce_op="sum",
+        comm_turn=0,
+        **_mode(REDUCE_SCATTER, comm_mode),
+    )
+    COUNTS.add(REDUCE_SCATTER, 1, 1)
+    return Pending(y_shard_m, REDUCE_SCATTER, group)
+
+
+def all_gather_matmul(
+    x_shard_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    keep_gathered: bool = True,
+    comm_mode: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K].
+
+    With keep_gathered=False the second is None and never takes memory: for a column layer that gathers
+    again in its backward. `comm_mode`: "ai_cpu" or "aiv", the operator's own if None.
+    """
+    y_m, gathered_m = _torch_npu().npu_all_gather_base_mm(
+        _row_major(x_shard_m),
+        _weight(w),
+        hccl_name(group),
+        group.size(),
+        gather_index=0,
+        gather_output=keep_gathered,
+        comm_turn=0,
+        **_mode(ALL_GATHER, comm_mode),
+    )
+    COUNTS.add(ALL_GATHER, 1, 1)
+    return y_m, gathered_m if keep_gathered else None
+
+
+def hccl_name(group: dist.ProcessGroup) -> str:
+    """Return the name that HCCL knows `group` by, asked of its NPU backend once."""
+    name = _HCCL_NAMES.get(group)
+    if name is None:
+        backend: Any = group._get_backend(torch.device("npu"))
+        name = str(backend.get_hccl_comm_name(dist.get_rank()))
+        _HCCL_NAMES[group] = name
+    return name
+
+
+def set_hccl_name(group: dist.ProcessGroup, name: str) -> None:
+    """Have `group` known by `name` without asking its backend, which may not be HCCL's (in tests it is gloo's)."""
+    _HCCL_NAMES[group] = name
+
+
+@lru_cache(maxsize=1)
+def soc_name() -> str:
+    """Return the name of this machine's chip, such as ``"Ascend910B1"``; raises what torch_npu raises without one."""
+    name: str = _torch_npu().npu.get_device_name()
+    return name
+
+
+def _check_device(problem: Problem) -> str | None:
+    return None if problem.device == "npu" else f"device {problem.device}, not npu"
+
+
+def _check_dtype(problem: Problem) -> str | None:
+    if problem.dtype in DTYPES:
+        return None
+    return f"{problem.operator} takes {' or '.join(map(str, DTYPES))}, not {problem.dtype}"
+
+
+def _check_chip(problem: Problem) -> str | None:
+    """Chip, operator and number of ranks have to be a documented combination."""
+    if not problem.soc:
+        return "the chip is not known, and with it neither its operators nor their rank counts"
+    generation = GENERATIONS.get(problem.soc)
+    if generation is None:
+        return f"no fused operator is documented for the chip {problem.soc}"
+    allowed = RANKS[generation].get(problem.operator)
+    if allowed is None:
+        return f"{problem.operator} is not documented for {problem.soc} (generation {generation})"
+    if problem.ranks not in allowed:
+        counts = ", ".join(map(str, allowed))
+        return (
+            f"{problem.operator} on {problem.soc} (generation {generation}) takes {counts} ranks, not {problem.ranks}"
+        )
+    return None
+
+
+def _check_k(problem: Problem) -> str | None:
+    smallest, largest = K_RANGE[problem.operator]
+    if smallest <= problem.k <= largest:
+        return None
+    return f"{problem.operator} takes K from {smallest} to {largest}, not {problem.k}"
+
+
+def _check_sides(problem: Problem) -> str | None:
+    """M and N: neither may be 0 (documented for all-reduce; where it is allowed there is nothing to gain)."""
+    for side, size in (("M", problem.m), ("N", problem.n)):
+        if size < 1:
+            return f"{problem.operator} takes no empty operand, and {side} is {size}"
+        largest = LARGEST_SIDE.get(problem.operator)
+        if largest is not None and size > largest:
+            return f"{problem.operator} takes {side} up to {largest}, not {size}"
+    return None
+
+
+def _check_divisible(problem: Problem) -> str | None:
+    if problem.operator == ALL_REDUCE or problem.m % problem.ranks == 0:
+        return None
+    return f"{problem.operator} needs M divisible by the {problem.ranks} ranks, and M is {problem.m}"
+
+
+def _torch_npu() -> Any:
+    """Import torch_npu, which also registers its operators."""
+    import torch_npu
+
+    return torch_npu
+
+
+def _row_major(x_m: torch.Tensor) -> torch.Tensor:
+    """The left operand: transposed or strided rows are copied, the operators take neither."""
+    return x_m.contiguous()
+
+
+def _weight(w: torch.Tensor) -> torch.Tensor:
+    """The right operand: as it is if it or its transpose is contiguous, else a copy."""
+    return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
+
+
+def _mode(operator: str, comm_mode: str | None) -> dict[str, str]:
+    """Arguments that name `comm_mode`: none if it is None, so that a torch_npu without it can be called."""
+    if comm_mode is None:
+        return {}
+    if comm_mode not in COMM_MODES:
+        raise ValueError(f"{operator}: comm_mode is {comm_mode!r}; it may be {' or '.join(map(repr, COMM_MODES))}")
+    return {"comm_mode": comm_mode}
