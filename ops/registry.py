@@ -70,10 +70,8 @@ def _asked_chunks(problem: Problem, settings: Settings, refusals: dict[str, str 
     chunks = usual_chunks(settings)
     if not refusals:
         return chunks, f"COC_PARALLEL_NUM={chunks}"
-    return (
-        chunks,
-        f"USE_COC_FUSED_KERNEL=1, but {'; '.join(f'{name}: {refusal}' for name, refusal in refusals.items())}: {chunks} chunks instead",
-    )
+    refused = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+    return chunks, f"USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead"
 
 
 def usual_chunks(settings: Settings) -> int:
