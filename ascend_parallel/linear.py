@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ascend_parallel.layer_choices import column_backward_settings
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -35,8 +35,7 @@ from ascend_parallel.ops.operators import (
     without_autocast,
 )
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, check_operands
-from ascend_parallel.ops.registry import Choice, choose
+from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.settings import Settings
 
 
@@ -137,45 +136,6 @@ def row_linear(
         _autocast(x_shard_k), _autocast(weight_shard_k), layer
     )
     return y
-
-
-@lru_cache(maxsize=64)
-def column_backward_settings(settings: Settings) -> Settings:
-    """Return what a column layer's backward runs with: without fused operators unless they are asked for.
-
-    Unfused it still overlaps as Megatron-core does: the collective, whole, runs under the weight gradient.
-    """
-    if settings.fused and not settings.enable_coc_in_column_backward:
-        return replace(settings, fused=False, num_chunks=1, customized_coc={}, mode=2)
-    return settings
-
-
-def column_choices(
-    x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
-) -> list[Choice]:
-    """Tell how a column-parallel layer would run its operators, forward and backward, on x."""
-    m, (n, k) = x.shape[:-1].numel(), weight.shape
-    backward = column_backward_settings(settings)
-    if not sequence_parallel:
-        return _choices([(ALL_REDUCE, m, n, k)], x, ranks, backward)
-    return [
-        *_choices([(ALL_GATHER, m * ranks, k, n)], x, ranks, settings),
-        *_choices([(REDUCE_SCATTER, m * ranks, n, k)], x, ranks, backward),
-    ]
-
-
-def row_choices(
-    x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
-) -> list[Choice]:
-    """Tell how a row-parallel layer would run its operators, forward and backward, on x."""
-    m, (n, k) = x.shape[:-1].numel(), weight.shape
-    if not sequence_parallel:
-        return _choices([(ALL_REDUCE, m, k, n)], x, ranks, settings)
-    return _choices([(REDUCE_SCATTER, m, k, n), (ALL_GATHER, m, n, k)], x, ranks, settings)
-
-
-def _choices(calls: list[tuple[str, int, int, int]], x: torch.Tensor, ranks: int, settings: Settings) -> list[Choice]:
-    return [choose(Problem(*call, x.dtype, x.device.type, ranks), settings) for call in calls]
 
 
 class _ColumnLinear(torch.autograd.Function):

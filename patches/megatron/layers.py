@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.agreement import Agreement
-from ascend_parallel.linear import column_choices, column_linear, row_choices, row_linear
+from ascend_parallel.layer_choices import column_choices, row_choices
+from ascend_parallel.linear import column_linear, row_linear
 from ascend_parallel.ops import Choice
 from ascend_parallel.patches.base import Function, defined_in
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts, refuse_inexact
