@@ -147,9 +147,10 @@ class _ColumnLinear(torch.autograd.Function):
         kept = x
         if layer.sequence_parallel:
             layer.about_to_communicate()
-            y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings)
+            keeps = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
+            y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keeps)
             y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
-            if not layer.settings.recompute_all_gather:
+            if keeps and gathered_m is not None:
                 kept = gathered_m
         else:
             check_operands("column_linear", x, weight.t())
@@ -206,8 +207,8 @@ class _RowLinear(torch.autograd.Function):
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
-            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings)
-            dw = _weight_gradient(layer, x, dy_m)
+            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None)
+            dw = None if dy_m is None else _weight_gradient(layer, x, dy_m)
         else:
             dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
         return _input_gradient(dx, ctx.x_shape), dw, None

@@ -50,6 +50,7 @@ def _all_gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = _group(group_name)
     y_m, gathered_m = run_all_gather_matmul(x, w, group, _settings(num_chunks))
+    assert gathered_m is not None
     if group.size() == 1:  # an operator may not return its own input
         gathered_m = gathered_m.clone()
     return (

@@ -69,12 +69,16 @@ def start_matmul_reduce_scatter(
 
 @without_autocast
 def run_all_gather_matmul(
-    x_shard: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``gather(x) w`` and gather(x): x [..., K], w [K, N]; [M, N] and [M, K], both finished."""
+    x_shard: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings, keep_gathered: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute ``gather(x) w`` and gather(x): x [..., K], w [K, N]; [M, N] and [M, K], both finished.
+
+    With keep_gathered=False the second may be None: fused kernels then need not write it.
+    """
     x_m, w, choice = _prepare(ALL_GATHER, x_shard, w, group, settings)
-    y_m, gathered_m = KERNELS[choice.kernel].all_gather_matmul(x_m, w, group, choice.sizes)
-    return y_m, gathered_m[:, : x_shard.shape[-1]]
+    kernel = KERNELS[choice.kernel]
+    y_m, gathered_m = kernel.all_gather_matmul(x_m, w, group, choice.sizes, keep_gathered=keep_gathered)
+    return y_m, gathered_m
 
 
 def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:

@@ -44,7 +44,7 @@ def matmul_reduce_scatter(
 
 
 def all_gather_matmul(
-    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes
+    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, keep_gathered: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K]."""
     if group.size() == 1:

@@ -90,17 +90,17 @@ def matmul_reduce_scatter(
 
 
 def all_gather_matmul(
-    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's ``[M / R, K]`` rows, read where they lie, times ``[K, N]``: [M, N], and the gathered [M, K]."""
+    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, keep_gathered: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Every rank's ``[M / R, K]`` rows, read where they lie, times ``[K, N]``: [M, N], and [M, K] if kept."""
     rows = group.size() * x_shard_m.shape[0]
     y_m = x_shard_m.new_empty(rows, w.shape[1])
-    gathered = x_shard_m.new_empty(rows, x_shard_m.shape[1])
+    gathered = x_shard_m.new_empty(rows, x_shard_m.shape[1]) if keep_gathered else None
     _run(ALL_GATHER, group, x_shard_m.nbytes, x_shard_m, w, y_m, gathered)
     return y_m, gathered
 
 
-def _run(operator: str, group: dist.ProcessGroup, needed: int, *tensors: torch.Tensor) -> None:
+def _run(operator: str, group: dist.ProcessGroup, needed: int, *tensors: torch.Tensor | None) -> None:
     communicator = _with_room(group, needed)
     try:
         getattr(communicator, operator)(*tensors)

@@ -1,0 +1,179 @@
+"""The real torch_npu wheel on a machine without NPU and CANN: installed aside, linked to stubs, run on CPU kernels.
+
+`environment(folder)` gives the variables under which ``import torch`` brings torch_npu along (torch loads it
+through its entry point, as it does for users). What the wheel needs of CANN are six shared libraries. Which
+functions of them it needs is read from its own ELF files: the names that are undefined there and defined
+neither there nor in anything this process, with torch, has loaded. Stubs with those names are compiled.
+
+`CpuKernels` then registers CPU kernels over gloo under the wheel's own ``npu::`` schemas, which go on refusing
+arguments that they do not know.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+VERSION = "2.13.0"
+INSTALL_LIMIT = 300  # seconds; the wheel has 44 MB
+
+# What a stub returns: ACL_ERROR_INTERNAL_ERROR, or, where the caller reads what it points to, no address.
+ERROR_CODE = 500000
+RETURN_ADDRESS = {"aclGetRecentErrMsg", "aclrtGetSocName"}
+
+
+class Missing(Exception):
+    """Why the wheel cannot be had here."""
+
+
+def environment(folder):
+    """Variables of a process that is to have torch_npu; stubs go to `folder`. Raises `Missing` with the reason."""
+    if sys.platform != "linux":
+        raise Missing(f"torch_npu is built for Linux only, this is {sys.platform}")
+    if torch.__version__.split("+")[0] != VERSION:
+        raise Missing(f"torch_npu {VERSION} needs torch {VERSION}, this is {torch.__version__}")
+    for tool in ("cc", "nm", "readelf"):
+        if shutil.which(tool) is None:
+            raise Missing(f"no {tool} on the path to make stub libraries with")
+    site = installed()
+    make_stubs(site / "torch_npu", folder)
+    tests = Path(__file__).parents[1]
+    return {
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, tests / "support", tests))),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }
+
+
+def installed():
+    """Return the folder of the installed wheel in the user's cache, after installing it there if need be."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ascend_parallel"
+    site = cache / f"torch_npu-{VERSION}-{sys.implementation.cache_tag}-{platform.machine()}"
+    if site.exists():
+        return site
+    fresh = site.with_name(f"{site.name}.{os.getpid()}")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            [*pip, "--target", str(fresh), f"torch_npu=={VERSION}"],
+            check=True, capture_output=True, text=True, timeout=INSTALL_LIMIT,
+        )  # fmt: skip
+        if not site.exists():  # another session may have been faster
+            fresh.rename(site)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip() or "no message").splitlines()[-1]
+        raise Missing(f"pip could not install torch_npu=={VERSION}: {last}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Missing(f"torch_npu=={VERSION} could not be installed in {cache}: {error}") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return site
+
+
+def make_stubs(package, folder):
+    """Compile one library that defines what the wheel lacks, under each name that the wheel looks for."""
+    elves = [*package.glob("_C*.so"), *(path for path in package.glob("lib/*.so") if "atb" not in path.name)]
+    loaded = loaded_objects()
+    wanted = names("--undefined-only", elves) - names("--defined-only", [*elves, *loaded])
+    if not wanted:
+        raise Missing("the wheel lacks no function: nm told nothing")
+    source = folder / "stubs.c"
+    lines = (
+        f"long {name}(void) {{ return {0 if name in RETURN_ADDRESS else ERROR_CODE}; }}" for name in sorted(wanted)
+    )
+    source.write_text("\n".join(lines) + "\n")
+    library = folder / "libstubs.so"
+    compiled = subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, source], capture_output=True, text=True)
+    if compiled.returncode:
+        raise Missing(f"cc could not compile the stubs: {compiled.stderr.strip().splitlines()[-1]}")
+    present = {path.name for path in (*elves, *loaded)}
+    for name in needed(elves) - present:
+        if name.endswith(".so"):  # CANN's names carry no version, the system's do
+            (folder / name).symlink_to(library)
+
+
+def loaded_objects():
+    """Every file whose code this process has mapped: torch, Python, the C and C++ libraries."""
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return sorted({Path(line[5]) for line in lines if len(line) == 6 and "x" in line[1] and line[5].startswith("/")})
+
+
+def names(which, elves):
+    """Dynamic symbols of ELF files, as nm selects them; weak ones that nobody defines are none."""
+    listed = subprocess.run(["nm", "-D", which, *map(str, elves)], capture_output=True, text=True).stdout
+    rows = (line.split() for line in listed.splitlines())
+    return {row[-1].partition("@")[0] for row in rows if len(row) >= 2 and row[-2] not in "wv"}
+
+
+def needed(elves):
+    """Shared libraries that ELF files ask for."""
+    listed = subprocess.run(["readelf", "-d", *map(str, elves)], capture_output=True, text=True).stdout
+    return {line.partition("[")[2].rstrip("]") for line in listed.splitlines() if "(NEEDED)" in line}
+
+
+# Arguments that may be given by name.
+ALLOWED = {
+    "npu_mm_all_reduce_base": {"reduce_op", "comm_turn", "comm_mode"},
+    "npu_mm_reduce_scatter_base": {"reduce_op", "comm_turn", "comm_mode"},
+    "npu_all_gather_base_mm": {"gather_index", "gather_output", "comm_turn", "comm_mode"},
+}
+
+
+class CpuKernels:
+    """CPU kernels over gloo for the three fused operators, each of which checks that it is called as documented.
+
+    groups  the group of each HCCL name
+    calls   (operator, keyword arguments that differ from the schema's defaults) of each call so far
+    wrong   if true, the last rank's part is left out of every sum, so that a test can prove it would notice
+    """
+
+    def __init__(self):
+        assert importlib.metadata.version("torch_npu") == VERSION
+        self.groups, self.calls, self.wrong = {}, [], False
+        self._library = torch.library.Library("npu", "IMPL")
+        for operator in ALLOWED:
+            self._library.impl(operator, getattr(self, operator), "CPU")
+
+    def npu_mm_all_reduce_base(self, x1, x2, hcom, **options):
+        self._check("npu_mm_all_reduce_base", x1, x2, self.groups[hcom].size(), hcom, options)
+        return self._sum(x1, x2, hcom).to(x1.dtype)
+
+    def npu_mm_reduce_scatter_base(self, x1, x2, hcom, world_size, **options):
+        self._check("npu_mm_reduce_scatter_base", x1, x2, world_size, hcom, options)
+        assert x1.shape[0] % world_size == 0, "M not divisible by the ranks"
+        return self._sum(x1, x2, hcom).chunk(world_size)[self.groups[hcom].rank()].to(x1.dtype)
+
+    def npu_all_gather_base_mm(self, x1, x2, hcom, world_size, **options):
+        self._check("npu_all_gather_base_mm", x1, x2, world_size, hcom, options)
+        parts = [torch.empty_like(x1) for _ in range(world_size)]
+        dist.all_gather(parts, x1, group=self.groups[hcom])
+        gathered = torch.cat(parts)
+        y = (gathered.float() @ x2.float()).to(x1.dtype)
+        return y, gathered if options.get("gather_output", True) else x1.new_empty(0)
+
+    def _check(self, operator, x1, x2, world_size, hcom, options):
+        self.calls.append((operator, options))
+        assert world_size == self.groups[hcom].size(), f"world_size {world_size}"
+        assert set(options) <= ALLOWED[operator], f"unexpected {set(options) - ALLOWED[operator]}"
+        assert options.get("reduce_op", "sum") == "sum"
+        assert not options.get("comm_turn") and not options.get("gather_index")
+        assert x1.dtype == x2.dtype and x1.dtype in (torch.float16, torch.bfloat16), x1.dtype
+        assert x1.dim() == x2.dim() == 2 and x1.shape[1] == x2.shape[0], (x1.shape, x2.shape)
+        assert x1.is_contiguous(), f"x1 with strides {x1.stride()}"
+        assert x2.is_contiguous() or x2.t().is_contiguous(), f"x2 with strides {x2.stride()}"
+        assert operator == "npu_mm_all_reduce_base" or 256 <= x1.shape[1] < 65535, f"K is {x1.shape[1]}"
+
+    def _sum(self, x1, x2, hcom):
+        group = self.groups[hcom]
+        product = x1.float() @ x2.float()
+        if self.wrong and group.rank() == group.size() - 1:
+            product.zero_()
+        dist.all_reduce(product, group=group)
+        return product
