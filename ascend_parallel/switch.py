@@ -7,6 +7,7 @@ settings means reverting and applying again.
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
 import logging
 import os
@@ -92,6 +93,7 @@ class Switch:
             )
         if "megatron.core" not in sys.modules and not _installed("megatron.core"):
             raise PatchError("megatron-core: expected a version " + megatron.VERSIONS + ", found none installed")
+        importlib.import_module(megatron.LAYERS)  # whose hook may apply the patches
         if self._patches is None:
             patches = megatron.patch_set(self._settings)
             patches.apply(megatron.installed_version())

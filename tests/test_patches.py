@@ -210,6 +210,18 @@ print(ap.status().state)
     assert output(code) == "off: Megatron-core's layers are untouched"
 
 
+def test_apply_imports_megatron_and_patches_once():
+    code = """
+import ascend_parallel as ap
+ap.apply()
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear as C
+print(ap.status().state, hasattr(C.forward.__wrapped__, "__wrapped__"))
+"""
+    patched = output(code, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert patched.startswith("2 of 2 methods of megatron-core")
+    assert patched.endswith("replaced False")
+
+
 def test_apply_while_off_is_refused():
     failed = python("import ascend_parallel as ap; ap.apply()")
     assert (
