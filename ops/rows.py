@@ -10,7 +10,7 @@ from itertools import pairwise
 ROW_TILE = 16
 
 # No chunk has more than this many times the rows of the first and last one.
-STEEPEST = 4
+STEEPEST = 2
 
 Sizes = tuple[int, ...]
 
@@ -20,8 +20,8 @@ def split_rows(rows: int, num_chunks: int) -> Sizes:
     """Cut `rows` rows into at most `num_chunks` chunks and return the rows of each, in order.
 
     Every cut is a multiple of `ROW_TILE`; the tail is folded into the last chunk; rows too few to be
-    cut stay whole. Sizes rise from the first chunk and fall towards the last (weights 1, 2, 3, 4, 4,
-    3, 2, 1 for 8). What cannot overlap is the first chunk's matmul when communication is the longer
+    cut stay whole. The first and the last chunk are half as long as the others (weights 1, 2, 2, 2, 2,
+    2, 2, 1 for 8). What cannot overlap is the first chunk's matmul when communication is the longer
     part and the last chunk's collective when the matmul is, so both ends are short; where the two are
     about equal, equal chunks would be a little better (docs/overlap.md has the formula).
     """
