@@ -26,7 +26,7 @@ compat: $(MEGATRON_VERSIONS:%=compat-%)  ## the Megatron tests on every supporte
 
 compat-%: $(VENV)/ready
 	test -d .compat/$* || $(BIN)/python -m pip install --quiet --no-deps --target .compat/$* megatron-core==$*
-	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/test_megatron_layers.py tests/test_megatron_training.py \
+	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/test_megatron_layers.py tests/test_megatron_seams.py tests/test_megatron_training.py \
 		tests/test_patches.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
 
