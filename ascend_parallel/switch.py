@@ -167,7 +167,12 @@ class Switch:
 
 def _kernels() -> dict[str, str]:
     found = shm.extension()
-    return {"chunked": "available", "shm": found if isinstance(found, str) else "available", "reference": "available"}
+    return {
+        "npu": "available" if _installed("torch_npu") else "torch_npu is not installed",
+        "shm": found if isinstance(found, str) else "available",
+        "chunked": "available",
+        "reference": "available",
+    }
 
 
 def _installed(name: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import secrets
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,15 +30,8 @@ FIRST_BYTES = 1 << 20
 TIME_LIMIT = 300.0
 
 
-@dataclass
-class _Stages:
-    """What a group shares: the segment in use, and how often it was made anew."""
-
-    communicator: Any
-    generation: int
-
-
-_STAGES: WeakKeyDictionary[dist.ProcessGroup, _Stages | str] = WeakKeyDictionary()
+# What each group shares: its communicator, or why it can have none.
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def extension() -> ModuleType | str:
@@ -66,10 +58,10 @@ def reach(group: dist.ProcessGroup) -> str | None:
 
     The answer is the same on every rank: it is made of every rank's report.
     """
-    if group not in _STAGES:
-        _STAGES[group] = _open(group, 0, FIRST_BYTES)
-    stages = _STAGES[group]
-    return stages if isinstance(stages, str) else None
+    if group not in _SHARED:
+        _SHARED[group] = _open(group, FIRST_BYTES)
+    shared = _SHARED[group]
+    return shared if isinstance(shared, str) else None
 
 
 def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
@@ -113,21 +105,25 @@ def _run(operator: str, group: dist.ProcessGroup, needed: int, *tensors: torch.T
 
 def _with_room(group: dist.ProcessGroup, needed: int) -> Any:
     """Return the group's communicator, with a larger segment if `needed` bytes, the same on all ranks, ask for it."""
-    stages = _STAGES[group]
-    assert not isinstance(stages, str), "chosen without asking reach()"
-    if needed > stages.communicator.half_bytes:
-        larger = _open(group, stages.generation + 1, max(needed, 2 * stages.communicator.half_bytes))
-        if isinstance(larger, str):
-            raise CollectiveError(f"shm on {describe(group)}: no room for {needed} bytes a rank: {larger}")
-        _STAGES[group] = stages = larger
-    return stages.communicator
+    communicator = _SHARED[group]
+    assert not isinstance(communicator, str), "chosen without asking reach()"
+    if needed > communicator.half_bytes:
+        communicator = _open(group, max(needed, 2 * communicator.half_bytes))
+        if isinstance(communicator, str):
+            raise CollectiveError(f"shm on {describe(group)}: no room for {needed} bytes a rank: {communicator}")
+        _SHARED[group] = communicator
+    return communicator
 
 
-def _open(group: dist.ProcessGroup, generation: int, half_bytes: int) -> _Stages | str:
-    """Make a segment on the first rank, open it on the others, hear from all, and take its name away."""
+def _open(group: dist.ProcessGroup, half_bytes: int) -> Any:
+    """Make a segment on the first rank, open it on the others, hear from all, and take its name away.
+
+    Returns the communicator, or the reports of what failed.
+    """
     store = c10d._get_process_group_store(group)
-    prefix = f"ascend_parallel/shm/{generation}"
     rank, ranks = group.rank(), group.size()
+    # Counted in the store, so that a group made anew on it never reads what an earlier one left there.
+    prefix = f"ascend_parallel/shm/{store.add(f'ascend_parallel/shm/opened/{rank}', 1)}"
     if rank == 0:
         store.set(f"{prefix}/name", f"/ascend_parallel-{secrets.token_hex(16)}")
     name = store.get(f"{prefix}/name").decode()
@@ -147,8 +143,7 @@ def _open(group: dist.ProcessGroup, generation: int, half_bytes: int) -> _Stages
     finally:
         if rank == 0 and made is not None:
             _unlink(name)
-    failed = "; ".join(filter(None, reports))
-    return failed if failed else _Stages(made, generation)
+    return "; ".join(filter(None, reports)) or made
 
 
 def _communicator(name: str, rank: int, ranks: int, half_bytes: int) -> Any:
