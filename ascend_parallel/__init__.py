@@ -1,6 +1,6 @@
 """Tensor-parallel linear layers whose matmul and collective share their time.
 
-Importing this package reads COC_PARALLEL_NUM, USE_COC_FUSED_KERNEL, COC_MODE and COC_CONFIG. If they
+Importing this package reads COC_PARALLEL_NUM, USE_COC_FUSED_KERNEL and the other COC_ variables. If they
 switch overlap on, Megatron-core's ColumnParallelLinear and RowParallelLinear are patched, at once or
 right after Megatron-core is imported; otherwise nothing is touched. See docs/settings.md.
 """
@@ -11,7 +11,8 @@ from typing import Any as _Any
 from ascend_parallel import ops
 from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.linear import WeightGradient, column_linear, row_linear
-from ascend_parallel.ops import CollectiveError
+from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
+from ascend_parallel.ops.explain import explain as _explain
 from ascend_parallel.patches.base import PatchError
 from ascend_parallel.patches.megatron.conflicts import ConflictError
 from ascend_parallel.patches.megatron.coverage import Coverage, coverage
@@ -25,15 +26,19 @@ __all__ = [
     "ConflictError",
     "Coverage",
     "DisagreementError",
+    "Explanation",
     "PatchError",
+    "Problem",
     "Settings",
     "SettingsError",
+    "UnmetRequestError",
     "WeightGradient",
     "__version__",
     "apply",
     "column_linear",
     "configure",
     "coverage",
+    "explain",
     "ops",
     "revert",
     "row_linear",
@@ -68,6 +73,15 @@ def revert() -> None:
 def status() -> _Status:
     """Tell what is in force in this process: settings, patches, counts, and what a user should know."""
     return _switch.status()
+
+
+def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
+    """Tell which kernel would run `problem`, in how many chunks, and why no other; print it to read it.
+
+    `settings` are those in force if None. Whether a group can share memory is asked of a real group,
+    so a problem described by hand says so itself (``shm=None``: it can).
+    """
+    return _explain(problem, _switch.status().settings if settings is None else settings)
 
 
 configure()

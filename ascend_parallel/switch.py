@@ -20,10 +20,11 @@ from typing import Any
 import torch.distributed as dist
 import wrapt
 
+from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
-from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError, near_misses, read_settings
+from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
 

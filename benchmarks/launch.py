@@ -29,7 +29,7 @@ TAIL_CHARACTERS = 4000
 POLL_SECONDS = 0.25  # rarely: the ranks need the processors
 PR_SET_PDEATHSIG = 1
 # Set by a user for training; here every layer is asked for by name and Megatron's stay its own.
-UNWANTED_VARIABLES = ("COC_PARALLEL_NUM", "USE_COC_FUSED_KERNEL", "COC_MODE", "COC_CONFIG")
+UNWANTED_PREFIXES = ("COC_", "USE_COC_")
 
 
 class RankError(RuntimeError):
@@ -92,7 +92,7 @@ def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
-    environment = {key: value for key, value in os.environ.items() if key not in UNWANTED_VARIABLES}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(UNWANTED_PREFIXES)}
     environment |= {
         "OMP_NUM_THREADS": "1",
         "RANK": str(rank),

@@ -18,11 +18,16 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import Scatter, reduce_scatters
+from ascend_parallel.ops.collectives import Scatter, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import Sizes
+
+
+def supports(problem: Problem) -> str | None:
+    """Say why the kernel must not run `problem`, or None."""
+    return summed_in_backend_order(problem)
 
 
 def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
@@ -41,7 +46,13 @@ def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGro
 
 
 def matmul_reduce_scatter(
-    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, after: Pending | None = None
+    x_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    after: Pending | None = None,
+    *,
+    in_rank_order: bool = False,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N].
 
@@ -49,7 +60,7 @@ def matmul_reduce_scatter(
     reduce-scatter writes the i-th slice of the result and no row has to be moved.
 
     With `after`, nothing is sent before that is done: for a backend that runs collectives at the same
-    time, where these would slow it down.
+    time, where these would slow it down. `in_rank_order` has the ranks summed in their order on any backend.
     """
     ranks, (k, n) = group.size(), w.shape
     rows = x_m.shape[0] // ranks
@@ -58,7 +69,7 @@ def matmul_reduce_scatter(
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes))
     computed: list[tuple[Scatter, torch.Tensor]] = []
     with pending.launching():
-        scatters = reduce_scatters(y_shard_m, sizes, group)
+        scatters = reduce_scatters(y_shard_m, sizes, group, in_rank_order)
         pending.expect(scatters)
         inputs = _chunks(_blocks(x_m.view(ranks, rows, k)), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])

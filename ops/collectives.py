@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.pending import Work
+from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.rows import Sizes
 
 # Calls on each group so far; every rank counts alike. Their number is in the tag of what they send, so
@@ -94,23 +95,62 @@ class ExchangeAndSum:
         for work in self._works:
             assert work is not None
             work.wait()
-        first, *rest = [self._parts[rank] for rank in range(len(self._parts))]
-        wide = len(rest) > 1 and self._out_c.element_size() == 2
-        total = first.float() if wide else torch.add(first, rest.pop(0), out=self._out_c)
-        for part in rest:
-            total.add_(part)
-        if wide:
-            self._out_c.copy_(total)
+        sum_in_rank_order([self._parts[rank] for rank in range(len(self._parts))], self._out_c)
 
 
-Scatter = ReduceScatter | ExchangeAndSum
+class AllToAllAndSum:
+    """A reduce-scatter in rank order for backends whose own has another order: all-to-all, then the sum."""
+
+    def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write the sum over ranks of each rank's slice for this rank to `out_c` [c, N]."""
+        self._out_c = out_c
+        self._group = group
+        self._work: Any = None
+
+    def expect(self) -> None:
+        """Do nothing: the backend has no use for it."""
+
+    def start(self, x_c: torch.Tensor) -> Work:
+        """Send the other ranks their c rows of the contiguous ``[R c, N]``."""
+        self._received = torch.empty_like(x_c)
+        self._work = dist.all_to_all_single(self._received, x_c, group=self._group, async_op=True)
+        return self
+
+    def is_completed(self) -> bool:
+        """Say no: the sum is taken in `wait`."""
+        return False
+
+    def wait(self) -> None:
+        """Wait for the exchange, then sum."""
+        self._work.wait()
+        sum_in_rank_order(self._received.view(self._group.size(), *self._out_c.shape).unbind(), self._out_c)
 
 
-def reduce_scatters(out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Sequence[Scatter]:
-    """Make one reduce-scatter for each chunk of rows of the contiguous ``[M / R, N]``; `expect`, then `start` each."""
+def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of every rank's ``[c, N]``, in rank order and, for 16-bit types, in fp32, to `out` [c, N]."""
+    first, second, *rest = parts
+    wide = bool(rest) and out.element_size() == 2  # two parts are rounded once anyway
+    total = first.float().add_(second) if wide else torch.add(first, second, out=out)
+    for part in rest:
+        total.add_(part)
+    if wide:
+        out.copy_(total)
+
+
+Scatter = ReduceScatter | ExchangeAndSum | AllToAllAndSum
+
+
+def reduce_scatters(
+    out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, in_rank_order: bool = False
+) -> Sequence[Scatter]:
+    """Make one reduce-scatter for each chunk of rows of the contiguous ``[M / R, N]``; `expect`, then `start` each.
+
+    On gloo all sums are taken in rank order, elsewhere those that are asked to be.
+    """
     outs = torch.split_with_sizes(out_m, sizes)
     if not on_gloo(group, out_m.device):
-        return [ReduceScatter(out_c, group) for out_c in outs]
+        kind = AllToAllAndSum if in_rank_order else ReduceScatter
+        return [kind(out_c, group) for out_c in outs]
     tag = FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     received = [torch.split_with_sizes(torch.empty_like(out_m), sizes) for _ in peers]
@@ -118,6 +158,13 @@ def reduce_scatters(out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup)
         ExchangeAndSum(out_c, dict(zip(peers, parts, strict=True)), group, tag)
         for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
     ]
+
+
+def summed_in_backend_order(problem: Problem) -> str | None:
+    """Say that the backend decides in which order ranks are summed where the problem asks for rank order, or None."""
+    if not problem.deterministic or problem.operator == ALL_GATHER or (problem.ranks == 2 and problem.device == "cpu"):
+        return None
+    return f"the backend decides in which order it sums {problem.ranks} {problem.device} ranks"
 
 
 def on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from ascend_parallel.ops.alignment import align_operands
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, problem_of
-from ascend_parallel.ops.registry import KERNELS, Choice, choose, usual_chunks
+from ascend_parallel.ops.registry import KERNELS, Choice, choose, name_of, usual_chunks
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.settings import Settings
 
@@ -47,7 +47,8 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 def start_matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
     """Start ``sum over ranks of x w``: x [..., K], w [K, N]; the pending result is [M, N]."""
     x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings)
-    pending: Pending = KERNELS[choice.kernel].matmul_all_reduce(x_m, w, group, choice.sizes)
+    kernel = KERNELS[choice.kernel]
+    pending: Pending = kernel.matmul_all_reduce(x_m, w, group, choice.sizes, **dict(choice.options))
     return pending
 
 
@@ -63,7 +64,8 @@ def start_matmul_reduce_scatter(
     x_m, w, choice = _prepare(REDUCE_SCATTER, x, w, group, settings)
     if after is not None and not on_gloo(group, x.device):
         after = None
-    pending: Pending = KERNELS[choice.kernel].matmul_reduce_scatter(x_m, w, group, choice.sizes, after)
+    kernel = KERNELS[choice.kernel]
+    pending: Pending = kernel.matmul_reduce_scatter(x_m, w, group, choice.sizes, after, **dict(choice.options))
     return pending
 
 
@@ -77,7 +79,9 @@ def run_all_gather_matmul(
     """
     x_m, w, choice = _prepare(ALL_GATHER, x_shard, w, group, settings)
     kernel = KERNELS[choice.kernel]
-    y_m, gathered_m = kernel.all_gather_matmul(x_m, w, group, choice.sizes, keep_gathered=keep_gathered)
+    y_m, gathered_m = kernel.all_gather_matmul(
+        x_m, w, group, choice.sizes, keep_gathered=keep_gathered, **dict(choice.options)
+    )
     return y_m, gathered_m
 
 
@@ -119,19 +123,9 @@ def _say_once(choice: Choice, rank: int) -> None:
     """Log each choice when it is first made, on rank 0; one that is not what was asked for as a warning, once."""
     if rank != 0:
         return
-    problem = choice.problem
-    shape, chunks = [problem.m, problem.k, problem.n], len(choice.sizes)
-    log.info(
-        "%s %s on %d ranks: %s, chunks: %d (%s)",
-        problem.operator,
-        shape,
-        problem.ranks,
-        choice.kernel,
-        chunks,
-        choice.reason,
-    )
-    if "instead" in choice.reason:
-        _warn_once(choice.reason)
+    log.info("%s: %s, chunks: %d (%s)", name_of(choice.problem), choice.kernel, len(choice.sizes), choice.reason)
+    if choice.unmet:
+        _warn_once(choice.unmet)
 
 
 @functools.lru_cache(maxsize=64)

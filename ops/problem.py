@@ -22,6 +22,11 @@ class Problem:
         all_gather_matmul and all rows, before they are scattered, of matmul_reduce_scatter.
     soc
         Name of the chip, for example ``"Ascend910B1"``, where a kernel depends on it; else empty.
+    deterministic
+        Whether sums over ranks have to be taken in rank order.
+    antiquant, group_size
+        The grain of the scales of an int8 weight, "tensor", "channel" or "group" (then of `group_size`
+        elements of K), or an empty text for a weight of the operands' dtype.
     shm
         Why the group cannot share memory, or None if it can: one answer for all its ranks.
     """
@@ -35,6 +40,9 @@ class Problem:
     ranks: int
     soc: str = ""
     shm: str | None = "the group was not asked"
+    deterministic: bool = False
+    antiquant: str = ""
+    group_size: int = 0
 
     @property
     def rows(self) -> int:

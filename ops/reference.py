@@ -9,11 +9,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
+from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import Sizes
+
+
+def supports(problem: Problem) -> str | None:
+    """Say why the kernel must not run `problem`, or None."""
+    return summed_in_backend_order(problem)
 
 
 def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
@@ -27,7 +32,13 @@ def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGro
 
 
 def matmul_reduce_scatter(
-    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, after: Pending | None = None
+    x_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    after: Pending | None = None,
+    *,
+    in_rank_order: bool = False,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N]."""
     partial = torch.mm(x_m, w)
@@ -36,7 +47,7 @@ def matmul_reduce_scatter(
         return Pending(partial, REDUCE_SCATTER, group)
     pending = Pending(partial.new_empty(rows, partial.shape[1]), REDUCE_SCATTER, group)
     if rows:
-        (scatter,) = reduce_scatters(pending.tensor, (rows,), group)
+        (scatter,) = reduce_scatters(pending.tensor, (rows,), group, in_rank_order)
         pending.expect([scatter])
         pending.launch(scatter.start, partial)
     COUNTS.add(REDUCE_SCATTER, 1, 1)

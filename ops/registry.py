@@ -1,24 +1,31 @@
 """Which kernel runs a problem, in which chunks, and why.
 
 `choose` is a pure function of values that are the same on every rank of a group, so that all ranks
-take the same kernel and the same chunks without asking each other. Each fused kernel says by a
-predicate what it cannot run; what none of them can goes to the chunked kernel.
+take the same kernel and the same chunks without asking each other. Each kernel says by a predicate,
+`supports`, what it cannot run; the first of `KERNELS` that was asked for and can is taken.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 
-from ascend_parallel.ops import chunked, npu, reference, shm
+from ascend_parallel.ops import chunked, npu, ordered, reference, shm
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.settings import Settings
 
-# Fused kernels in the order in which they are tried.
-FUSED: dict[str, ModuleType] = {"npu": npu, "shm": shm}
-KERNELS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked, **FUSED}
+# In the order in which they are tried. The fused ones only if they are asked for, the chunked one for
+# two chunks or more, the ordered one where the others do not sum in rank order.
+KERNELS: dict[str, ModuleType] = {
+    "npu": npu,
+    "shm": shm,
+    "chunked": chunked,
+    "reference": reference,
+    "ordered": ordered,
+}
+FUSED = ("npu", "shm")
 
 # K N of a 16-bit matmul below which cutting its rows was seen to change bits (256), with a margin.
 SMALLEST_16_BIT_PRODUCT = 4096
@@ -27,12 +34,22 @@ SMALLEST_16_BIT_PRODUCT = 4096
 CHUNKS_INSTEAD_OF_FUSED = 4
 
 
+class UnmetRequestError(RuntimeError):
+    """COC_STRICT=1, and a call cannot have what the settings ask for; raised alike on every rank."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """How a problem is run, and why.
 
-    sizes are the rows of each chunk; bit_exact tells whether the result is known to have the bits of
-    a whole matmul and one collective.
+    sizes
+        Rows of each chunk.
+    bit_exact
+        Whether the result is known to have the bits of a whole matmul and one collective.
+    unmet
+        The request that is not met, or an empty text: what a user asked for and does not get.
+    options
+        Keyword arguments for the kernel, from the settings.
     """
 
     problem: Problem
@@ -40,25 +57,62 @@ class Choice:
     sizes: Sizes
     bit_exact: bool
     reason: str
+    unmet: str = ""
+    options: tuple[tuple[str, object], ...] = ()
 
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, settings: Settings) -> Choice:
-    """Choose kernel and chunks for `problem`; the same on every rank by construction."""
+    """Choose kernel and chunks for `problem`; the same on every rank by construction.
+
+    Raises `UnmetRequestError` if the settings are strict and ask for what this problem cannot have.
+    """
+    problem = replace(problem, deterministic=settings.deterministic)
+    choice = _choose(problem, settings)
+    if settings.strict and choice.unmet:
+        raise UnmetRequestError(f"COC_STRICT=1: {name_of(problem)}: {choice.unmet}")
+    return choice
+
+
+def name_of(problem: Problem) -> str:
+    """Name a problem for a person: operator, matmul, dtype, ranks and device."""
+    dtype = str(problem.dtype).removeprefix("torch.")
+    weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
+    shape = [problem.m, problem.k, problem.n]
+    return f"{problem.operator} {shape} {dtype}{weight} on {problem.ranks} {problem.device} ranks"
+
+
+def usual_chunks(settings: Settings) -> int:
+    """Return the chunks asked for where no shape has its own count."""
+    if settings.effective_mode == 1:
+        return 1
+    return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
+
+
+def _choose(problem: Problem, settings: Settings) -> Choice:
     if problem.ranks == 1:
         return Choice(problem, "reference", (problem.rows,), True, "one rank: nothing to communicate")
     refusals = {}
     if settings.fused and settings.effective_mode == 2:
-        refusals = {name: kernel.supports(problem) for name, kernel in FUSED.items()}
+        refusals = {name: KERNELS[name].supports(problem) for name in FUSED}
     for name, refusal in refusals.items():
         if refusal is None:
-            return Choice(problem, name, (problem.rows,), _bit_exact_fused(problem), "USE_COC_FUSED_KERNEL=1")
+            options = _options(name, settings)
+            exact = _bit_exact_fused(problem)
+            return Choice(problem, name, (problem.rows,), exact, "USE_COC_FUSED_KERNEL=1", "", options)
     asked, why = _asked_chunks(problem, settings, refusals)
     sizes = split_rows(problem.rows, asked)
     if len(sizes) < asked:
         why += f"; {problem.rows} rows allow {len(sizes)} (multiples of {ROW_TILE} rows)"
-    kernel = "chunked" if len(sizes) > 1 else "reference"
-    return Choice(problem, kernel, sizes, _bit_exact(problem, len(sizes)), why)
+    if problem.deterministic and len(sizes) > 1 and not _keeps_matmul(problem, len(sizes)):
+        sizes, why = (problem.rows,), f"{why}; 1, because COC_DETERMINISTIC=1 and the cut could change bits"
+    unmet = why if refusals or (asked > 1 and len(sizes) == 1) else ""
+    plain = "chunked" if len(sizes) > 1 else "reference"
+    refusal = KERNELS[plain].supports(problem)
+    if refusal is not None:
+        why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
+    kernel = plain if refusal is None else "ordered"
+    return Choice(problem, kernel, sizes, _bit_exact(problem, len(sizes)), why, unmet)
 
 
 def _asked_chunks(problem: Problem, settings: Settings, refusals: dict[str, str | None]) -> tuple[int, str]:
@@ -74,11 +128,19 @@ def _asked_chunks(problem: Problem, settings: Settings, refusals: dict[str, str 
     return chunks, f"USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead"
 
 
-def usual_chunks(settings: Settings) -> int:
-    """Return the chunks asked for where no shape has its own count."""
-    if settings.effective_mode == 1:
-        return 1
-    return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
+def _options(name: str, settings: Settings) -> tuple[tuple[str, object], ...]:
+    """Name what a fused kernel takes from the settings."""
+    if name == "npu":
+        return () if settings.comm_mode is None else (("comm_mode", settings.comm_mode),)
+    return ()
+
+
+def _keeps_matmul(problem: Problem, chunks: int) -> bool:
+    """Whether cutting the rows is known to leave every bit of the matmul as it is."""
+    # In 16 bits torch takes another routine for the smallest products, which a chunk may be and the whole not.
+    same_routine = problem.dtype.itemsize > 2 or problem.k * problem.n >= SMALLEST_16_BIT_PRODUCT
+    aligned = problem.operator == ALL_REDUCE or problem.rows % ROW_TILE == 0
+    return chunks == 1 or (aligned and same_routine)
 
 
 def _bit_exact(problem: Problem, chunks: int) -> bool:
@@ -88,15 +150,12 @@ def _bit_exact(problem: Problem, chunks: int) -> bool:
     buffer, and our reduce-scatter for gloo sums in rank order, which gloo's does not.
     """
     same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
-    # In 16 bits torch takes another routine for the smallest products, which a chunk may be and the whole not.
-    same_routine = problem.dtype.itemsize > 2 or problem.k * problem.n >= SMALLEST_16_BIT_PRODUCT
-    if chunks == 1:
+    if chunks == 1 and not problem.deterministic:
         return same_sums or problem.operator == ALL_REDUCE or problem.device != "cpu"
-    aligned = problem.operator == ALL_REDUCE or problem.rows % ROW_TILE == 0
-    return problem.device == "cpu" and same_sums and aligned and same_routine
+    return problem.device == "cpu" and same_sums and _keeps_matmul(problem, chunks)
 
 
 def _bit_exact_fused(problem: Problem) -> bool:
-    """The same of a fused kernel: shm sums in rank order, which is one order for two ranks."""
-    aligned = problem.operator == ALL_REDUCE or problem.rows % ROW_TILE == 0
+    """The same of a fused kernel: shm sums whole matmuls in rank order, which is one order for two ranks."""
+    aligned = problem.operator != ALL_GATHER or problem.rows % ROW_TILE == 0
     return problem.device == "cpu" and aligned and (problem.ranks == 2 or problem.operator == ALL_GATHER)

@@ -1,11 +1,13 @@
 """How rows are cut, which kernel is chosen, and why."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascend_parallel import Settings
+from ascend_parallel import Settings, UnmetRequestError, explain
 from ascend_parallel.ops import Problem, choose
 from ascend_parallel.ops.alignment import align_operands
 from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows
@@ -112,3 +114,38 @@ def test_operands_are_padded_where_it_is_worth_it(k, dtype, rows, n, padded_k):
     assert (x_padded.shape, w_padded.shape) == ((64, padded_k), (padded_k, n))
     torch.testing.assert_close(x_padded.double() @ w_padded.double(), x.double() @ w.double())
     assert w_padded.is_contiguous() == (padded_k != k or k == 512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "m", "unmet"),
+    [
+        (Settings(fused=True, strict=True), 512, "USE_COC_FUSED_KERNEL=1, but npu: device cpu"),
+        (Settings(num_chunks=4, strict=True), 31, "COC_PARALLEL_NUM=4; 31 rows allow 1"),
+        (Settings(num_chunks=4, strict=True), 40, None),  # fewer chunks, but chunks
+        (Settings(num_chunks=1, strict=True, mode=2), 31, None),
+    ],
+)
+def test_strictness_makes_an_unmet_request_an_error(settings, m, unmet):
+    if unmet is None:
+        assert choose(problem(m=m), settings).unmet == ""
+        return
+    with pytest.raises(UnmetRequestError, match=rf"COC_STRICT=1: matmul_all_reduce \[{m}, 64, 32\] .*{unmet}"):
+        choose(problem(m=m), settings)
+    assert choose(problem(m=m), replace(settings, strict=False)).unmet.startswith(unmet)
+
+
+def test_one_rank_is_no_unmet_request():
+    assert choose(problem(ranks=1), Settings(fused=True, num_chunks=4, strict=True)).kernel == "reference"
+
+
+def test_an_explanation_names_every_kernel():
+    explanation = explain(problem(), Settings(fused=True, strict=True))
+    assert explanation.kernels["chunked"] == "taken"
+    assert explanation.kernels["npu"] == "cannot: device cpu, not npu"
+    assert list(explanation.kernels) == ["npu", "shm", "chunked", "reference", "ordered"]
+    text = str(explanation)
+    assert text.startswith("matmul_all_reduce [512, 64, 32] float32 on 2 cpu ranks: chunked, chunks: 4")
+    assert "COC_STRICT=1 makes this an error" in text
+    ordered = explain(problem(ranks=4), Settings(num_chunks=4, deterministic=True)).kernels
+    assert ordered["ordered"] == "taken"
+    assert ordered["chunked"] == "cannot: the backend decides in which order it sums 4 cpu ranks"

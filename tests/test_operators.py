@@ -122,7 +122,7 @@ def as_an_accelerator(group):
     from ascend_parallel.ops import chunked
     from ascend_parallel.ops.collectives import ReduceScatter
 
-    def native(out_m, sizes, group):
+    def native(out_m, sizes, group, in_rank_order):
         return [ReduceScatter(out_c, group) for out_c in torch.split(out_m, sizes)]
 
     kept = chunked._by_rank, chunked.reduce_scatters

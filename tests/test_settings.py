@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ascend_parallel import Settings, SettingsError
-from ascend_parallel.settings import MAX_CHUNKS, near_misses, read_settings
+from ascend_parallel.environment import near_misses, read_settings
+from ascend_parallel.settings import MAX_CHUNKS
 
 
 @pytest.mark.parametrize(

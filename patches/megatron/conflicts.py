@@ -46,8 +46,9 @@ def refuse_inexact(choices: list[Choice]) -> None:
             raise ConflictError(
                 f"config deterministic_mode=True cannot be used together with {problem.operator} "
                 f"[{problem.m}, {problem.k}, {problem.n}] in {len(choice.sizes)} chunks on {problem.ranks} ranks "
-                f"({problem.device}): its bits are not known to be those of the plain layer. Switch deterministic_mode "
-                f"or overlap off{_one_chunk(choice)}"
+                f"({problem.device}): its bits are not known to be those of the plain layer. Export "
+                f"COC_DETERMINISTIC=1, which sums in rank order, or switch deterministic_mode or overlap off"
+                f"{_one_chunk(choice)}"
             )
 
 

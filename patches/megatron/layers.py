@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ascend_parallel.agreement import Agreement
 from ascend_parallel.layer_choices import column_choices, row_choices
 from ascend_parallel.linear import column_linear, row_linear
-from ascend_parallel.ops import Choice
+from ascend_parallel.ops import Choice, UnmetRequestError
 from ascend_parallel.patches.base import Function, defined_in
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts, refuse_inexact
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
@@ -31,6 +31,8 @@ log = logging.getLogger("ascend_parallel")
 
 # What Megatron's layers call below forward, and others are known to replace.
 FUNCTIONALS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+
+ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
 Choices = Callable[[torch.Tensor, torch.Tensor, int, bool, Settings], list[Choice]]
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -86,7 +88,7 @@ class Megatron:
         if layer.explicit_expert_comm:
             return "expert layers communicate outside the layer"
         if not dist.is_initialized() or self.group_of(layer).size() == 1:
-            return "its tensor-parallel group has one rank, so nothing is communicated"
+            return ONE_RANK
         offloading = layer.config._cpu_offloading_context
         if offloading is not None and offloading.inside_context and layer.config.cpu_offloading:
             return "CPU offloading of activations is active"
@@ -107,7 +109,7 @@ class Megatron:
         """Refuse what conflicts with overlap, tell the other ranks of this one's settings, and return the group."""
         group = self.group_of(layer)
         refuse_conflicts(layer.config)
-        if layer.config.deterministic_mode:
+        if layer.config.deterministic_mode and not self.settings.deterministic:
             refuse_inexact(choices(x, weight, group.size(), layer.sequence_parallel, self.settings))
         self._agreement.publish(group)
         return group
@@ -117,8 +119,10 @@ class Megatron:
         return functools.partial(self._agreement.confirm, group)
 
     def say_uncovered(self, layer: Any, reason: str) -> None:
-        """Log once, on rank 0, that layers of this kind run as they are."""
+        """Log once, on rank 0, that layers of this kind run as they are; an error if the settings are strict."""
         text = f"{type(layer).__name__} runs without overlap: {reason}"
+        if self.settings.strict and reason != ONE_RANK:
+            raise UnmetRequestError(f"COC_STRICT=1: {text}")
         if text not in self._said:
             self._said.add(text)
             if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,0 +1,127 @@
+"""Settings read from the environment and the file it names.
+
+Nothing is evaluated as code, and nothing is read after the value has been made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ascend_parallel.settings import (
+    CONFIG_VARIABLE,
+    KNOWN_VARIABLES,
+    LONGEST,
+    MODES,
+    SWITCHES,
+    VARIABLES,
+    Settings,
+    SettingsError,
+    require,
+    whole_number,
+)
+
+
+def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+    """Make the settings from the environment, the file it names, and `overrides`, later ones winning.
+
+    File below variables below `overrides`: a variable exported for one run beats the file that many
+    runs share. Raises `SettingsError` for a bad value, an unknown key, or a file that cannot be read;
+    warns of variables whose name nearly is one of ours.
+    """
+    environ = os.environ if environ is None else environ
+    warn_of_near_misses(environ)
+    values: dict[str, Any] = {}
+    if CONFIG_VARIABLE in environ:
+        values.update(read_file(environ[CONFIG_VARIABLE]))
+    values.update(_read_variables(environ))
+    values.update(_known(overrides, "configure()"))
+    return Settings(**values)
+
+
+def read_file(name: str) -> dict[str, Any]:
+    """Read a TOML or JSON configuration file into keyword arguments of `Settings`."""
+    path = Path(name)
+    parsers: dict[str, Callable[[str], Any]] = {".toml": _parse_toml, ".json": json.loads}
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise SettingsError(f"{CONFIG_VARIABLE}={name!r} is not allowed: give the path of a .toml or .json file")
+    try:
+        values = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{CONFIG_VARIABLE}={name!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # both parsers' errors, and text that is not UTF-8
+        raise SettingsError(f"{CONFIG_VARIABLE}={name!r} is not valid {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"{CONFIG_VARIABLE}={name!r} must hold a table of keys, not a {type(values).__name__}")
+    return _known(values, f"{CONFIG_VARIABLE}={name!r}")
+
+
+def warn_of_near_misses(environ: Mapping[str, str]) -> None:
+    """Warn of each variable that is not ours but looks like a misspelt one of ours."""
+    for name, meant in near_misses(environ).items():
+        warnings.warn(f"the environment has {name}, which nothing reads; did you mean {meant}?", stacklevel=3)
+
+
+def near_misses(environ: Mapping[str, str]) -> dict[str, str]:
+    """Map each variable whose name nearly is one of ours to the one that was likely meant."""
+    found = {}
+    for name in environ:
+        close = difflib.get_close_matches(name.upper(), KNOWN_VARIABLES, n=1, cutoff=0.85)
+        if close and name not in KNOWN_VARIABLES:
+            found[name] = close[0]
+    return found
+
+
+def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    values = {name: environ[variable] for name, variable in VARIABLES.items() if variable in environ}
+    return {name: _parse(VARIABLES[name], name, text) for name, text in values.items()}
+
+
+def _parse(variable: str, name: str, text: str) -> Any:
+    """Turn the text of one variable into the value of the field `name`."""
+    if name in SWITCHES:
+        require(variable, text, text.strip() in ("0", "1"), "0 or 1")
+        return text.strip() == "1"
+    number = int(text) if _is_integer(text) else text
+    if name == "num_chunks":
+        whole_number(variable, number)
+    elif name == "mode":
+        require(
+            variable, text, number in MODES, "-1 (the other two decide), 0 (original), 1 (no chunks) or 2 (overlapped)"
+        )
+    else:
+        require(
+            variable, text, isinstance(number, int) and 1 <= number <= LONGEST, f"whole seconds from 1 to {LONGEST}"
+        )
+    return number
+
+
+def _is_integer(text: str) -> bool:
+    return re.fullmatch(r"\s*[+-]?[0-9]{1,9}\s*", text) is not None
+
+
+def _known(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(Settings)]
+    for name in values:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]}" if close else ""
+            raise SettingsError(f"{place} has the unknown key {name!r}{hint}? Known keys: {', '.join(names)}")
+    return dict(values)
+
+
+def _parse_toml(text: str) -> Any:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)
