@@ -173,6 +173,7 @@ def _kernels() -> dict[str, str]:
         "shm": found if isinstance(found, str) else "available",
         "chunked": "available",
         "reference": "available",
+        "ordered": "available",
     }
 
 

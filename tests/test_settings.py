@@ -50,6 +50,10 @@ def test_bad_chunk_counts(value):
         ("USE_COC_FUSED_KERNEL", "yes", "0 or 1"),
         ("USE_COC_FUSED_KERNEL", "", "0 or 1"),
         ("USE_COC_FUSED_KERNEL", "2", "0 or 1"),
+        ("COC_DETERMINISTIC", "true", "0 or 1"),
+        ("COC_STRICT", "", "0 or 1"),
+        ("COC_TIME_LIMIT", "0", "whole seconds from 1 to 86400"),
+        ("COC_TIME_LIMIT", "5m", "whole seconds from 1 to 86400"),
         ("COC_MODE", "3", "-1 .*0 .*1 .*2"),
         ("COC_MODE", "fast", "-1 .*0 .*1 .*2"),
     ],
@@ -63,6 +67,12 @@ def test_bad_switches(name, value, allowed):
 def test_near_misses_are_warned_of(name):
     with pytest.warns(UserWarning, match=f"{name}, which nothing reads; did you mean"):
         read_settings({name: "4"})
+
+
+def test_how_what_is_on_behaves():
+    settings = read_settings({"COC_DETERMINISTIC": "1", "COC_STRICT": "1", "COC_TIME_LIMIT": "20"})
+    assert (settings.deterministic, settings.strict, settings.time_limit) == (True, True, 20)
+    assert not settings.enabled
 
 
 def test_other_names_are_left_alone():
@@ -124,6 +134,8 @@ def test_variables_win_over_the_file_and_arguments_over_both(tmp_path):
         ('{"recompute_all_gather": 1}', "recompute_all_gather=1 .*true or false"),
         ('{"k_min": 5000}', r"k_min=5000 .*at most k_max \(4096\)"),
         ('{"k_max": 0}', "k_max=0 .*1 or more"),
+        ('{"comm_mode": "fast"}', "comm_mode='fast' .*ai_cpu or aiv"),
+        ('{"time_limit": 2.5}', "time_limit=2.5 .*whole seconds"),
         ('{"order": "both"}', "order='both' .*auto, compute_first, communicate_first"),
         ('{"customized_coc": 8}', "customized_coc=8 .*table of shapes"),
         ('{"customized_coc": {"[1, 2]": 8}}', r"customized_coc key '\[1, 2\]' .*three whole numbers"),

@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 import ascend_parallel
+from ascend_parallel.cli.doctor import doctor
 
 app = typer.Typer(no_args_is_help=True, help="Matmul and collective that share their time.")
+app.command()(doctor)
 
 
 @app.callback()
@@ -34,12 +36,13 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for s
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
         return
-    table = Table(title=f"ascend_parallel {found.version}: {found.state}", title_justify="left")
+    console = Console()
+    console.print(f"ascend_parallel {found.version}: {found.state}", markup=False, highlight=False)
+    table = Table()
     table.add_column("setting")
     table.add_column("value")
     for name, value in found.settings.as_dict().items():
         table.add_row(name, str(value))
-    console = Console()
     console.print(table)
     for patch in found.patches:
         console.print(f"{'replaced' if patch.applied else 'untouched'}  {patch.target}: {patch.reason}", markup=False)

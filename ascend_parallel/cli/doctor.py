@@ -1,0 +1,57 @@
+"""``ascend-parallel doctor``."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ascend_parallel.doctor import Report, examine
+
+MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
+
+
+def doctor(
+    group: int = typer.Option(0, metavar="RANKS", min=0, max=16, help="Try every kernel on that many local processes."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts."),
+) -> None:
+    """Say what is installed, switched on and possible here, and what to put right.
+
+    Ends with 1 if something is wrong, with 0 if not.
+
+    Examples:
+
+      ascend-parallel doctor
+
+      COC_PARALLEL_NUM=4 ascend-parallel doctor --group 2
+    """
+    if group == 1:
+        raise typer.BadParameter("one rank has nothing to communicate: give 2 or more", param_hint="--group")
+    if os.environ.get("RANK", "0") != "0":
+        return
+    errors = Console(stderr=True)
+    with errors.status("looking") as line:
+        report = examine(group, lambda what: line.update(f"looking at {what}"))
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        _print(report)
+    raise typer.Exit(0 if report.healthy else 1)
+
+
+def _print(report: Report) -> None:
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    section = ""
+    for finding in report.findings:
+        if finding.section != section:
+            section = finding.section
+            table.add_row("", f"[bold]{section}[/]", "", "")
+        table.add_row(MARKS[finding.verdict], finding.name, finding.found, finding.advice)
+    console.print(table)
+    console.print(f"\n{report.verdict}", style="bold")

@@ -1,0 +1,33 @@
+"""What the documentation shows is what the package does."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from ascend_parallel import settings
+from ascend_parallel.ops import registry
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if ">>>" in path.read_text()))
+def test_examples_in_the_documentation(page):
+    blocks = re.findall(r"```pycon\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page, page, 0)
+    results = doctest.DocTestRunner().run(test)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_every_kernel_has_a_column():
+    header = next(line for line in (DOCS / "kernels.md").read_text().splitlines() if line.startswith("| |"))
+    assert [cell.strip(" `") for cell in header.strip("|").split("|")][1:] == list(registry.KERNELS)
+
+
+def test_every_setting_is_documented():
+    text = (DOCS / "settings.md").read_text()
+    missing = [name for name in settings.Settings().as_dict() if f"`{name}`" not in text]
+    missing += [name for name in settings.KNOWN_VARIABLES if f"`{name}`" not in text]
+    assert missing == []

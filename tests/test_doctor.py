@@ -1,0 +1,107 @@
+"""ascend-parallel doctor: what it finds, what it tries, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.doctor import trial
+from ascend_parallel.local_ranks import LocalRanksError, run_on_local_ranks
+from ascend_parallel.ops.registry import KERNELS
+
+
+def doctor(*arguments, **variables):
+    environ = {name: value for name, value in os.environ.items() if "COC" not in name}
+    command = [sys.executable, "-m", "ascend_parallel", "doctor", *arguments]
+    return subprocess.run(
+        command, env={**environ, "COLUMNS": "200", **variables}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_machine_without_faults():
+    ended = doctor("--json", "--group", "2", COC_PARALLEL_NUM="4")
+    report = json.loads(ended.stdout)
+    assert (ended.returncode, report["healthy"]) == (0, True)
+    assert report["verdict"] == "nothing is wrong; overlap is on"
+    found = {(f["section"], f["name"]): f["found"] for f in report["findings"]}
+    assert found["versions", "torch"] == torch.__version__
+    assert "COC_PARALLEL_NUM=4" in found["settings", "variables"]
+    assert "methods of megatron-core" in found["patches", "state"]
+    tried = {name: found["tried on 2 processes", name] for name in KERNELS}
+    assert tried["npu"].startswith("not tried: device cpu")
+    assert {tried[name] for name in ("chunked", "reference", "ordered")} == {"right"}
+    assert set(tried) == {name for section, name in found if section == "kernels"}
+
+
+def test_a_misspelt_variable_is_bad_and_said_in_words():
+    ended = doctor(COC_PARALEL_NUM="4")
+    assert ended.returncode == 1
+    assert "COC_PARALLEL_NUM" in ended.stdout
+    assert "1 thing to put right: variables" in ended.stdout
+
+
+def test_one_rank_is_refused():
+    ended = doctor("--group", "1")
+    assert ended.returncode == 2
+    assert "2 or more" in ended.stderr
+
+
+def test_other_ranks_are_silent():
+    ended = doctor("--json", RANK="1")
+    assert (ended.returncode, ended.stdout) == (0, "")
+
+
+class Wrong:
+    """The reference kernel, with every result too large."""
+
+    def __getattr__(self, name):
+        return getattr(KERNELS["reference"], name)
+
+    def matmul_all_reduce(self, *args, **kwargs):
+        pending = KERNELS["reference"].matmul_all_reduce(*args, **kwargs)
+        pending.wait().mul_(1.01)
+        return pending
+
+
+def planted(group):
+    kept = dict(KERNELS)
+    KERNELS["chunked"] = Wrong()
+    try:
+        return trial._try_all(group)
+    finally:
+        KERNELS.update(kept)
+
+
+def test_a_wrong_kernel_is_found(ranks):
+    for found in ranks(2).run(planted):
+        assert found["chunked"].startswith("wrong: matmul_all_reduce is off by 1.0e-02")
+        assert found["reference"] == "right"
+
+
+def rank_and_arguments(group, a, b):
+    total = torch.tensor([group.rank()])
+    dist.all_reduce(total)
+    return group.rank(), int(total), a + b
+
+
+def raises_on_one(group):
+    if group.rank() == 1:
+        raise ValueError("planted")
+
+
+def hangs_on_one(group):
+    if group.rank() == 1:
+        time.sleep(600)
+
+
+def test_local_ranks():
+    assert run_on_local_ranks(rank_and_arguments, 3, 4, 5) == [(0, 3, 9), (1, 3, 9), (2, 3, 9)]
+    with pytest.raises(LocalRanksError, match=r"rank 1 of 2 failed: (.|\n)*planted"):
+        run_on_local_ranks(raises_on_one, 2)
+    with pytest.raises(LocalRanksError, match="of 2 did not end within 8 s"):
+        run_on_local_ranks(hangs_on_one, 2, time_limit=8)
