@@ -7,11 +7,21 @@ import pytest
 import torch
 from layers import Layers, same
 
+KERNELS = pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_chunks": 4},
+        {"fused": True, "enable_coc_in_column_backward": True},
+        {"num_chunks": 3, "deterministic": True},
+    ],
+    ids=["chunked", "fused", "deterministic"],
+)
 
-def every_option(group):
+
+def every_option(group, settings):
     """Differences of every option of both layers, by option; the counts show that overlap really ran."""
     found = {}
-    with Layers(group.size()) as layers:
+    with Layers(group.size(), settings) as layers:
         for sequence_parallel, skip, bias in itertools.product((False, True), repeat=3):
             options = {"config": {"sequence_parallel": sequence_parallel}, "skip_bias_add": skip, "bias": bias}
             rows = (128, 2) if not sequence_parallel else (64, 2)
@@ -48,8 +58,9 @@ def every_option(group):
     return found
 
 
-def test_every_option_has_megatrons_bits(ranks):
-    for found in ranks(2).run(every_option):
+@KERNELS
+def test_every_option_has_megatrons_bits(ranks, settings):
+    for found in ranks(2).run(every_option, settings):
         assert {name: different for name, (different, _) in found.items() if different} == {}
         uncounted = [name for name, (_, counts) in found.items() if not counts]
         assert uncounted in ([], ["gather_output with sequence_parallel"])
@@ -77,9 +88,9 @@ def in_autocast(layer, x):
         return layer(x)
 
 
-def special_calls(group):
+def special_calls(group, settings):
     found = {}
-    with Layers(group.size()) as layers:
+    with Layers(group.size(), settings) as layers:
         for sequence_parallel in (False, True):
             options = {"config": {"sequence_parallel": sequence_parallel}}
             rows = (64, 2) if sequence_parallel else (128, 2)
@@ -96,8 +107,9 @@ def special_calls(group):
     return found
 
 
-def test_frozen_weights_frozen_inputs_and_a_given_weight(ranks):
-    for found in ranks(2).run(special_calls):
+@KERNELS
+def test_frozen_weights_frozen_inputs_and_a_given_weight(ranks, settings):
+    for found in ranks(2).run(special_calls, settings):
         assert {name: different for name, (different, _) in found.items() if different} == {}
 
 

@@ -7,13 +7,13 @@ import torch.distributed as dist
 class Layers:
     """One world of model-parallel groups, in which layers run unpatched and patched."""
 
-    def __init__(self, tp, **config):
+    def __init__(self, tp, settings=None, **config):
         from ascend_parallel.testing import megatron_on_cpu, start_model_parallel
 
         self._shims = megatron_on_cpu()
         self._shims.__enter__()
         start_model_parallel(tp)
-        self.config = config
+        self.config, self.settings = config, settings or {"num_chunks": 4}
 
     def __enter__(self):
         return self
@@ -52,7 +52,7 @@ class Layers:
 
         runs, counts = [], {}
         for overlapped in (False, True):
-            ascend_parallel.configure(**({"num_chunks": 4, **(settings or {})} if overlapped else {"num_chunks": 1}))
+            ascend_parallel.configure(**({**self.settings, **(settings or {})} if overlapped else {"num_chunks": 1}))
             ascend_parallel.ops.COUNTS.clear()
             layer = self.make(kind, sizes, **arguments)
             torch.manual_seed(100 + (dist.get_rank() if self._rows_differ(kind, arguments) else 0))

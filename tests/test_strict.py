@@ -1,0 +1,40 @@
+"""COC_STRICT=1: what would be a warning is an error on every rank, before anything is communicated."""
+
+import pytest
+import torch
+from layers import Layers
+
+import ascend_parallel
+from ascend_parallel import Settings, UnmetRequestError, row_linear
+
+STRICT = {"num_chunks": 4, "strict": True}
+
+
+def layers_and_calls(group):
+    messages = []
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(**STRICT)
+        layer = layers.make("RowParallelLinear", (64, 96))
+        layer(torch.randn(128, 32))[0].sum().backward()  # what is covered runs
+        expert = layers.make("RowParallelLinear", (64, 96), is_expert=True, skip_bias_add=True)
+        expert.explicit_expert_comm = True
+        for call in (lambda: layer(torch.randn(20, 32)), lambda: expert(torch.randn(64, 2, 32))):
+            with pytest.raises(UnmetRequestError) as error:
+                call()
+            messages.append(str(error.value))
+        layer(torch.randn(128, 32))[0].sum().backward()  # and goes on to run
+    with pytest.raises(UnmetRequestError) as error:
+        row_linear(
+            torch.ones(64, 8, dtype=torch.float64),
+            torch.ones(8, 8, dtype=torch.float64),
+            group=group,
+            settings=Settings(fused=True, strict=True),
+        )
+    return [*messages, str(error.value)]
+
+
+def test_every_rank_is_told(ranks):
+    for few_rows, uncovered, dtype in ranks(2).run(layers_and_calls):
+        assert few_rows.startswith("COC_STRICT=1: matmul_all_reduce [20, 32, 96] float32 on 2 cpu ranks: COC_PARALLEL_")
+        assert uncovered.startswith("COC_STRICT=1: RowParallelLinear runs without overlap: expert layers")
+        assert "shm: dtype torch.float64" in dtype
