@@ -1,0 +1,118 @@
+"""``ascend-parallel predict``: what a model's tensor-parallel layers gain by overlap, predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ascend_parallel.planning.hardware import Hardware, all_hardware, find_hardware, read_hardware
+from ascend_parallel.planning.layers import RECOMPUTE
+from ascend_parallel.planning.models import Batch, Model, all_models, find_model, read_model
+from ascend_parallel.planning.report import predict as predicted
+from ascend_parallel.planning.report import show, show_sources
+from ascend_parallel.planning.step import Layout
+from ascend_parallel.planning.tables import PlanningError, lookup
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+WIDTH = 150
+EXAMPLES = """Predict what a model gains by overlap, per layer and end to end: a model of costs, no device needed.
+
+Examples:
+
+  ascend-parallel predict --model llama2-70b --tp 8 --hardware 910b --seq 4096 --micro-batch 2
+
+  ascend-parallel predict --model gpt3-175b --tp 8 --pp 16 --dp 78 --micro-batches 64 --hardware 910b1
+
+  ascend-parallel predict --model llama2-7b --tp 2 --hardware cpu-gloo --link 1gbit --seq 1024
+
+  ascend-parallel predict --list
+
+  ascend-parallel predict --hardware 910b --sources
+"""
+
+
+def predict(
+    model: Annotated[str | None, typer.Option(help="A preset; --list shows them.")] = None,
+    model_file: Annotated[
+        Path | None, typer.Option(help="A TOML file of layers, hidden, ffn, heads, vocab ...")
+    ] = None,
+    hardware: Annotated[str | None, typer.Option(help="A preset; --list shows them.")] = None,
+    hardware_file: Annotated[Path | None, typer.Option(help="A TOML file, such as a calibration wrote.")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of each rank's link, as 1gbit; cpu-gloo only.")] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that share a layer.")] = 8,
+    dp: Annotated[int, typer.Option(help="Replicas.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    seq: Annotated[int | None, typer.Option(help="Sequence length; the model's own, or 4096.")] = None,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches a step and replica; 8 per stage.")] = None,
+    sequence_parallel: Annotated[bool, typer.Option(help="Gather and scatter the sequence, or all-reduce.")] = True,
+    recompute: Annotated[str, typer.Option(help=f"Forward again in backward: {', '.join(RECOMPUTE)}.")] = "none",
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the hardware's own by default.")] = None,
+    launch_us: Annotated[float | None, typer.Option(help="Host microseconds per matmul or collective.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List models and hardware.")] = False,
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Print every number of the hardware with its source.")
+    ] = False,
+) -> None:
+    """Run the command; the help text is `EXAMPLES`."""
+    console = Console(width=WIDTH) if not Console().is_terminal else Console()
+    try:
+        if list_all:
+            _list(console)
+            return
+        found = _hardware(hardware, hardware_file, link, launch_us)
+        if sources:
+            show_sources(found, console)
+            return
+        chosen = _model(model, model_file)
+        batch = Batch(
+            sequence=seq if seq is not None else chosen.sequence or 4096,
+            micro_batch=micro_batch,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            dtype=lookup("--dtype", dtype or found.dtype, DTYPES),
+            device=found.device,
+        )
+        count = micro_batches if micro_batches is not None else 8 * pp
+        layout = Layout(dp=dp, pp=pp, micro_batches=count, recompute=recompute)
+        result = predicted(chosen, batch, layout, found)
+    except PlanningError as error:
+        typer.echo(f"predict: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        show(result, console)
+
+
+def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:
+    if (name is None) == (path is None):
+        raise PlanningError(f"give either --hardware or --hardware-file. Known: {', '.join(all_hardware())}")
+    found = read_hardware(path) if path is not None else find_hardware(name or "")
+    if link is not None:
+        found = found.with_link(link)
+    return found if launch_us is None else found.with_launch(launch_us * 1e-6)
+
+
+def _model(name: str | None, path: Path | None) -> Model:
+    if (name is None) == (path is None):
+        raise PlanningError(f"give either --model or --model-file. Known: {', '.join(all_models())}")
+    return read_model(path) if path is not None else find_model(name or "")
+
+
+def _list(console: Console) -> None:
+    console.print("models", style="bold")
+    for model in all_models().values():
+        console.print(
+            f"  {model.name:20} {model.title}, {model.count_parameters() / 1e9:.1f}B", markup=False, highlight=False
+        )
+    console.print("hardware", style="bold")
+    for hardware in all_hardware().values():
+        names = ", ".join(hardware.aliases)
+        console.print(f"  {hardware.name:20} {hardware.title}; also {names}", markup=False, highlight=False)

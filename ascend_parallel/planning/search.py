@@ -1,0 +1,114 @@
+"""The best chunk sizes the model can find: equal ones of every count, then sizes that differ.
+
+A pure function of the costs: every rank that has the same numbers finds the same sizes. Sizes are
+counted in tiles of 16 rows; the rows beyond the last whole tile belong to the last chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
+
+# Counts tried, and how many of the best seeds are refined.
+MOST_CHUNKS = 16
+REFINED = 6
+# Ratios between neighbouring chunks of the seeds: short first (below 1: short last).
+GROWTHS = (0.4, 0.55, 0.7, 0.85, 1.2, 1.45, 1.8, 2.5)
+# Gains below this share are numerical noise.
+LEAST_GAIN = 1e-9
+
+Tiles = tuple[int, ...]
+Cost = Callable[[Sizes], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """What was found: sizes and seconds of the best equal chunks, of the best chunks at all, and of one chunk."""
+
+    whole: float
+    equal: Sizes
+    equal_seconds: float
+    sizes: Sizes
+    seconds: float
+
+
+def equal_sizes(rows: int, count: int) -> Sizes:
+    """Cut `rows` rows into at most `count` chunks as equal as tiles allow; longer ones first, the tail in the last."""
+    tiles = rows // ROW_TILE
+    count = max(1, min(count, tiles))
+    return _sizes(tuple(tiles // count + (i < tiles % count) for i in range(count)), rows)
+
+
+def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS) -> Best:
+    """Search the sizes of least `cost` (seconds of a list of rows per chunk).
+
+    One chunk, equal chunks and the package's own proportion (`split_rows`) of every count are among the
+    candidates, so the result is never worse than any of these; ties go to equal chunks, and fewer of them.
+    """
+    seconds = cache(cost)
+    counts = range(1, max(1, min(most_chunks, rows // ROW_TILE)) + 1)
+    whole = (rows,)
+    equal = min((equal_sizes(rows, count) for count in counts), key=lambda sizes: (seconds(sizes), len(sizes)))
+    seeds = {equal, *(split_rows(rows, count) for count in counts), *_grown(rows, counts)}
+    ranked = sorted(seeds, key=lambda sizes: (seconds(sizes), len(sizes), sizes))
+    starts = [equal, *[sizes for sizes in ranked if len(sizes) > 1][:REFINED]]
+    found = [_refined(sizes, rows, seconds) for sizes in dict.fromkeys(starts)]
+    best = equal
+    for sizes in sorted(found, key=lambda sizes: (seconds(sizes), len(sizes), sizes)):
+        if seconds(sizes) < seconds(best) * (1 - LEAST_GAIN):
+            best = sizes
+    return Best(whole=seconds(whole), equal=equal, equal_seconds=seconds(equal), sizes=best, seconds=seconds(best))
+
+
+def _refined(sizes: Sizes, rows: int, seconds: Cost) -> Sizes:
+    """Move rows between pairs of chunks, by ever fewer tiles, and merge neighbours, as long as it helps."""
+    best, step = _tiles(sizes), max(1, rows // ROW_TILE // 8)
+    while step:
+        better = min(_neighbours(best, step), key=lambda tiles: seconds(_sizes(tiles, rows)), default=best)
+        if seconds(_sizes(better, rows)) < seconds(_sizes(best, rows)) * (1 - LEAST_GAIN):
+            best = better
+        else:
+            step //= 2
+    return _sizes(best, rows)
+
+
+def _neighbours(tiles: Tiles, step: int) -> Iterable[Tiles]:
+    """Yield the lists that differ by `step` tiles moved from one chunk to another, or by one chunk fewer."""
+    for source, have in enumerate(tiles):
+        if have > step:
+            for target in range(len(tiles)):
+                if target != source:
+                    moved = list(tiles)
+                    moved[source] -= step
+                    moved[target] += step
+                    yield tuple(moved)
+    for i in range(len(tiles) - 1):
+        yield (*tiles[:i], tiles[i] + tiles[i + 1], *tiles[i + 2 :])
+
+
+def _grown(rows: int, counts: Iterable[int]) -> Iterable[Sizes]:
+    """Yield lists in which each chunk is a constant times as long as the one before."""
+    tiles = rows // ROW_TILE
+    for count in counts:
+        for growth in GROWTHS if 1 < count <= tiles else ():
+            weights = [growth**i for i in range(count)]
+            total, done, cuts = sum(weights), 0.0, [0]
+            for i, weight in enumerate(weights[:-1]):
+                done += weight
+                cuts.append(min(max(round(tiles * done / total), cuts[-1] + 1), tiles - (count - 1 - i)))
+            edges = [*cuts, tiles]
+            yield _sizes(tuple(stop - start for start, stop in pairwise(edges)), rows)
+
+
+def _sizes(tiles: Tiles, rows: int) -> Sizes:
+    """Rows of chunks of so many tiles; the last one takes what is left."""
+    lengths = [ROW_TILE * count for count in tiles[:-1]]
+    return (*lengths, rows - sum(lengths))
+
+
+def _tiles(sizes: Sizes) -> Tiles:
+    return tuple(size // ROW_TILE for size in sizes)

@@ -1,0 +1,86 @@
+"""Tasks on lanes, simulated event by event: what the closed forms are checked against."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that occupies a lane for some seconds, after the tasks named in `after` have ended."""
+
+    name: str
+    lane: str
+    seconds: float
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a task ran."""
+
+    task: Task
+    start: float
+    end: float
+
+
+def simulate(tasks: Sequence[Task]) -> list[Span]:
+    """Run the tasks, each lane one at a time and in the order given; return their spans in order of their starts.
+
+    Raises `ValueError` for a name used twice, an unknown name in `after`, and tasks that wait for each other.
+    """
+    waiting, followers = _dependencies(tasks)
+    queues: dict[str, deque[Task]] = defaultdict(deque)
+    for task in tasks:
+        queues[task.lane].append(task)
+    busy: set[str] = set()
+    events: list[tuple[float, int, Task]] = []
+    spans: list[Span] = []
+    now = 0.0
+
+    def start(lane: str) -> None:
+        """Begin the lane's next task if it may begin now."""
+        queue = queues[lane]
+        if queue and lane not in busy and not waiting[queue[0].name]:
+            task = queue.popleft()
+            busy.add(lane)
+            spans.append(Span(task, now, now + task.seconds))
+            heapq.heappush(events, (now + task.seconds, len(spans), task))
+
+    for lane in queues:
+        start(lane)
+    while events:
+        now, _, ended = heapq.heappop(events)
+        busy.discard(ended.lane)
+        lanes = {ended.lane}
+        for follower in followers[ended.name]:
+            waiting[follower.name] -= 1
+            lanes.add(follower.lane)
+        for lane in sorted(lanes):
+            start(lane)
+    if len(spans) < len(tasks):
+        stuck = next(queue[0].name for queue in queues.values() if queue)
+        raise ValueError(f"{stuck!r} never starts: tasks wait for each other")
+    return spans
+
+
+def length(spans: Sequence[Span]) -> float:
+    """Return when the last task ended."""
+    return max((span.end for span in spans), default=0.0)
+
+
+def _dependencies(tasks: Sequence[Task]) -> tuple[dict[str, int], dict[str, list[Task]]]:
+    """Return how many tasks each one waits for, and who waits for each."""
+    waiting = {task.name: len(task.after) for task in tasks}
+    if len(waiting) < len(tasks):
+        raise ValueError("two tasks have the same name")
+    followers: dict[str, list[Task]] = defaultdict(list)
+    for task in tasks:
+        for name in task.after:
+            if name not in waiting:
+                raise ValueError(f"{task.name!r} waits for {name!r}, which is no task")
+            followers[name].append(task)
+    return waiting, followers
