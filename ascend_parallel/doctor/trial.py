@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.local_ranks import LocalRanksError, run_on_local_ranks
+from ascend_parallel.measuring.ranks import RankError, call_on_ranks
 from ascend_parallel.ops import shm
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, Problem
 from ascend_parallel.ops.registry import KERNELS
@@ -21,15 +21,18 @@ LIMIT = 1e-5  # of the largest magnitude: fp32 sums of K R products, with room
 def try_kernels(ranks: int, time_limit: float = 60.0) -> dict[str, str]:
     """Run the three operators by each kernel on `ranks` gloo ranks; return "right", or what was wrong, by kernel."""
     try:
-        answers = run_on_local_ranks(_try_all, ranks, time_limit=time_limit)
-    except LocalRanksError as error:
-        return dict.fromkeys(KERNELS, f"wrong: {error}")
-    # A kernel is right if it is on every rank.
+        outcome: dict[str, str] = call_on_ranks(f"{__name__}:try_all", ranks, limit=time_limit)
+    except RankError as error:
+        outcome = dict.fromkeys(KERNELS, f"wrong: {error}")
+    return outcome
+
+
+def try_all(group: dist.ProcessGroup) -> dict[str, str]:
+    """Try every kernel on this group; one is right if it is on every rank."""
+    own = {name: _try(name, group) for name in KERNELS}
+    answers: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(answers, own, group=group)
     return {name: max((answer[name] for answer in answers), key=lambda text: text != "right") for name in KERNELS}
-
-
-def _try_all(group: dist.ProcessGroup) -> dict[str, str]:
-    return {name: _try(name, group) for name in KERNELS}
 
 
 def _try(name: str, group: dist.ProcessGroup) -> str:
