@@ -8,7 +8,7 @@ import sys
 from setuptools import find_packages, setup
 
 ROOMS = {"ascend_parallel": "ascend_parallel", "ascend_parallel.ops": "ops", "ascend_parallel.patches": "patches"}
-SOURCES = ("segment", "communicator", "module")
+SOURCES = ("sum", "segment", "communicator", "module")
 
 
 def packages() -> list[str]:
@@ -40,7 +40,7 @@ def extension() -> dict[str, object]:
     shm = CppExtension(
         "ascend_parallel.ops._shm",
         [f"ops/csrc/{name}.cpp" for name in SOURCES],
-        depends=[f"ops/csrc/{name}.h" for name in SOURCES[:2]],
+        depends=[f"ops/csrc/{name}.h" for name in SOURCES[:-1]],
         extra_compile_args=["-O3", "-g0", "-fvisibility=hidden"],
         libraries=["rt"],
         optional=True,

@@ -5,12 +5,14 @@ rank order and in fp32, so the result is the same on all ranks, in every run, fo
 The C++ part is in csrc/ (communicator.h has the protocol); here is how ranks come to share a segment.
 
 Whether a group can is found out by trying, once, by all its ranks together: a host name proves nothing.
+docs/shm.md has the limits and what happens when a rank fails.
 """
 
 from __future__ import annotations
 
 import importlib
 import secrets
+import time
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,14 +22,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.pending import CollectiveError, Pending, describe
+from ascend_parallel.ops.pending import CollectiveError, Pending, describe, first_line
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import Sizes
 
 MAX_RANKS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FIRST_BYTES = 1 << 20
+# Each rank has two halves of a stage, and this is what a half starts with; larger problems make it grow.
+FIRST_BYTES = 4 << 20
+# Rows pass through a half in pieces of about this much. Smaller pieces would stay in a cache that the ranks share,
+# but make them wait for one another more often; where they share none, or the machine is busy, that costs more.
+PIECE_BYTES = 32 << 20
 TIME_LIMIT = 300.0
+SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.05
 
 
 # What each group shares: its communicator, or why it can have none.
@@ -48,112 +55,189 @@ def supports(problem: Problem) -> str | None:
         return f"device {problem.device}, not cpu"
     if problem.dtype not in DTYPES:
         return f"dtype {problem.dtype}, not one of {', '.join(map(str, DTYPES))}"
+    if problem.antiquant:
+        return "it takes no int8 weight"
     if not 2 <= problem.ranks <= MAX_RANKS:
         return f"{problem.ranks} ranks, not 2 to {MAX_RANKS}"
     return problem.shm
 
 
-def reach(group: dist.ProcessGroup) -> str | None:
+def reach(group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> str | None:
     """Find out, with all ranks of `group`, whether they can share memory; None if so, else the reason.
 
-    The answer is the same on every rank: it is made of every rank's report.
+    The answer is the same on every rank: it is made of every rank's report. Raises `CollectiveError`
+    naming the ranks that do not report within `time_limit` seconds.
     """
     if group not in _SHARED:
-        _SHARED[group] = _open(group, FIRST_BYTES)
+        _SHARED[group] = _open(group, FIRST_BYTES, time_limit)
     shared = _SHARED[group]
     return shared if isinstance(shared, str) else None
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks in rank order: [M, N], finished, the same on every rank."""
+def matmul_all_reduce(
+    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, time_limit: float = TIME_LIMIT
+) -> Pending:
+    """``[M, K] x [K, N]``, then the sum over ranks in rank order: [M, N], finished, the same on every rank.
+
+    Raises `CollectiveError` naming a rank that ends, fails, or keeps this one waiting for more than
+    `time_limit` seconds; so do the other two.
+    """
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
-    # The rows, and at most as many again for the sums of one rank's part.
-    _run(ALL_REDUCE, group, 2 * y_m.nbytes, x_m, w, y_m)
+    _run(ALL_REDUCE, group, x_m, w, y_m, time_limit)
     return Pending(y_m, ALL_REDUCE, group)
 
 
 def matmul_reduce_scatter(
-    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, after: Pending | None = None
+    x_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    after: Pending | None = None,
+    *,
+    time_limit: float = TIME_LIMIT,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum in rank order: [M / R, N], finished."""
     y_shard_m = x_m.new_empty(x_m.shape[0] // group.size(), w.shape[1])
-    _run(REDUCE_SCATTER, group, group.size() * y_shard_m.nbytes, x_m, w, y_shard_m)
+    _run(REDUCE_SCATTER, group, x_m, w, y_shard_m, time_limit)
     return Pending(y_shard_m, REDUCE_SCATTER, group)
 
 
 def all_gather_matmul(
-    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, keep_gathered: bool = True
+    x_shard_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    keep_gathered: bool = True,
+    time_limit: float = TIME_LIMIT,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Every rank's ``[M / R, K]`` rows, read where they lie, times ``[K, N]``: [M, N], and [M, K] if kept."""
     rows = group.size() * x_shard_m.shape[0]
     y_m = x_shard_m.new_empty(rows, w.shape[1])
     gathered = x_shard_m.new_empty(rows, x_shard_m.shape[1]) if keep_gathered else None
-    _run(ALL_GATHER, group, x_shard_m.nbytes, x_shard_m, w, y_m, gathered)
+    _run(ALL_GATHER, group, x_shard_m, w, y_m, gathered, time_limit)
     return y_m, gathered
 
 
-def _run(operator: str, group: dist.ProcessGroup, needed: int, *tensors: torch.Tensor | None) -> None:
-    communicator = _with_room(group, needed)
+def _run(operator: str, group: dist.ProcessGroup, *args: Any) -> None:
+    """Call the communicator; as often as it asks for more room, which it does alike on all ranks, give it more."""
+    assert not isinstance(_SHARED[group], str), "chosen without asking reach()"
     try:
-        getattr(communicator, operator)(*tensors)
+        while needed := getattr(_SHARED[group], operator)(*args):
+            _SHARED[group] = _larger(group, needed, args[-1])
+    except CollectiveError:
+        raise
     except RuntimeError as error:
         raise CollectiveError(
-            f"shm {operator} on {describe(group)} failed on rank {dist.get_rank()}: {error}"
+            f"shm {operator} on {describe(group)} failed on rank {dist.get_rank()}: {first_line(error)}"
         ) from error
     COUNTS.add(operator, 1, 1)
 
 
-def _with_room(group: dist.ProcessGroup, needed: int) -> Any:
-    """Return the group's communicator, with a larger segment if `needed` bytes, the same on all ranks, ask for it."""
-    communicator = _SHARED[group]
-    assert not isinstance(communicator, str), "chosen without asking reach()"
-    if needed > communicator.half_bytes:
-        communicator = _open(group, max(needed, 2 * communicator.half_bytes))
-        if isinstance(communicator, str):
-            raise CollectiveError(f"shm on {describe(group)}: no room for {needed} bytes a rank: {communicator}")
-        _SHARED[group] = communicator
-    return communicator
+def _larger(group: dist.ProcessGroup, needed: int, time_limit: float) -> Any:
+    doubled = min(2 * _SHARED[group].half_bytes, PIECE_BYTES)
+    opened = _open(group, max(needed, doubled), time_limit)
+    if isinstance(opened, str):
+        raise CollectiveError(
+            f"shm on {describe(group)}: no room for 2 x {needed} bytes a rank ({opened}); "
+            "give /dev/shm more, or leave USE_COC_FUSED_KERNEL=0"
+        )
+    return opened
 
 
-def _open(group: dist.ProcessGroup, half_bytes: int) -> Any:
+def _open(group: dist.ProcessGroup, half_bytes: int, time_limit: float) -> Any:
     """Make a segment on the first rank, open it on the others, hear from all, and take its name away.
 
-    Returns the communicator, or the reports of what failed.
+    Returns the communicator, or the reports of what failed; the same kind on every rank.
     """
-    store = c10d._get_process_group_store(group)
-    rank, ranks = group.rank(), group.size()
-    # Counted in the store, so that a group made anew on it never reads what an earlier one left there.
-    prefix = f"ascend_parallel/shm/{store.add(f'ascend_parallel/shm/opened/{rank}', 1)}"
-    if rank == 0:
-        store.set(f"{prefix}/name", f"/ascend_parallel-{secrets.token_hex(16)}")
-    name = store.get(f"{prefix}/name").decode()
+    name = report = ""
     made: Any = None
-    report = ""
-    if rank != 0:
-        store.wait([f"{prefix}/made"])
     try:
-        made = _communicator(name, rank, ranks, half_bytes)
-    except (RuntimeError, OSError) as error:
-        report = f"rank {rank}: {str(error).partition(chr(10))[0]}"
-    if rank == 0:
-        store.set(f"{prefix}/made", "1")
-    store.set(f"{prefix}/report/{rank}", report)
-    try:
-        reports = [store.get(f"{prefix}/report/{other}").decode() for other in range(ranks)]
+        meeting = _Meeting(group, time_limit)
+        if meeting.first:
+            meeting.say("name", f"/ascend_parallel-{secrets.token_hex(16)}")
+        name = meeting.hear("name")
+        # Nothing is made before all know what to take away, should the first rank end.
+        meeting.say("known", "")
+        if meeting.first:
+            meeting.hear_all("known")
+        else:
+            meeting.hear("made")
+        try:
+            made = _communicator(name, group, half_bytes)
+        except (RuntimeError, OSError) as error:
+            report = f"rank {dist.get_rank()}: {first_line(error)}"
+        if meeting.first:
+            meeting.say("made", "")
+        meeting.say("report", report)
+        reports = meeting.hear_all("report")
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(f"shm on {describe(group)}: the group's store failed: {first_line(error)}") from error
     finally:
-        if rank == 0 and made is not None:
-            _unlink(name)
+        # By every rank, as any may have ended. All have opened it by now, or this one has given up.
+        _unlink(name)
     return "; ".join(filter(None, reports)) or made
 
 
-def _communicator(name: str, rank: int, ranks: int, half_bytes: int) -> Any:
+class _Meeting:
+    """The ranks of a group telling each other, through its store, what one segment needs; within a time limit.
+
+    Looks at the store again and again instead of waiting in it: a store serves one request at a time, so
+    another thread's request would wait until the time limit.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, time_limit: float) -> None:
+        """Come to the next meeting of `group`."""
+        self._group = group
+        self._store = c10d._get_process_group_store(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._time_limit = time_limit
+        self._end = time.monotonic() + time_limit
+        # Counted in the store, so that a group made anew on it never reads what an earlier one left there.
+        self._prefix = f"ascend_parallel/shm/{self._store.add(f'ascend_parallel/shm/opened/{group.rank()}', 1)}"
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that makes the segment."""
+        return self._group.rank() == 0
+
+    def say(self, what: str, text: str) -> None:
+        """Tell the others."""
+        self._store.set(f"{self._prefix}/{what}/{self._group.rank()}", text)
+
+    def hear(self, what: str) -> str:
+        """Wait for what the first rank says."""
+        return self._hear(what, [0])[0]
+
+    def hear_all(self, what: str) -> list[str]:
+        """Wait for what each rank says."""
+        return self._hear(what, list(range(len(self._ranks))))
+
+    def _hear(self, what: str, speakers: list[int]) -> list[str]:
+        keys = {rank: f"{self._prefix}/{what}/{rank}" for rank in speakers}
+        nap = SHORTEST_NAP
+        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
+            if time.monotonic() > self._end:
+                names = ", ".join(str(self._ranks[rank]) for rank in missing)
+                raise CollectiveError(
+                    f"shm on {describe(self._group)}: no sign of rank {names} within {self._time_limit:g} s "
+                    "while opening shared memory: it has stopped or never came to the operator"
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP)
+        return [self._store.get(key).decode() for key in keys.values()]
+
+
+def _communicator(name: str, group: dist.ProcessGroup, half_bytes: int) -> Any:
     module = extension()
     if isinstance(module, str):
         raise RuntimeError(module)
-    return module.Communicator(name, rank, ranks, half_bytes, TIME_LIMIT)
+    return module.Communicator(name, group.rank(), dist.get_process_group_ranks(group), half_bytes, PIECE_BYTES)
 
 
 def _unlink(name: str) -> None:
     module = extension()
-    assert not isinstance(module, str)
-    module.unlink(name)
+    if name and not isinstance(module, str):
+        module.unlink(name)

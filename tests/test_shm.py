@@ -1,32 +1,24 @@
-"""The shared-memory kernel: every path against the truth, its bits, and what happens when ranks end."""
+"""The shared-memory kernel: every path against the truth, its bits, groups beside one another, and its choice."""
 
 import itertools
-from pathlib import Path
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from shm_cases import DTYPES, OPERATORS, check_call, pieces_of, same, segments
 from test_linear import SHAPES, check_column, check_row
 from test_megatron_training import both
-from truth import close
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import COUNTS, Problem, choose, shm
-from ascend_parallel.ops.operators import (
-    run_all_gather_matmul,
-    start_matmul_all_reduce,
-    start_matmul_reduce_scatter,
-)
+from ascend_parallel.ops.operators import start_matmul_all_reduce
+from ascend_parallel.ops.registry import SMALLEST_16_BIT_PRODUCT
+from ascend_parallel.ops.rows import ROW_TILE
 
 FUSED = Settings(fused=True, enable_coc_in_column_backward=True)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 pytestmark = pytest.mark.skipif(isinstance(shm.extension(), str), reason=str(shm.extension()))
-
-
-def segments():
-    return sorted(path.name for path in Path("/dev/shm").glob("ascend_parallel-*"))
 
 
 def every_path(group, dtype):
@@ -46,78 +38,128 @@ def every_path(group, dtype):
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_path_matches_the_truth(ranks, count, dtype):
     for counts in ranks(count).run(every_path, dtype):
-        assert set(counts) == {"matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"}
+        assert set(counts) == set(OPERATORS)
     assert segments() == []
 
 
-def rank_order_sum(group, y):
-    """Every rank's y, added in rank order in fp32."""
-    parts = [torch.empty_like(y) for _ in range(group.size())]
-    dist.all_gather(parts, y, group=group)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total += part.float()
-    return total.to(y.dtype)
+# Rows per rank, K, N. Few rows, odd ones, one column, no rows; then, for small pieces, rows of several pieces, with and
+# without a tail, 16-bit products too small to be cut, and fp32 ones whose bits a cut at such odd rows does change.
+FEW_ROWS = [(5, 32, 48), (9, 96, 200), (177, 4, 24), (7, 1, 1), (300, 3, 129), (0, 8, 8), (3, 64, 2048)]
+MANY_ROWS = [(1024, 64, 96), (769, 96, 64), (785, 130, 130), (1024, 3, 5), (1023, 2, 40)]
+CHANGED_BY_CUTS = [(643, 73, 1), (715, 26, 10), (1217, 114, 10), (1211, 11, 11)]
 
 
-def bits(group):
-    found = []
-    for dtype, (m, k, n) in itertools.product(DTYPES, [(64, 32, 48), (1, 64, 2048), (1024, 96, 256), (96, 64, 48)]):
-        torch.manual_seed(group.rank())
-        x, w = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
-        expected = rank_order_sum(group, torch.mm(x, w))
-        for _ in range(3):
-            y = start_matmul_all_reduce(x, w, group, FUSED).wait()
-            found.append(torch.equal(y, expected))
-        if m % (16 * group.size()) == 0:
-            y = start_matmul_reduce_scatter(x, w, group, FUSED).wait()
-            found.append(torch.equal(y, expected.chunk(group.size())[group.rank()]))
-    return all(found), len(found)
+def bits(group, dtype):
+    cases = [*itertools.product(OPERATORS, FEW_ROWS)]
+    in_pieces = [*itertools.product(OPERATORS, MANY_ROWS + FEW_ROWS[:3] + 3 * CHANGED_BY_CUTS)]
+    for seed, (operator, (rows, k, n)) in enumerate(cases):
+        check_call(group, operator, dtype, (group.size() * rows, k, n), seed)
+    with pieces_of(group, 1 << 14):
+        for seed, (operator, (rows, k, n)) in enumerate(in_pieces):
+            check_call(group, operator, dtype, (group.size() * rows, k, n), seed)
+        return shm._SHARED[group].half_bytes
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_sums_are_taken_in_rank_order(ranks, count):
-    for right, checks in ranks(count).run(bits):
-        assert right
-        assert checks >= 36
+def test_results_are_whole_matmuls_summed_in_rank_order(ranks, count, dtype):
+    halves = ranks(count).run(bits, dtype)
+    assert halves == [shm.FIRST_BYTES] * count  # pieces: no result was in a stage as a whole
+
+
+def threaded(group):
+    """Sums and copies shared out over threads."""
+    torch.set_num_threads(3)
+    try:
+        for seed, operator in enumerate(OPERATORS):
+            check_call(group, operator, torch.float32, (3600, 16, 160), seed)
+            check_call(group, operator, torch.bfloat16, (3600, 32, 160), seed)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_rank_may_have_threads(ranks, count):
+    ranks(count).run(threaded)
+
+
+def test_the_rules_for_cuts_are_those_of_the_chunks():
+    assert shm.extension().ROW_TILE == ROW_TILE
+    assert shm.extension().SMALLEST_16_BIT_PRODUCT == SMALLEST_16_BIT_PRODUCT
+    assert shm.extension().MAX_RANKS == shm.MAX_RANKS
+
+
+def every_value(group, dtype):
+    """Sums of every 16-bit value with values of every magnitude; NaNs are compared as such."""
+    assert shm.reach(group) is None
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)[:, None]
+    shuffled = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(1))]
+    one = torch.ones(1, 1, dtype=dtype)
+    parts = [torch.mm(x, one) for x in (values, shuffled)]
+    y = shm.matmul_all_reduce((values, shuffled)[group.rank()], one, group, ()).wait()
+    expected = (parts[0].float() + parts[1].float()).to(dtype)
+    assert torch.equal(y.isnan(), expected.isnan())
+    same(y.nan_to_num(0.0), expected.nan_to_num(0.0), "every value", dtype)
+    return int(expected.isnan().sum()), int(expected.isinf().sum()), len(expected.unique())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_is_summed_and_rounded_as_by_torch(ranks, dtype):
+    for nans, infinities, different in ranks(2).run(every_value, dtype):
+        assert nans
+        assert infinities
+        assert different > 10_000
 
 
 def grown(group):
-    """A problem that needs more than the segment has: all ranks make a larger one."""
-    torch.manual_seed(group.rank())
-    x, w = torch.randn(3000, 8), torch.randn(8, 1024)
-    found = []
-    for rows in (3000, 16):  # twelve megabytes, then few again
-        y = start_matmul_all_reduce(x[:rows], w, group, FUSED).wait()
-        found.append(torch.equal(y, rank_order_sum(group, torch.mm(x[:rows], w))))
-    return found
+    """More than the segment has, then few again, then more still: all ranks make a larger one."""
+    shm._SHARED.pop(group, None)
+    halves = []
+    for seed, m in enumerate((16, 2400, 16, 6000)):  # 4 KiB a row
+        check_call(group, "matmul_all_reduce", torch.float32, (m, 8, 1024), seed)
+        halves.append(shm._SHARED[group].half_bytes)
+    shm._SHARED.pop(group)
+    return halves
 
 
-def test_the_segment_grows(ranks):
-    assert ranks(2).run(grown) == [[True, True]] * 2
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_segment_grows(ranks, count):
+    for first, second, third, fourth in ranks(count).run(grown):
+        assert first == shm.FIRST_BYTES < second == third < fourth
     assert segments() == []
 
 
-def mixed(group):
+def mixed(group, rounds, seed):
     """Many small calls of all operators in turn: a stage overwritten too early would show."""
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(60):
-        m = int(torch.randint(1, 80, (1,), generator=generator)) * group.size()
-        torch.manual_seed(m)
-        x, w = torch.randn(m, 24), torch.randn(24, 40)
-        expected = torch.mm(x, w)
-        close(start_matmul_all_reduce(x, w, group, FUSED).wait(), group.size() * expected.double(), torch.float32)
-        scattered = start_matmul_reduce_scatter(x, w, group, FUSED).wait()
-        own = group.size() * expected.double().chunk(group.size())[group.rank()]
-        close(scattered, own, torch.float32)
-        y, gathered = run_all_gather_matmul(x, w, group, FUSED)
-        assert torch.equal(gathered, torch.cat([x] * group.size()))
-        close(y, torch.cat([expected] * group.size()).double(), torch.float32)
+    draw = random.Random(seed)
+    for number in range(rounds):
+        shape = (group.size() * draw.randint(1, 80), draw.randint(1, 40), draw.randint(1, 60))
+        check_call(group, draw.choice(OPERATORS), draw.choice(DTYPES), shape, number)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_calls_in_quick_succession(ranks, count):
-    ranks(count).run(mixed)
+    ranks(count).run(mixed, 150, 5)
+
+
+def groups_in_turn(group):
+    """World, its halves, and a group that shares one rank with each half, all in turn."""
+    members = [[0, 1, 2, 3], [0, 1], [2, 3], [1, 2], [3, 0, 1]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    own = [(index, made) for index, made in enumerate(groups) if group.rank() in members[index]]
+    for round_number in range(6):
+        for index, made in own:
+            mixed(made, 3, 10 * round_number + index)
+    found = sorted({global_rank for _, made in own for global_rank in dist.get_process_group_ranks(made)})
+    for _, made in own:
+        shm._SHARED.pop(made)
+        dist.destroy_process_group(made)
+    return found
+
+
+def test_several_groups_in_turn(ranks):
+    assert ranks(4).run(groups_in_turn) == [[0, 1, 2, 3]] * 4
+    assert segments() == []
 
 
 def trained(group):
@@ -170,52 +212,3 @@ def test_the_choice_where_it_can():
     problem = Problem("matmul_all_reduce", 512, 64, 64, torch.float32, "cpu", 2, shm=None)
     assert (choose(problem, FUSED).kernel, choose(problem, FUSED).bit_exact) == ("shm", True)
     assert choose(problem, Settings(num_chunks=4)).kernel == "chunked"
-
-
-START = """
-import datetime, os, signal, sys, time, torch, torch.distributed as dist
-import ascend_parallel as ap
-from ascend_parallel.ops.operators import start_matmul_all_reduce
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-rank, group, settings = dist.get_rank(), dist.group.WORLD, ap.Settings(fused=True)
-x, w = torch.randn(256, 64), torch.randn(64, 64)
-"""
-
-KILLED = """
-for call in range(100000):
-    if rank == 1 and call == 50:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        start_matmul_all_reduce(x, w, group, settings).wait()
-    except ap.CollectiveError as error:
-        print(call, error)
-        break
-os._exit(0)
-"""
-
-RAISES = """
-mm_out_fails = torch.randn(7, 3)  # its rows do not fit w, which only the extension finds out
-from ascend_parallel.ops import shm
-start_matmul_all_reduce(x, w, group, settings).wait()
-try:
-    shm.matmul_all_reduce(mm_out_fails if rank == 1 else x, w, group, ())
-except ap.CollectiveError as error:
-    print(error)
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_killed_rank_is_named_and_nothing_is_left_behind(count):
-    ranks = launch(START + KILLED, [{}] * count, timeout=60)
-    for survivor in (rank for number, rank in enumerate(ranks) if number != 1):
-        assert "50 shm matmul_all_reduce on group" in survivor.stdout, survivor.stderr
-        assert f"rank 1 of {count} has ended" in survivor.stdout
-    assert segments() == []
-
-
-def test_a_rank_that_raises_is_named():
-    first, second = launch(START + RAISES, [{}] * 2, timeout=60)
-    assert "rank 1 of 2 left the operator by an error of its own" in first.stdout, first.stderr
-    assert "shm matmul_all_reduce" in second.stdout
-    assert segments() == []

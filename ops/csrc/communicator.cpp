@@ -1,66 +1,25 @@
 #include "communicator.h"
 
-#include <ATen/Functions.h>
-#include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
 
 namespace ascend_parallel {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr int kSpins = 2000;              // about a microsecond or two before the core is yielded
-constexpr int kYields = 200;              // then this often, before sleeping
+constexpr int kSpins = 200;   // some microseconds before the core is yielded
+constexpr int kYields = 300;  // then this often, before sleeping
 constexpr auto kNap = std::chrono::microseconds(50);
 constexpr auto kLook = std::chrono::milliseconds(20);  // between looks at whether the rank still lives
-constexpr int64_t kBlock = 1024;          // elements summed at a time, so that the sums stay in the cache
-constexpr int64_t kRowTile = 16;          // as ROW_TILE in ops/rows.py
-constexpr int64_t kDirect = 64 * 1024;    // bytes up to which every rank sums everything itself
-
-template <typename T>
-inline __attribute__((always_inline)) void sum_block(T* out, const T* const* parts, int ranks, int64_t begin, int64_t end) {
-  float total[kBlock];
-  const int64_t count = end - begin;
-  const T* first = parts[0] + begin;
-  for (int64_t i = 0; i < count; ++i) total[i] = static_cast<float>(first[i]);
-  for (int rank = 1; rank < ranks; ++rank) {
-    const T* part = parts[rank] + begin;
-    for (int64_t i = 0; i < count; ++i) total[i] += static_cast<float>(part[i]);
-  }
-  for (int64_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(total[i]);
-}
-
-// One function a type: the compiler makes a version of each for every kind of CPU.
-#define DEFINE_SUM(NAME, T)                                                                              \
-  FOR_EACH_CPU void NAME(T* out, const T* const* parts, int ranks, int64_t begin, int64_t end) {         \
-    for (int64_t i = begin; i < end; i += kBlock) sum_block(out, parts, ranks, i, std::min(i + kBlock, end)); \
-  }
-DEFINE_SUM(sum_range, float)
-DEFINE_SUM(sum_range, c10::BFloat16)
-DEFINE_SUM(sum_range, c10::Half)
-#undef DEFINE_SUM
-
-template <typename T>
-void sum_in_rank_order(void* out, char* const* parts, int ranks, int64_t count) {
-  const T* typed[kMaxRanks];
-  for (int rank = 0; rank < ranks; ++rank) typed[rank] = reinterpret_cast<const T*>(parts[rank]);
-  at::parallel_for(0, count, 64 * kBlock, [&](int64_t begin, int64_t end) {
-    sum_range(static_cast<T*>(out), typed, ranks, begin, end);
-  });
-}
+constexpr int64_t kPieceRows = 256;     // fewer would cost the matmul some percent
+constexpr int64_t kDirect = 64 * 1024;  // bytes up to which every rank sums everything itself
+constexpr int64_t kGrain = 64 * 1024;   // elements worth a thread of their own
+constexpr int64_t kLine = 64;           // elements, so that no two ranks write to one cache line
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -70,163 +29,187 @@ inline void pause() {
 #endif
 }
 
-at::Tensor rows_at(char* memory, const at::Tensor& like, int64_t rows, int64_t columns) {
-  return at::from_blob(memory, {rows, columns}, like.options());
+int checked_ranks(int rank, size_t ranks) {
+  if (ranks < 2 || ranks > kMaxRanks || rank < 0 || static_cast<size_t>(rank) >= ranks) {
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + ", not of 2 to 8");
+  }
+  return static_cast<int>(ranks);
+}
+
+// Where part `index` of `count` elements shared out over `ranks` begins.
+int64_t part_begin(int64_t count, int ranks, int index) {
+  return index == ranks ? count : count / kLine * index / ranks * kLine;
 }
 
 }  // namespace
 
-Communicator::Communicator(const std::string& name, int64_t rank, int64_t ranks, int64_t half_bytes, double time_limit)
-    : segment_(name, static_cast<int>(rank), static_cast<int>(ranks), static_cast<size_t>(half_bytes)),
-      rank_(static_cast<int>(rank)),
-      ranks_(static_cast<int>(ranks)),
-      time_limit_(time_limit) {
-  TORCH_CHECK(ranks >= 2 && ranks <= kMaxRanks, "shared memory: 2 to ", kMaxRanks, " ranks, not ", ranks);
+bool Product::may_be_cut() const { return dtype == Dtype::kFloat32 || k * n >= kSmallest16BitProduct; }
+
+Pieces::Pieces(int64_t rows, int64_t row_bytes, int64_t piece_bytes, bool may_be_cut) : rows_(rows), count_(1) {
+  const int64_t most = std::max(piece_bytes / std::max<int64_t>(row_bytes, 1), kPieceRows) / kRowTile * kRowTile;
+  if (may_be_cut) count_ = std::max<int64_t>(1, (rows + most - 1) / most);
 }
+
+int64_t Pieces::begin(int64_t piece) const {
+  return piece == count_ ? rows_ : rows_ / kRowTile * piece / count_ * kRowTile;
+}
+
+int64_t Pieces::longest() const {
+  return count_ == 1 ? rows_ : (rows_ / kRowTile + count_ - 1) / count_ * kRowTile + rows_ % kRowTile;
+}
+
+Communicator::Communicator(
+    const std::string& name, int rank, const std::vector<int64_t>& global_ranks, size_t half_bytes,
+    size_t piece_bytes, Host host)
+    : segment_(name, rank, checked_ranks(rank, global_ranks.size()), half_bytes),
+      rank_(rank),
+      ranks_(static_cast<int>(global_ranks.size())),
+      global_ranks_(global_ranks),
+      piece_bytes_(static_cast<int64_t>(piece_bytes)),
+      host_(std::move(host)),
+      process_(::getpid()) {}
 
 template <typename Body>
-void Communicator::run(const char* what, size_t needed, Body body) {
+size_t Communicator::run(size_t needed, int64_t steps, double time_limit, Body body) {
+  if (::getpid() != process_) throw std::runtime_error("a forked process has no part in its parent's group");
   std::lock_guard<std::mutex> hold(one_at_a_time_);
-  TORCH_CHECK(needed <= segment_.half_bytes(), what, ": the stage has ", segment_.half_bytes(), " bytes, needed are ", needed);
-  const uint64_t call = ++calls_;
+  Counter& failed = segment_.header().failed[rank_];
+  if (failed.value.load(std::memory_order_relaxed) != 0) {
+    throw std::runtime_error("an earlier call on this group failed; make the group anew");
+  }
+  if (needed > segment_.half_bytes()) return needed;
   try {
-    body(call, call % 2);
+    for (int64_t index = 0; index < steps; ++index) {
+      const uint64_t number = ++steps_;
+      body(Step{number, segment_.stage(rank_, number % 2), time_limit}, index);
+    }
   } catch (...) {
-    publish(segment_.header().failed[rank_], call);  // the others need not wait for their time limit
+    failed.value.store(1, std::memory_order_release);  // the others need not wait for their time limit
     throw;
   }
+  return 0;
 }
 
-void Communicator::wait(const Counter& counter, uint64_t call, int rank, const char* what) const {
+void Communicator::wait(const Counter& counter, int rank, const Step& step) const {
+  const auto is_set = [&] { return counter.value.load(std::memory_order_acquire) >= step.number; };
   for (int i = 0; i < kSpins; ++i) {
-    if (counter.value.load(std::memory_order_acquire) >= call) return;
+    if (is_set()) return;
     pause();
   }
   const auto since = Clock::now();
   auto look = since + kLook;
-  for (int64_t i = 0;; ++i) {
-    if (counter.value.load(std::memory_order_acquire) >= call) return;
+  for (int64_t i = 0; !is_set(); ++i) {
     if (i < kYields) {
       ::sched_yield();
     } else {
       std::this_thread::sleep_for(kNap);
     }
     if (Clock::now() >= look) {
-      // Once more before the verdict: a rank may publish and end.
-      const bool published = counter.value.load(std::memory_order_acquire) >= call;
-      if (published) return;
-      check_on(rank, what, since);
+      check_on(counter, rank, step, since);
       look = Clock::now() + kLook;
     }
   }
 }
 
-void Communicator::check_on(int rank, const char* what, Clock::time_point since) const {
-  const std::string who = std::string(what) + ": rank " + std::to_string(rank) + " of " + std::to_string(ranks_);
-  if (segment_.header().failed[rank].value.load(std::memory_order_acquire) != 0) {
-    throw std::runtime_error(who + " left the operator by an error of its own");
+void Communicator::wait_for_all(const Step& step) const {
+  for (int next = 1; next < ranks_; ++next) {
+    const int rank = (rank_ + next) % ranks_;
+    wait(segment_.header().ready[rank], rank, step);
   }
-  if (!segment_.alive(rank)) throw std::runtime_error(who + " has ended");
+}
+
+void Communicator::check_on(const Counter& counter, int rank, const Step& step, Clock::time_point since) const {
+  host_.interrupt();
   const double waited = std::chrono::duration<double>(Clock::now() - since).count();
-  if (waited > time_limit_) {
-    throw std::runtime_error(who + " did not come within " + std::to_string(time_limit_) + " s");
+  std::string verdict;
+  if (segment_.header().failed[rank].value.load(std::memory_order_acquire) != 0) {
+    verdict = " left the operator by an error of its own";
+  } else if (!segment_.alive(rank)) {
+    verdict = " has ended";
+  } else if (waited > step.time_limit) {
+    std::ostringstream text;
+    text << " did not come within " << step.time_limit << " s";
+    verdict = text.str();
+  }
+  // Looked at again after the verdict: a rank may set its counter and end.
+  if (verdict.empty() || counter.value.load(std::memory_order_acquire) >= step.number) return;
+  throw std::runtime_error("rank " + std::to_string(global_ranks_[rank]) + verdict);
+}
+
+void Communicator::sum(Dtype dtype, const Step& step, int64_t begin, int64_t end, char* out) const {
+  const char* parts[kMaxRanks];
+  for (int rank = 0; rank < ranks_; ++rank) {
+    parts[rank] = segment_.stage(rank, step.half()) + begin * size_of(dtype);
+  }
+  host_.parallel(end - begin, kGrain, [&](int64_t first, int64_t last) {
+    sum_in_rank_order(dtype, out, parts, ranks_, first, last);
+  });
+}
+
+void Communicator::sum_in_parts(Dtype dtype, const Step& step, int64_t count, char* out) const {
+  const int64_t size = size_of(dtype), part_at = count * size;
+  const int64_t begin = part_begin(count, ranks_, rank_), end = part_begin(count, ranks_, rank_ + 1);
+  sum(dtype, step, begin, end, step.stage + part_at);
+  set(segment_.header().reduced[rank_], step);
+  for (int next = 0; next < ranks_; ++next) {
+    const int rank = (rank_ + next) % ranks_;
+    if (rank != rank_) wait(segment_.header().reduced[rank], rank, step);
+    const int64_t first = part_begin(count, ranks_, rank), last = part_begin(count, ranks_, rank + 1);
+    const char* part = segment_.stage(rank, step.half()) + part_at;
+    host_.parallel((last - first) * size, kGrain * size, [&](int64_t from, int64_t to) {
+      std::memcpy(out + first * size + from, part + from, static_cast<size_t>(to - from));
+    });
   }
 }
 
-void Communicator::sum(const at::Tensor& like, uint64_t half, int64_t begin, int64_t end, void* out) const {
-  const int64_t row = like.size(1) * like.element_size();
-  char* parts[kMaxRanks];
-  for (int rank = 0; rank < ranks_; ++rank) parts[rank] = segment_.stage(rank, half) + begin * row;
-  const int64_t count = (end - begin) * like.size(1);
-  switch (like.scalar_type()) {
-    case at::kFloat: return sum_in_rank_order<float>(out, parts, ranks_, count);
-    case at::kBFloat16: return sum_in_rank_order<c10::BFloat16>(out, parts, ranks_, count);
-    case at::kHalf: return sum_in_rank_order<c10::Half>(out, parts, ranks_, count);
-    default: TORCH_CHECK(false, "shared memory: float32, bfloat16 and float16, not ", like.scalar_type());
-  }
+size_t Communicator::all_reduce(const Product& product, const Put& put, char* y, double time_limit) {
+  const int64_t size = size_of(product.dtype), row = product.n * size;
+  const Pieces pieces(product.m, row, piece_bytes_, product.may_be_cut());
+  const int64_t longest = pieces.longest() * product.n;
+  // Few bytes, or those of two ranks, are summed by every rank for itself; else each sums a part for all.
+  const bool direct = ranks_ == 2 || longest * size <= kDirect;
+  const int64_t part = direct ? 0 : longest - part_begin(longest, ranks_, ranks_ - 1);
+  const auto needed = static_cast<size_t>((longest + part) * size);
+  return run(needed, pieces.count(), time_limit, [&](const Step& step, int64_t piece) {
+    const int64_t begin = pieces.begin(piece), end = pieces.end(piece), count = (end - begin) * product.n;
+    put(begin, end, step.stage);
+    set(segment_.header().ready[rank_], step);
+    wait_for_all(step);
+    direct ? sum(product.dtype, step, 0, count, y + begin * row)
+           : sum_in_parts(product.dtype, step, count, y + begin * row);
+  });
 }
 
-void Communicator::matmul_all_reduce(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
-  constexpr const char* what = "matmul_all_reduce";
-  const int64_t m = x.size(0), n = w.size(1), row = n * x.element_size();
-  // Few bytes, or those of two ranks, are summed by every rank for itself; else each sums its part for all.
-  const bool direct = ranks_ == 2 || m * row <= kDirect;
-  // Parts begin at multiples of a row tile, so that cutting the matmul does not change its bits.
-  const auto first_of = [&](int64_t rank) { return rank == ranks_ ? m : m / kRowTile * rank / ranks_ * kRowTile; };
-  const int64_t own = first_of(rank_ + 1) - first_of(rank_);
-  const size_t needed = static_cast<size_t>((m + (direct ? 0 : m - first_of(ranks_ - 1))) * row);
-  run(what, needed, [&](uint64_t call, uint64_t half) {
-    Header& header = segment_.header();
-    char* stage = segment_.stage(rank_, half);
-    auto* out = static_cast<char*>(y.data_ptr());
-    if (direct) {
-      auto whole = rows_at(stage, x, m, n);
-      at::mm_out(whole, x, w);
-      publish(header.ready[rank_][rank_], call);
-      for (int step = 1; step < ranks_; ++step) {
-        const int rank = (rank_ + step) % ranks_;
-        wait(header.ready[rank][rank], call, rank, what);
+size_t Communicator::reduce_scatter(const Product& product, const Put& put, char* y, double time_limit) {
+  const int64_t rows = product.m / ranks_, row = product.n * size_of(product.dtype);
+  const Pieces pieces(rows, row, piece_bytes_, product.may_be_cut() && rows % kRowTile == 0);
+  const auto needed = static_cast<size_t>(ranks_ * pieces.longest() * row);
+  return run(needed, pieces.count(), time_limit, [&](const Step& step, int64_t piece) {
+    const int64_t begin = pieces.begin(piece), length = pieces.end(piece) - begin;
+    if (pieces.count() == 1) {
+      put(0, product.m, step.stage);  // whole: quicker, and right where it may not be cut
+    } else {
+      for (int rank = 0; rank < ranks_; ++rank) {
+        put(rank * rows + begin, rank * rows + begin + length, step.stage + rank * length * row);
       }
-      return sum(y, half, 0, m, out);
     }
-    for (int step = 1; step <= ranks_; ++step) {  // in ring order, the own rows last: nobody waits for them
-      const int owner = (rank_ + step) % ranks_;
-      const int64_t begin = first_of(owner), rows = first_of(owner + 1) - begin;
-      auto part = rows_at(stage + begin * row, x, rows, n);
-      at::mm_out(part, x.narrow(0, begin, rows), w);
-      publish(header.ready[rank_][owner], call);
-    }
-    for (int step = 1; step < ranks_; ++step) {
-      const int rank = (rank_ + step) % ranks_;
-      wait(header.ready[rank][rank_], call, rank, what);
-    }
-    char* result = stage + m * row;
-    sum(y, half, first_of(rank_), first_of(rank_ + 1), result);
-    publish(header.reduced[rank_], call);
-    std::memcpy(out + first_of(rank_) * row, result, static_cast<size_t>(own * row));
-    for (int step = 1; step < ranks_; ++step) {
-      const int owner = (rank_ + step) % ranks_;
-      const int64_t begin = first_of(owner), rows = first_of(owner + 1) - begin;
-      wait(header.reduced[owner], call, owner, what);
-      std::memcpy(out + begin * row, segment_.stage(owner, half) + m * row, static_cast<size_t>(rows * row));
-    }
+    set(segment_.header().ready[rank_], step);
+    wait_for_all(step);
+    sum(product.dtype, step, rank_ * length * product.n, (rank_ + 1) * length * product.n, y + begin * row);
   });
 }
 
-void Communicator::matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
-  constexpr const char* what = "matmul_reduce_scatter";
-  const int64_t m = x.size(0), n = w.size(1), rows = m / ranks_, row = n * x.element_size();
-  run(what, static_cast<size_t>(m * row), [&](uint64_t call, uint64_t half) {
-    Header& header = segment_.header();
-    for (int step = 1; step <= ranks_; ++step) {
-      const int owner = (rank_ + step) % ranks_;
-      auto part = rows_at(segment_.stage(rank_, half) + owner * rows * row, x, rows, n);
-      at::mm_out(part, x.narrow(0, owner * rows, rows), w);
-      publish(header.ready[rank_][owner], call);
-    }
-    for (int step = 1; step < ranks_; ++step) {
-      const int rank = (rank_ + step) % ranks_;
-      wait(header.ready[rank][rank_], call, rank, what);
-    }
-    sum(y, half, rank_ * rows, (rank_ + 1) * rows, y.data_ptr());
-  });
-}
-
-void Communicator::all_gather_matmul(
-    const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const at::Tensor& gathered) {
-  constexpr const char* what = "all_gather_matmul";
-  const int64_t rows = x.size(0), k = x.size(1);
-  run(what, static_cast<size_t>(x.numel() * x.element_size()), [&](uint64_t call, uint64_t half) {
-    Header& header = segment_.header();
-    rows_at(segment_.stage(rank_, half), x, rows, k).copy_(x);
-    publish(header.ready[rank_][rank_], call);
-    for (int step = 0; step < ranks_; ++step) {  // the own rows first
-      const int rank = (rank_ + step) % ranks_;
-      if (step > 0) wait(header.ready[rank][rank], call, rank, what);
-      const auto part = rows_at(segment_.stage(rank, half), x, rows, k);
-      auto out = y.narrow(0, rank * rows, rows);
-      at::mm_out(out, part, w);
-      if (gathered.defined()) gathered.narrow(0, rank * rows, rows).copy_(part);
+size_t Communicator::all_gather(int64_t rows, int64_t row_bytes, const Put& put, const Take& take, double time_limit) {
+  const Pieces pieces(rows, row_bytes, piece_bytes_, true);
+  const auto needed = static_cast<size_t>(pieces.longest() * row_bytes);
+  return run(needed, pieces.count(), time_limit, [&](const Step& step, int64_t piece) {
+    const int64_t begin = pieces.begin(piece), end = pieces.end(piece);
+    put(begin, end, step.stage);
+    set(segment_.header().ready[rank_], step);
+    for (int next = 0; next < ranks_; ++next) {
+      const int rank = (rank_ + next) % ranks_;
+      if (rank != rank_) wait(segment_.header().ready[rank], rank, step);
+      take(rank, begin, end, segment_.stage(rank, step.half()));
     }
   });
 }

@@ -1,24 +1,115 @@
-// What Python sees: one class and one function. Calls run without the interpreter's lock.
+// What Python sees: tensors in, tensors out. Calls run without the interpreter's lock.
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <sys/mman.h>
 #include <torch/extension.h>
 
 #include "communicator.h"
 
 namespace ap = ascend_parallel;
 
+namespace {
+
+constexpr int64_t kFewRows = 256;  // fewer are better multiplied together than rank by rank
+
+ap::Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return ap::Dtype::kFloat32;
+    case at::kBFloat16: return ap::Dtype::kBFloat16;
+    case at::kHalf: return ap::Dtype::kFloat16;
+    default: TORCH_CHECK(false, "shared memory: float32, bfloat16 and float16, not ", tensor.scalar_type());
+  }
+}
+
+// Rows in memory that is not torch's.
+at::Tensor rows_at(char* memory, int64_t rows, const at::Tensor& like, int64_t columns) {
+  return at::from_blob(memory, {rows, columns}, like.options());
+}
+
+// Asks for large pages for a result of 32 MB or more. malloc takes such blocks from the system each time, and touching
+// them page by page costs more than the sum; smaller ones it keeps and hands out again.
+void prefer_large_pages(const at::Tensor& y) {
+  constexpr uintptr_t kPage = 2 << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(y.data_ptr()), end = begin + y.nbytes();
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
+  if (y.nbytes() < 16 * kPage) return;
+  ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint, which the system may not take
+}
+
+ap::Product product_of(const at::Tensor& x, const at::Tensor& w) {
+  return {x.size(0), x.size(1), w.size(1), dtype_of(x)};
+}
+
+ap::Communicator::Put rows_of_product(const at::Tensor& x, const at::Tensor& w) {
+  return [&x, &w](int64_t begin, int64_t end, char* out) {
+    at::Tensor rows = rows_at(out, end - begin, x, w.size(1));
+    at::mm_out(rows, x.narrow(0, begin, end - begin), w);
+  };
+}
+
+size_t matmul_all_reduce(
+    ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, double time_limit) {
+  prefer_large_pages(y);
+  return self.all_reduce(product_of(x, w), rows_of_product(x, w), static_cast<char*>(y.data_ptr()), time_limit);
+}
+
+size_t matmul_reduce_scatter(
+    ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, double time_limit) {
+  prefer_large_pages(y);
+  return self.reduce_scatter(product_of(x, w), rows_of_product(x, w), static_cast<char*>(y.data_ptr()), time_limit);
+}
+
+size_t all_gather_matmul(
+    ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
+    const std::optional<at::Tensor>& kept, double time_limit) {
+  const int64_t rows = x.size(0), k = x.size(1);
+  const ap::Communicator::Put put = [&](int64_t begin, int64_t end, char* out) {
+    rows_at(out, end - begin, x, k).copy_(x.narrow(0, begin, end - begin));
+  };
+  // Read where they lie, rank by rank, or, where that might change bits or be slow, gathered first.
+  const bool together = rows < kFewRows || rows % ap::kRowTile != 0 || !product_of(x, w).may_be_cut();
+  at::Tensor gathered = kept.value_or(together ? at::empty({y.size(0), k}, x.options()) : at::Tensor());
+  const ap::Communicator::Take take = [&](int rank, int64_t begin, int64_t end, char* memory) {
+    const at::Tensor part = rows_at(memory, end - begin, x, k);
+    if (gathered.defined()) gathered.narrow(0, rank * rows + begin, end - begin).copy_(part);
+    if (together) return;
+    at::Tensor out = y.narrow(0, rank * rows + begin, end - begin);
+    at::mm_out(out, part, w);
+  };
+  prefer_large_pages(y);
+  if (gathered.defined()) prefer_large_pages(gathered);
+  const size_t needed = self.all_gather(rows, k * x.element_size(), put, take, time_limit);
+  if (needed == 0 && together) {
+    at::Tensor out = y;
+    at::mm_out(out, gathered, w);
+  }
+  return needed;
+}
+
+void parallel(int64_t count, int64_t grain, const ap::Host::Body& body) { at::parallel_for(0, count, grain, body); }
+
+// Lets Ctrl-C end a wait.
+void interrupt() {
+  const py::gil_scoped_acquire hold;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using free_interpreter = py::call_guard<py::gil_scoped_release>;
-  module.attr("max_ranks") = ap::kMaxRanks;
+  module.attr("MAX_RANKS") = ap::kMaxRanks;
+  module.attr("ROW_TILE") = ap::kRowTile;
+  module.attr("SMALLEST_16_BIT_PRODUCT") = ap::kSmallest16BitProduct;
   module.def("unlink", &ap::Segment::unlink);
   py::class_<ap::Communicator>(module, "Communicator")
-      .def(py::init<const std::string&, int64_t, int64_t, int64_t, double>())
+      .def(py::init([](const std::string& name, int rank, const std::vector<int64_t>& global_ranks, size_t half_bytes,
+                       size_t piece_bytes) {
+        return std::make_unique<ap::Communicator>(
+            name, rank, global_ranks, half_bytes, piece_bytes, ap::Host{parallel, interrupt});
+      }))
       .def_property_readonly("half_bytes", &ap::Communicator::half_bytes)
-      .def("matmul_all_reduce", &ap::Communicator::matmul_all_reduce, free_interpreter())
-      .def("matmul_reduce_scatter", &ap::Communicator::matmul_reduce_scatter, free_interpreter())
-      .def(
-          "all_gather_matmul",
-          [](ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
-             const std::optional<at::Tensor>& gathered) {
-            self.all_gather_matmul(x, w, y, gathered.value_or(at::Tensor()));
-          },
-          free_interpreter());
+      .def("matmul_all_reduce", &matmul_all_reduce, free_interpreter())
+      .def("matmul_reduce_scatter", &matmul_reduce_scatter, free_interpreter())
+      .def("all_gather_matmul", &all_gather_matmul, free_interpreter());
 }

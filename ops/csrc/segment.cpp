@@ -7,19 +7,23 @@
 
 #include <cerrno>
 #include <cstring>
+#include <random>
 #include <stdexcept>
 
 namespace ascend_parallel {
 namespace {
 
-constexpr size_t kPage = 4096;
-
-size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+size_t whole_pages(size_t bytes) {
+  const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return (bytes + page - 1) / page * page;
+}
 
 [[noreturn]] void fail(const std::string& what, int error) {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(error));
 }
 
+// Locks of the process, not of the open file: a forked child has none of them, so it can neither keep its
+// parent's lock beyond the parent's end nor give it up by closing what it inherited.
 struct flock lock_on(int rank, short kind) {
   struct flock lock {};
   lock.l_type = kind;
@@ -29,37 +33,47 @@ struct flock lock_on(int rank, short kind) {
   return lock;
 }
 
+uint64_t this_process() {
+  static const uint64_t number = (static_cast<uint64_t>(std::random_device()()) << 32) | std::random_device()();
+  return number;
+}
+
 }  // namespace
 
 Segment::Segment(const std::string& name, int rank, int ranks, size_t half_bytes)
-    : half_bytes_(whole_pages(half_bytes)) {
-  bytes_ = whole_pages(sizeof(Header)) + static_cast<size_t>(ranks) * 2 * half_bytes_;
+    : half_bytes_(whole_pages(half_bytes)),
+      bytes_(whole_pages(sizeof(Header)) + static_cast<size_t>(ranks) * 2 * half_bytes_) {
   const int flags = O_RDWR | O_CLOEXEC | (rank == 0 ? O_CREAT | O_EXCL : 0);
   file_ = ::shm_open(name.c_str(), flags, 0600);
   if (file_ < 0) fail(rank == 0 ? "cannot make a segment" : "cannot open the segment that rank 0 made", errno);
   try {
-    // Space is taken now: touching a page that does not exist would end the process with SIGBUS.
-    if (rank == 0) {
-      if (const int error = ::posix_fallocate(file_, 0, static_cast<off_t>(bytes_))) {
-        fail(std::to_string(bytes_) + " bytes are not to be had", error);
-      }
-    }
-    struct stat found {};
-    if (::fstat(file_, &found) != 0) fail("cannot look at the segment", errno);
-    if (static_cast<size_t>(found.st_size) != bytes_ || found.st_uid != ::geteuid()) {
-      throw std::runtime_error("shared memory: the segment has another size or owner than agreed");
-    }
-    struct flock lock = lock_on(rank, F_WRLCK);
-    if (::fcntl(file_, F_OFD_SETLK, &lock) != 0) fail("cannot lock this rank's byte", errno);
-    memory_ = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-    if (memory_ == MAP_FAILED) {
-      memory_ = nullptr;
-      fail("cannot map the segment", errno);
-    }
+    open(name, rank);
   } catch (...) {
     ::close(file_);
     if (rank == 0) ::shm_unlink(name.c_str());
     throw;
+  }
+  header().process[rank].value.store(this_process(), std::memory_order_release);
+}
+
+void Segment::open(const std::string& name, int rank) {
+  // Space is taken now: touching a page that is not to be had would end the process with SIGBUS.
+  if (rank == 0) {
+    if (const int error = ::posix_fallocate(file_, 0, static_cast<off_t>(bytes_))) {
+      fail(std::to_string(bytes_) + " bytes are not to be had in /dev/shm for " + name, error);
+    }
+  }
+  struct stat found {};
+  if (::fstat(file_, &found) != 0) fail("cannot look at the segment", errno);
+  if (static_cast<size_t>(found.st_size) != bytes_ || found.st_uid != ::geteuid()) {
+    throw std::runtime_error("shared memory: the segment has another size or owner than agreed");
+  }
+  struct flock lock = lock_on(rank, F_WRLCK);
+  if (::fcntl(file_, F_SETLK, &lock) != 0) fail("cannot lock this rank's byte", errno);
+  memory_ = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file_, 0);
+  if (memory_ == MAP_FAILED) {
+    memory_ = nullptr;
+    fail("cannot map the segment", errno);
   }
 }
 
@@ -74,8 +88,9 @@ char* Segment::stage(int rank, uint64_t half) const {
 }
 
 bool Segment::alive(int rank) const {
+  if (header().process[rank].value.load(std::memory_order_acquire) == this_process()) return true;
   struct flock lock = lock_on(rank, F_WRLCK);
-  if (::fcntl(file_, F_OFD_GETLK, &lock) != 0) return true;  // not knowing is no proof of death
+  if (::fcntl(file_, F_GETLK, &lock) != 0) return true;  // not knowing is no proof of death
   return lock.l_type != F_UNLCK;
 }
 

@@ -1,9 +1,9 @@
 // One POSIX shared-memory segment that the ranks of a group on one host share.
 //
 // Rank 0 makes it under a name nobody can guess or have made before (O_EXCL, mode 0600); the others
-// open it; once all have, rank 0 unlinks the name, so that nothing is left behind however the ranks
-// end. Each rank holds a lock on one byte of it for as long as it lives, which the kernel takes away
-// when the process ends: that is how the others tell a slow rank from a dead one.
+// open it; once all have, the name is unlinked, so that nothing is left behind however the ranks end.
+// Each rank holds a lock on one byte of it for as long as it lives, which the kernel takes away when
+// the process ends: that is how the others tell a slow rank from a dead one.
 #pragma once
 
 #include <atomic>
@@ -11,24 +11,25 @@
 #include <cstdint>
 #include <string>
 
-namespace ascend_parallel {
+#include "sum.h"
 
-constexpr int kMaxRanks = 8;
+namespace ascend_parallel {
 
 struct alignas(64) Counter {
   std::atomic<uint64_t> value;
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters are shared between processes");
 
-// Starts as zeros, which is what a new segment holds. All values but `failed` are numbers of
-// calls and only ever grow.
+// Starts as zeros, which is what a new segment holds.
 struct Header {
-  // ready[q][o]: the last call in which rank q put its rows for rank o in its stage; with o = q, all of its rows.
-  Counter ready[kMaxRanks][kMaxRanks];
-  // reduced[o]: the last call in which rank o put the sum of its rows in its stage.
+  // ready[q]: the last step in which rank q put its rows in its stage. Only ever grows.
+  Counter ready[kMaxRanks];
+  // reduced[q]: the last step in which rank q put its part of the sum in its stage. Only ever grows.
   Counter reduced[kMaxRanks];
   // failed[q]: not zero once rank q has left a call by an exception.
   Counter failed[kMaxRanks];
+  // process[q]: a number that the process of rank q drew, for ranks that are threads of one process.
+  Counter process[kMaxRanks];
 };
 
 class Segment {
@@ -40,7 +41,7 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   Header& header() const { return *static_cast<Header*>(memory_); }
-  // The stage of `rank` for calls of the parity `half`.
+  // The stage of `rank` for steps of the parity `half`.
   char* stage(int rank, uint64_t half) const;
   size_t half_bytes() const { return half_bytes_; }
   // Whether the process of `rank` still holds its lock.
@@ -49,10 +50,12 @@ class Segment {
   static void unlink(const std::string& name);
 
  private:
+  void open(const std::string& name, int rank);
+
   int file_ = -1;
   void* memory_ = nullptr;
-  size_t bytes_ = 0;
-  size_t half_bytes_ = 0;
+  size_t half_bytes_;
+  size_t bytes_;
 };
 
 }  // namespace ascend_parallel

@@ -1,0 +1,202 @@
+"""The shared-memory kernel when ranks die, fork, raise, or do not come: errors that name the rank, nothing left."""
+
+import pytest
+from launch import launch
+from shm_cases import segments
+
+from ascend_parallel.ops import shm
+
+pytestmark = pytest.mark.skipif(isinstance(shm.extension(), str), reason=str(shm.extension()))
+
+START = """
+import datetime, os, signal, sys, threading, time, torch, torch.distributed as dist
+import ascend_parallel as ap
+from ascend_parallel.ops import shm
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+rank, group = dist.get_rank(), dist.group.WORLD
+x, w = torch.randn(256, 64), torch.randn(64, 64)
+def call(group, x=x, **options):
+    try:
+        return shm.matmul_all_reduce(x, w, group, (), **options).wait()
+    except ap.CollectiveError as error:
+        print(error, flush=True)
+def leave():
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+KILLED = """
+shm.reach(group)
+for number in range(100000):
+    if rank == 1 and number == 50:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if call(group) is None:
+        print("in call", number)
+        leave()
+"""
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_killed_rank_is_named_and_nothing_is_left_behind(count):
+    ranks = launch(START + KILLED, [{}] * count, timeout=60)
+    for survivor in (rank for number, rank in enumerate(ranks) if number != 1):
+        assert "shm matmul_all_reduce on group" in survivor.stdout, survivor.stderr
+        assert "rank 1 has ended" in survivor.stdout
+        assert "in call 50" in survivor.stdout
+    assert segments() == []
+
+
+FORKED = """
+shm.reach(group)
+call(group)
+if rank == 1:
+    if os.fork() == 0:  # as a worker of a data loader, which outlives its parent here
+        call(group)
+        os.close(1), os.close(2)
+        time.sleep(30)
+        os._exit(0)
+    call(group), time.sleep(2), call(group)  # the child did not disturb
+    os.kill(os.getpid(), signal.SIGKILL)
+call(group), call(group)
+print("two more calls were right")
+call(group)
+leave()
+"""
+
+
+def test_a_forked_child_neither_takes_part_nor_hides_that_its_parent_died():
+    first, second = launch(START + FORKED, [{}] * 2, timeout=25)  # less than the child lives
+    assert "two more calls were right\nshm matmul_all_reduce on group" in first.stdout, first.stdout + first.stderr
+    assert "rank 1 has ended" in first.stdout
+    assert "a forked process has no part in its parent's group" in second.stdout
+    assert segments() == []
+
+
+RAISES = """
+shm.reach(group)
+call(group)
+call(group, torch.randn(7, 3) if rank == 1 else x)  # rows that do not fit w, which only the extension finds out
+call(group)
+dist.barrier()
+leave()
+"""
+
+
+def test_a_rank_that_raises_is_named_and_the_group_is_of_no_more_use():
+    first, second = launch(START + RAISES, [{}] * 2, timeout=60)
+    assert "failed on rank 0: rank 1 left the operator by an error of its own" in first.stdout, first.stderr
+    assert "failed on rank 1: " in second.stdout
+    for rank in (first, second):
+        assert "an earlier call on this group failed; make the group anew" in rank.stdout
+    assert segments() == []
+
+
+ABSENT = """
+part = dist.new_group([1, 2], group_desc="part")
+if rank == 0:
+    dist.barrier()
+    leave()
+if rank == 1:
+    try:
+        shm.reach(part, time_limit=1)
+    except ap.CollectiveError as error:
+        print(error)
+dist.barrier(part)
+shm._SHARED.pop(part, None)
+other = dist.new_group([1, 2], group_desc="other", use_local_synchronization=True)
+print("reached:", shm.reach(other, time_limit=20))
+if rank == 1:
+    call(other, time_limit=1)
+    dist.barrier(other)
+else:
+    dist.barrier(other)
+    call(other, time_limit=1)  # the other's rows are there: a right result
+    call(other, time_limit=1)
+dist.barrier()
+leave()
+"""
+
+
+def test_a_rank_that_does_not_come_is_named_by_its_global_rank():
+    _, waiting, late = launch(START + ABSENT, [{}] * 3, timeout=60)
+    opening, reached, calling = waiting.stdout.splitlines()
+    assert "shm on group 'part' of ranks 1, 2: no sign of rank 2 within 1 s while opening" in opening, waiting.stderr
+    assert reached == "reached: None"
+    assert "failed on rank 1: rank 2 did not come within 1 s" in calling
+    assert "rank 1 left the operator by an error of its own" in late.stdout, late.stdout + late.stderr
+    assert segments() == []
+
+
+NO_ROOM = """
+shm.reach(group)
+large = torch.zeros(64, 64)
+if rank == 0:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+x, w = torch.zeros(4096, 1), torch.zeros(1, 1024)
+call(group, x)
+x, w = torch.randn(256, 64), torch.randn(64, 64)
+print("then", call(group, x).shape)
+dist.barrier()
+leave()
+"""
+
+
+def test_no_room_to_grow_is_an_error_on_every_rank_and_smaller_calls_go_on():
+    for rank in launch(START + NO_ROOM, [{}] * 2, timeout=60):
+        assert "shm on group 'default_pg' of ranks 0, 1: no room for 2 x 16777216 bytes a rank" in rank.stdout, rank
+        assert "rank 0: shared memory: " in rank.stdout
+        assert "then torch.Size([256, 64])" in rank.stdout
+    assert segments() == []
+
+
+THREADS = """
+groups = [dist.new_group() for _ in range(3)]
+def many(made):
+    for number in range(200):
+        m = 16 * (number % 7 + 1) * (100 if number == 100 else 1)  # call 100 needs a larger segment
+        x = torch.full((m, 4), float(rank + 1))
+        y = shm.matmul_all_reduce(x, torch.ones(4, 512), made, (), time_limit=30).wait()
+        assert y.shape == (m, 512) and bool((y == 12).all())
+def work(made):
+    assert shm.reach(made, time_limit=30) is None
+    many(made)
+    done.append(shm._SHARED[made].half_bytes)
+done = []
+threads = [threading.Thread(target=work, args=(made,)) for made in (groups if rank else groups[::-1])]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(done), min(done) > shm.FIRST_BYTES)
+dist.barrier()
+leave()
+"""
+
+
+def test_groups_in_threads_open_and_grow_beside_one_another():
+    for rank in launch(START + THREADS, [{}] * 2, timeout=100):
+        assert rank.stdout.strip() == "3 True", rank.stdout + rank.stderr
+    assert segments() == []
+
+
+INTERRUPTED = """
+shm.reach(group)
+if rank == 0:
+    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        call(group)
+    except KeyboardInterrupt:
+        print("interrupted")
+    dist.barrier()
+else:
+    dist.barrier()
+    call(group)  # the other's rows are there: a right result
+    call(group)
+leave()
+"""
+
+
+def test_a_waiting_rank_can_be_interrupted():
+    first, second = launch(START + INTERRUPTED, [{}] * 2, timeout=60)
+    assert first.stdout.strip() == "interrupted", first.stderr
+    assert "rank 0 left the operator by an error of its own" in second.stdout
