@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint stress compat bench clean
+.PHONY: demo test lint stress sanitize compat bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -21,13 +21,24 @@ lint: $(VENV)/ready  ## ruff and mypy, as CI runs them
 stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds
 	$(BIN)/python -m pytest -m stress $(ARGS)
 
+SANITIZE := g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fno-sanitize-recover=all -Iops/csrc \
+	tests/sanitize/driver.cpp ops/csrc/communicator.cpp ops/csrc/sum.cpp
+sanitize:  ## the shared-memory kernel under the address, undefined-behaviour and thread sanitizers
+	mkdir -p build/sanitize
+	$(SANITIZE) -fsanitize=address,undefined ops/csrc/segment.cpp -lrt -o build/sanitize/processes
+	$(SANITIZE) -fsanitize=thread tests/sanitize/heap_segment.cpp -o build/sanitize/threads
+	build/sanitize/processes processes
+	build/sanitize/threads threads
+	! build/sanitize/threads planted 2> build/sanitize/planted.txt
+	grep -q "ThreadSanitizer: data race" build/sanitize/planted.txt
+
 MEGATRON_VERSIONS ?= 0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1
 compat: $(MEGATRON_VERSIONS:%=compat-%)  ## the Megatron tests on every supported megatron-core
 
 compat-%: $(VENV)/ready
 	test -d .compat/$* || $(BIN)/python -m pip install --quiet --no-deps --target .compat/$* megatron-core==$*
 	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/test_megatron_layers.py tests/test_megatron_seams.py tests/test_megatron_training.py \
-		tests/test_patches.py $(ARGS)
+		tests/test_patches.py tests/test_verify.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
 
 bench: $(VENV)/ready  ## E_bound of every layer on a link of 1 Gbit/s (needs root for network namespaces)

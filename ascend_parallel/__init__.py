@@ -8,17 +8,20 @@ right after Megatron-core is imported; otherwise nothing is touched. See docs/se
 import os as _os
 from typing import Any as _Any
 
-from ascend_parallel import ops
+from ascend_parallel import ops, timeline
 from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.linear import WeightGradient, column_linear, row_linear
 from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
 from ascend_parallel.ops.explain import explain as _explain
+from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.patches.base import PatchError
 from ascend_parallel.patches.megatron.conflicts import ConflictError
 from ascend_parallel.patches.megatron.coverage import Coverage, coverage
+from ascend_parallel.quantised import quantise_row_parallel, quantised_row_linear
 from ascend_parallel.settings import Settings, SettingsError
 from ascend_parallel.switch import Status as _Status
 from ascend_parallel.switch import Switch as _Switch
+from ascend_parallel.verify import Verification, VerificationError
 from ascend_parallel.version import __version__
 
 __all__ = [
@@ -29,9 +32,12 @@ __all__ = [
     "Explanation",
     "PatchError",
     "Problem",
+    "QuantisedWeight",
     "Settings",
     "SettingsError",
     "UnmetRequestError",
+    "Verification",
+    "VerificationError",
     "WeightGradient",
     "__version__",
     "apply",
@@ -40,9 +46,14 @@ __all__ = [
     "coverage",
     "explain",
     "ops",
+    "quantise_row_parallel",
+    "quantise_weight",
+    "quantised_row_linear",
     "revert",
     "row_linear",
     "status",
+    "timeline",
+    "verification",
 ]
 
 _switch = _Switch()
@@ -73,6 +84,11 @@ def revert() -> None:
 def status() -> _Status:
     """Tell what is in force in this process: settings, patches, counts, and what a user should know."""
     return _switch.status()
+
+
+def verification() -> Verification:
+    """Tell what the checks of COC_VERIFY have found in this process so far: the largest errors of each layer."""
+    return _switch.verification()
 
 
 def explain(problem: Problem, settings: Settings | None = None) -> Explanation:

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ascend_parallel.settings import (
+    CALLS,
     CONFIG_VARIABLE,
     KNOWN_VARIABLES,
     LONGEST,
     MODES,
+    RAREST,
     SWITCHES,
     VARIABLES,
     Settings,
@@ -44,7 +46,7 @@ def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
         values.update(read_file(environ[CONFIG_VARIABLE]))
     values.update(_read_variables(environ))
     values.update(_known(overrides, "configure()"))
-    return Settings(**values)
+    return Settings(**_with_plan(_with_auto(values)))
 
 
 def read_file(name: str) -> dict[str, Any]:
@@ -81,6 +83,20 @@ def near_misses(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def _with_auto(values: dict[str, Any]) -> dict[str, Any]:
+    """Turn ``num_chunks="auto"`` into the field that says so."""
+    return {**values, "num_chunks": 1, "auto": True} if values.get("num_chunks") == "auto" else values
+
+
+def _with_plan(values: dict[str, Any]) -> dict[str, Any]:
+    """Read the plan that a path names."""
+    if not isinstance(values.get("plan"), str):
+        return values
+    from ascend_parallel.planning.plan import load_plan  # which knows operators; settings do not
+
+    return {**values, "plan": load_plan(values["plan"])}
+
+
 def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
     values = {name: environ[variable] for name, variable in VARIABLES.items() if variable in environ}
     return {name: _parse(VARIABLES[name], name, text) for name, text in values.items()}
@@ -92,8 +108,17 @@ def _parse(variable: str, name: str, text: str) -> Any:
         require(variable, text, text.strip() in ("0", "1"), "0 or 1")
         return text.strip() == "1"
     number = int(text) if _is_integer(text) else text
-    if name == "num_chunks":
+    if name == "timeline":
+        require(variable, text, text.strip() != "", "the folder to write to")
+    if name in ("plan", "tune", "timeline"):
+        return text
+    if name == "verify_every":
+        require(variable, text, isinstance(number, int) and 0 <= number <= RAREST, CALLS)
+        return number
+    if name == "num_chunks" and text.strip().lower() != "auto":
         whole_number(variable, number)
+    elif name == "num_chunks":
+        return "auto"
     elif name == "mode":
         require(
             variable, text, number in MODES, "-1 (the other two decide), 0 (original), 1 (no chunks) or 2 (overlapped)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -12,6 +12,23 @@ from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.settings import Settings
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One operator of a layer: in which pass it runs, "forward" or "backward", and its matmul ``[m, k] x [k, n]``."""
+
+    run: str
+    operator: str
+    m: int
+    k: int
+    n: int
+
+
+@lru_cache(maxsize=64)
+def backward_settings(settings: Settings) -> Settings:
+    """Return what a layer's backward runs with: the plan's entries for backward."""
+    return settings if settings.plan is None else replace(settings, plan=settings.plan.of("backward"))
+
+
 @lru_cache(maxsize=64)
 def column_backward_settings(settings: Settings) -> Settings:
     """Return what a column layer's backward runs with: without fused operators unless they are asked for.
@@ -19,33 +36,45 @@ def column_backward_settings(settings: Settings) -> Settings:
     Unfused it still overlaps as Megatron-core does: the collective, whole, runs under the weight gradient.
     """
     if settings.fused and not settings.enable_coc_in_column_backward:
-        return replace(settings, fused=False, num_chunks=1, customized_coc={}, mode=2)
-    return settings
+        return replace(settings, fused=False, num_chunks=1, customized_coc={}, plan=None, mode=2)
+    return backward_settings(settings)
+
+
+def column_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[Pass]:
+    """Return the operators of a column-parallel layer of weight [n, k] on m rows of one rank's input."""
+    if not sequence_parallel:
+        return [Pass("backward", ALL_REDUCE, m, n, k)]
+    return [Pass("forward", ALL_GATHER, m * ranks, k, n), Pass("backward", REDUCE_SCATTER, m * ranks, n, k)]
+
+
+def row_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[Pass]:
+    """Return the operators of a row-parallel layer of weight [n, k] on m rows of one rank's input."""
+    if not sequence_parallel:
+        return [Pass("forward", ALL_REDUCE, m, k, n)]
+    return [Pass("forward", REDUCE_SCATTER, m, k, n), Pass("backward", ALL_GATHER, m, n, k)]
 
 
 def column_choices(
     x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
 ) -> list[Choice]:
     """Tell how a column-parallel layer would run its operators, forward and backward, on x."""
-    m, (n, k) = x.shape[:-1].numel(), weight.shape
-    backward = column_backward_settings(settings)
-    if not sequence_parallel:
-        return _choices([(ALL_REDUCE, m, n, k)], x, ranks, backward)
-    return [
-        *_choices([(ALL_GATHER, m * ranks, k, n)], x, ranks, settings),
-        *_choices([(REDUCE_SCATTER, m * ranks, n, k)], x, ranks, backward),
-    ]
+    passes = column_passes(x.shape[:-1].numel(), weight.shape[1], weight.shape[0], ranks, sequence_parallel)
+    return _choices(passes, x, ranks, settings, column_backward_settings(settings))
 
 
 def row_choices(
     x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
 ) -> list[Choice]:
     """Tell how a row-parallel layer would run its operators, forward and backward, on x."""
-    m, (n, k) = x.shape[:-1].numel(), weight.shape
-    if not sequence_parallel:
-        return _choices([(ALL_REDUCE, m, k, n)], x, ranks, settings)
-    return _choices([(REDUCE_SCATTER, m, k, n), (ALL_GATHER, m, n, k)], x, ranks, settings)
+    passes = row_passes(x.shape[:-1].numel(), weight.shape[1], weight.shape[0], ranks, sequence_parallel)
+    return _choices(passes, x, ranks, settings, backward_settings(settings))
 
 
-def _choices(calls: list[tuple[str, int, int, int]], x: torch.Tensor, ranks: int, settings: Settings) -> list[Choice]:
-    return [choose(Problem(*call, x.dtype, x.device.type, ranks), settings) for call in calls]
+def _choices(passes: list[Pass], x: torch.Tensor, ranks: int, forward: Settings, backward: Settings) -> list[Choice]:
+    return [
+        choose(
+            Problem(one.operator, one.m, one.k, one.n, x.dtype, x.device.type, ranks),
+            forward if one.run == "forward" else backward,
+        )
+        for one in passes
+    ]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.layer_choices import column_backward_settings
+from ascend_parallel.layer_choices import backward_settings, column_backward_settings
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -36,6 +36,7 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import check_operands
+from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
 from ascend_parallel.settings import Settings
 
 
@@ -140,6 +141,7 @@ def row_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
+    @recorded_layer("column", "forward")
     @without_autocast
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
@@ -154,12 +156,13 @@ class _ColumnLinear(torch.autograd.Function):
                 kept = gathered_m
         else:
             check_operands("column_linear", x, weight.t())
-            y = torch.matmul(x, weight.t())
+            y = compute(MATMUL, "matmul", torch.matmul, x, weight.t())
         _save(ctx, layer, x, kept, weight)
         return y if bias is None else _add_bias(y, bias)
 
     @staticmethod
     @once_differentiable
+    @recorded_layer("column", "backward")
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
@@ -185,6 +188,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
+    @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
         layer.about_to_communicate()
@@ -199,11 +203,13 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @recorded_layer("row", "backward")
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         x, weight = ctx.saved_tensors
         dy = dy.to(ctx.x_dtype)
+        layer = replace(layer, settings=backward_settings(layer.settings))
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
@@ -249,12 +255,16 @@ def _local_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Both gradients where neither communicates."""
-    return (None if weight is None else dy.matmul(weight)), _weight_gradient(layer, x, dy)
+    dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
+    return dx, _weight_gradient(layer, x, dy)
 
 
 def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
     """dW of contiguous rows, or None where x was not kept because nobody wants it."""
-    return None if x is None else layer.weight_gradient.compute(rows_of(x.contiguous()), rows_of(dy.contiguous()))
+    if x is None:
+        return None
+    x_m, dy_m = rows_of(x.contiguous()), rows_of(dy.contiguous())
+    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
 
 
 def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> None:

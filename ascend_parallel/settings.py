@@ -11,13 +11,16 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 MAX_CHUNKS = 64
 ORDERS = ("auto", "compute_first", "communicate_first")
 MODES = (-1, 0, 1, 2)
 COMM_MODES = ("ai_cpu", "aiv")
 LONGEST = 86400
+MOST_PASSES = 1_000_000
+RAREST = 999_999_999
+CALLS = f"0 (off) or a whole number of calls from 1 to {RAREST}"
 
 # Fields that are true or false.
 SWITCHES = (
@@ -27,6 +30,7 @@ SWITCHES = (
     "recompute_all_gather",
     "deterministic",
     "strict",
+    "auto",
 )
 
 # Field of Settings -> environment variable that sets it.
@@ -37,27 +41,47 @@ VARIABLES = {
     "deterministic": "COC_DETERMINISTIC",
     "strict": "COC_STRICT",
     "time_limit": "COC_TIME_LIMIT",
+    "plan": "COC_PLAN",
+    "tune": "COC_TUNE",
+    "timeline": "COC_TIMELINE",
+    "verify_every": "COC_VERIFY",
 }
 CONFIG_VARIABLE = "COC_CONFIG"
 KNOWN_VARIABLES = (*VARIABLES.values(), CONFIG_VARIABLE)
 
 Shape = tuple[int, int, int]
+# A number of chunks, or the rows of each.
+Cut = int | tuple[int, ...]
 
 
 class SettingsError(ValueError):
     """A setting that is not allowed; the message names the option, its value and what is allowed."""
 
 
-class ShapeTable(Mapping[Shape, int]):
-    """Chunk counts by matmul shape ``(m, k, n)``: an immutable, hashable mapping."""
+class ChunkPlan(Protocol):
+    """Chunk sizes that were measured, as `ascend_parallel.planning.plan.Plan` holds them; hashable."""
+
+    @property
+    def digest(self) -> str:
+        """A short text that is the same for equal plans."""
+
+    def find(self, problem: Any) -> tuple[tuple[int, ...], str] | None:
+        """Return the rows of each chunk for a problem, and why, or None."""
+
+    def of(self, run: str) -> ChunkPlan:
+        """Return the plan for "forward" or "backward"."""
+
+
+class ShapeTable(Mapping[Shape, Cut]):
+    """Chunk counts, or the rows of each chunk, by matmul shape ``(m, k, n)``: an immutable, hashable mapping."""
 
     def __init__(self, entries: Mapping[Any, Any] | None = None) -> None:
         """Check every entry; keys are triples or the published strings such as ``"[16384, 5120, 1920]"``."""
-        checked = {_shape_key(key): whole_number(f"customized_coc[{key!r}]", value) for key, value in _items(entries)}
+        checked = {_shape_key(key): _cut(f"customized_coc[{key!r}]", value) for key, value in _items(entries)}
         self._entries = tuple(sorted(checked.items()))
 
-    def __getitem__(self, key: Shape) -> int:
-        """Return the chunk count of one shape."""
+    def __getitem__(self, key: Shape) -> Cut:
+        """Return the chunk count of one shape, or the rows of its chunks."""
         return dict(self._entries)[key]
 
     def __iter__(self) -> Iterator[Shape]:
@@ -96,7 +120,14 @@ class Settings:
         Bring matmul operands to 512-byte rows on Ascend; ``k_min <= K <= k_max`` is the window, in
         elements of K, in which padding is worth it.
     customized_coc
-        Chunk counts for single matmul shapes ``(m, k, n)``; m is the gathered M where the layer gathers.
+        For single matmul shapes ``(m, k, n)`` a chunk count, or the rows of each chunk; m is the gathered M
+        where the layer gathers. Wins over ``plan``, which wins over ``num_chunks``.
+    plan
+        Chunk sizes that were measured before. COC_PLAN names their file.
+    tune
+        File in which to keep what this run measures of the shapes that it meets. COC_TUNE.
+    auto
+        Chunk sizes from what was measured on this machine before, else from a model. COC_PARALLEL_NUM=auto.
     enable_coc_in_column_backward
         Fused operators also in the column layer's backward; of no effect before a fused operator exists.
     recompute_all_gather
@@ -110,9 +141,18 @@ class Settings:
     time_limit
         Seconds that the shared-memory kernel waits for a rank. Collectives of a backend have the
         limit of their group instead. COC_TIME_LIMIT.
+    timeline
+        Folder to which every rank writes when its matmuls and collectives ran. COC_TIMELINE.
+    timeline_passes
+        How many forwards and backwards of layers each rank keeps for that, the last ones.
     comm_mode
         Who drives the communication of the fused operators on Ascend: "ai_cpu" or "aiv"; None leaves
         it to torch_npu.
+    verify_every
+        Check the first call of each patched layer, and from then on every so manieth, against Megatron-core's
+        own forward and backward; 0: none. COC_VERIFY.
+    verify_limit
+        Error that such a check allows, relative to the largest magnitude; None: 2e-2 in 16 bits, else 1e-6.
     order
         Which of two independent steps a path starts first where it allows either (the column layer's
         sequence-parallel backward): the input gradient, or the gather. "auto" is "communicate_first".
@@ -124,7 +164,10 @@ class Settings:
     fused: bool = False
     mode: int = -1
     matmul_soc_friendly: bool = True
-    customized_coc: Mapping[Shape, int] = field(default_factory=ShapeTable)
+    customized_coc: Mapping[Shape, Cut] = field(default_factory=ShapeTable)
+    plan: ChunkPlan | None = None
+    tune: str | None = None
+    auto: bool = False
     enable_coc_in_column_backward: bool = False
     recompute_all_gather: bool = True
     k_min: int = 1024
@@ -132,8 +175,12 @@ class Settings:
     deterministic: bool = False
     strict: bool = False
     time_limit: int = 300
+    timeline: str | None = None
+    timeline_passes: int = 4096
     comm_mode: str | None = None
     order: str = "auto"
+    verify_every: int = 0
+    verify_limit: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed with a `SettingsError`."""
@@ -150,15 +197,37 @@ class Settings:
             value = getattr(self, name)
             require(name, value, type(value) is int and value >= 1, "a whole number of elements, 1 or more")
         require("k_min", self.k_min, self.k_min <= self.k_max, f"at most k_max ({self.k_max})")
+        every, error = self.verify_every, self.verify_limit
+        require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)
+        allowed = error is None or (type(error) in (int, float) and 0 <= error < 1)
+        require("verify_limit", error, allowed, "a number from 0 to less than 1, such as 0.02")
+        _require_path("tune", self.tune)
+        folder = self.timeline
+        require("timeline", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
+        kept = self.timeline_passes
+        require("timeline_passes", kept, type(kept) is int and 1 <= kept <= MOST_PASSES, f"1 to {MOST_PASSES}")
+        require("plan", self.plan, self.plan is None or hasattr(self.plan, "find"), "the path of a plan, or a plan")
+        if self.plan is not None and (self.tune or self.auto):
+            raise SettingsError(
+                "COC_PLAN cannot be set together with COC_TUNE or COC_PARALLEL_NUM=auto: give one of them"
+            )
         if not isinstance(self.customized_coc, ShapeTable):
             object.__setattr__(self, "customized_coc", ShapeTable(self.customized_coc))
+
+    def __hash__(self) -> int:
+        """Hash the fields, once: the settings are looked up at every call of an operator."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     @property
     def effective_mode(self) -> int:
         """0, 1 or 2: what -1 comes to."""
         if self.mode != -1:
             return self.mode
-        return 2 if self.fused or self.num_chunks > 1 else 0
+        return 2 if self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto else 0
 
     @property
     def enabled(self) -> bool:
@@ -168,7 +237,10 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values under the names a configuration file uses."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["customized_coc"] = {str(list(key)): chunks for key, chunks in self.customized_coc.items()}
+        values["customized_coc"] = {
+            str(list(key)): cut if isinstance(cut, int) else list(cut) for key, cut in self.customized_coc.items()
+        }
+        values["plan"] = self.plan and self.plan.digest
         return values
 
 
@@ -189,6 +261,21 @@ def whole_number(option: str, value: object) -> int:
     require(option, value, allowed, f"a whole number of chunks from 1 (off) to {MAX_CHUNKS}, such as 1, 2, 4 or 8")
     assert isinstance(value, int)
     return value
+
+
+def _cut(option: str, value: object) -> Cut:
+    """Return a number of chunks, or the rows of each: all but the last multiples of 16."""
+    if not isinstance(value, (list, tuple)):
+        return whole_number(option, value)
+    sizes = tuple(value)
+    allowed = 1 <= len(sizes) <= MAX_CHUNKS and all(type(size) is int and size > 0 for size in sizes)
+    allowed = allowed and all(size % 16 == 0 for size in sizes[:-1])
+    require(option, value, allowed, "a number of chunks, or the rows of each, all but the last multiples of 16")
+    return sizes
+
+
+def _require_path(option: str, value: object) -> None:
+    require(option, value, value is None or (isinstance(value, str) and value.endswith(".json")), "a path to a .json")
 
 
 def _items(entries: object) -> list[tuple[Any, Any]]:

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +25,8 @@ from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
+from ascend_parallel.timeline.session import Variable
+from ascend_parallel.verify import LEDGER, Verification
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
 
@@ -69,6 +71,8 @@ class Switch:
         self._patches: PatchSet | None = None
         self._variables: dict[str, str] = {}
         self._hooked = False
+        self._verifies = False
+        self._timeline = Variable()
 
     def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
         """Read the settings and put them in force: applied now or when Megatron-core is imported, or off."""
@@ -77,6 +81,10 @@ class Switch:
         self.revert()
         self._settings = settings
         self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
+        self._timeline.follow(settings.timeline, settings.timeline_passes)
+        if settings.verify_every and not self._verifies:
+            self._verifies = True
+            atexit.register(self.say_verification)
         if settings.enabled:
             self._apply_once_imported()
         return settings
@@ -119,14 +127,31 @@ class Switch:
         failed = getattr(sys, "last_value", None) is not None
         if self._patches is None or COUNTS.as_dict() or failed or os.environ.get("RANK") != "0":
             return
+        log.warning("overlap was on, but 0 linear layers ran with it: %s", self._why_idle())
+
+    def verification(self) -> Verification:
+        """Tell what verification has found in this process; if nothing was checked, why."""
+        found = LEDGER.summary(self._settings.verify_every)
+        if found.layers:
+            return found
+        why = "verification is off: COC_VERIFY=0" if not found.every else f"nothing was checked: {self._why_idle()}"
+        return replace(found, notes=[*found.notes, why])
+
+    def say_verification(self) -> None:
+        """At the end of a run that asked for verification: say on rank 0 what it found."""
+        if self._settings.verify_every and str(os.environ.get("RANK", LEDGER.rank)) == "0":
+            log.warning("%s", self.verification())  # asked for, so it is to be seen
+
+    def _why_idle(self) -> str:
+        """Say why no layer ran with overlap."""
+        if self._patches is None:
+            return self._state([])
         lost = [patch for patch in self._patches.status() if not patch.applied]
         if lost:
-            why = "; ".join(f"{patch.target} was {patch.reason}" for patch in lost)
-        elif "transformer_engine" in sys.modules:
-            why = "TransformerEngine's layers are not covered: use --transformer-impl local"
-        else:
-            why = "no layer of megatron-core with a tensor-parallel group of several ranks was called"
-        log.warning("overlap was on, but 0 linear layers ran with it: %s", why)
+            return "; ".join(f"{patch.target} was {patch.reason}" for patch in lost)
+        if "transformer_engine" in sys.modules:
+            return "TransformerEngine's layers are not covered: use --transformer-impl local"
+        return "no layer of megatron-core with a tensor-parallel group of several ranks was called"
 
     def _apply_once_imported(self) -> None:
         if megatron.LAYERS in sys.modules:

@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "PlainNorm",
+    "end_model_parallel",
     "finalize_gradients",
     "megatron_on_cpu",
     "next_token_loss",
@@ -148,8 +150,22 @@ def start_model_parallel(tensor_parallel: int, *, pipeline_parallel: int = 1, se
     model_parallel_cuda_manual_seed(seed)
 
 
+def end_model_parallel() -> None:
+    """End Megatron's groups, and all others but the first, and leave torch.distributed running.
+
+    Megatron only forgets them. A group of gloo that is left alive keeps its threads, and they spin once a
+    peer has let go of its end.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def stop_model_parallel() -> None:
-    """Forget Megatron's groups and end torch.distributed: gloo leaks threads of groups left alive."""
+    """End Megatron's groups and torch.distributed."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from statistics import median
 
-from launch import Job, RankError, run_ranks
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from ascend_parallel.measuring.ranks import Job, RankError, run_ranks
 
 CLOCKS = ("cpu", "wall")
 CALLERS = ("layer", "torch.op")
@@ -48,7 +50,12 @@ def main() -> int:
     arguments = {"chunks": chunks, "rounds": options.rounds, "calls": options.calls}
     load = os.getloadavg()[0]
     with Console(stderr=True).status("starting", refresh_per_second=2) as status:
-        job = Job(script="host_calls.py", arguments=arguments, ranks=options.ranks, limit=600)
+        job = Job(
+            program=(str(Path(__file__).with_name("host_calls.py")),),
+            arguments=arguments,
+            ranks=options.ranks,
+            limit=600,
+        )
         measured: Measured = run_ranks(job, status.update)
     print_table(measured, chunks, Console())
     print(f"bare: microseconds a call. The others: microseconds a chunk beyond that; the goal is {GOAL_MICROSECONDS}.")

@@ -19,11 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launch import Job, RankError, run_ranks
-from link import End, LinkError, parse_rate, shaped_link
 from rich.console import Console
 from summary import LEAST_ROUNDS, summarize
 from table import Line, print_table
+
+from ascend_parallel.measuring.link import End, LinkError, parse_rate, shaped_link
+from ascend_parallel.measuring.ranks import Job, RankError, run_ranks
 
 # Per mode: one shape whose communication takes at least 1.5 times its matmuls over 1 Gbit/s with two
 # ranks and one thread each, and one whose two parts are about equal (forward; where forward moves
@@ -122,7 +123,7 @@ def measure(options: argparse.Namespace, cells: list[dict[str, Any]], console: C
         link = shaped_link(options.link, options.ranks)
     with link as ends, console.status("starting", refresh_per_second=2) as status:
         job = Job(
-            script="measure.py",
+            program=(str(Path(__file__).with_name("measure.py")),),
             arguments=arguments,
             ranks=options.ranks,
             limit=STARTUP_SECONDS + 3 * options.seconds + 20 * len(cells),

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import Call, Cases, Cell
-from launch import begin_rank, deliver, report
 
+from ascend_parallel.measuring.ranks import begin_rank, deliver, report
 from ascend_parallel.testing import megatron_on_cpu, start_model_parallel, stop_model_parallel
 
 MIN_ROUNDS = 3

@@ -18,10 +18,13 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops import columns
 from ascend_parallel.ops.collectives import Scatter, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.quantised import QuantisedWeight, Weight
+from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
 
@@ -30,16 +33,18 @@ def supports(problem: Problem) -> str | None:
     return summed_in_backend_order(problem)
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank.
 
-    Each chunk's rows are computed and reduced in their final place.
+    Each chunk's rows are computed and reduced in their final place. An int8 weight is cut by columns instead.
     """
+    if isinstance(w, QuantisedWeight):
+        return columns.matmul_all_reduce(x_m, w, group, sizes)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
     with pending.launching():
         for x_c, y_c in zip(torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True):
-            torch.mm(x_c, w, out=y_c)
+            compute(MATMUL, "matmul", torch.mm, x_c, w, out=y_c)
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
     return pending
@@ -74,7 +79,7 @@ def matmul_reduce_scatter(
         inputs = _chunks(_blocks(x_m.view(ranks, rows, k)), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
         for scatter, x_blocks, y_c, size in zip(scatters, inputs, outputs, sizes, strict=True):
-            _multiply(x_blocks, w, _blocks(y_c.view(ranks, size, n)))
+            compute(MATMUL, "matmul", _multiply, x_blocks, w, _blocks(y_c.view(ranks, size, n)))
             computed.append((scatter, y_c))
             if after is None or after.done():
                 _start(computed, pending)
@@ -97,12 +102,12 @@ def all_gather_matmul(
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
     gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER)
     with gathering.launching():
-        torch.mm(x_shard_m, w, out=y_r_m[rank])
+        compute(MATMUL, "own rows", torch.mm, x_shard_m, w, out=y_r_m[rank])
         inputs = _chunks(_blocks(gathered, but=rank), sizes)
         outputs = _chunks(_blocks(y_r_m, but=rank), sizes)
         for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
             gathering.wait_for(index)
-            _multiply(x_blocks, w, y_blocks)
+            compute(MATMUL, "matmul", _multiply, x_blocks, w, y_blocks)
     COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
     return y_r_m.flatten(0, 1), gathering.wait()
 

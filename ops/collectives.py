@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.pending import Work
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
+from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
 
 # Calls on each group so far; every rank counts alike. Their number is in the tag of what they send, so
@@ -86,15 +87,17 @@ class ExchangeAndSum:
         self._parts |= own
         return self
 
+    def watched(self, watch: Watch) -> None:
+        """Have somebody watch when the exchange is done."""
+        self._works = watch(self._works)
+
     def is_completed(self) -> bool:
         """Say no: the sum is taken in `wait`."""
         return False
 
     def wait(self) -> None:
         """Wait for the exchange, then sum."""
-        for work in self._works:
-            assert work is not None
-            work.wait()
+        wait_all(self._works)
         sum_in_rank_order([self._parts[rank] for rank in range(len(self._parts))], self._out_c)
 
 
@@ -105,7 +108,7 @@ class AllToAllAndSum:
         """Write the sum over ranks of each rank's slice for this rank to `out_c` [c, N]."""
         self._out_c = out_c
         self._group = group
-        self._work: Any = None
+        self._works: list[Work | None] = []
 
     def expect(self) -> None:
         """Do nothing: the backend has no use for it."""
@@ -113,8 +116,12 @@ class AllToAllAndSum:
     def start(self, x_c: torch.Tensor) -> Work:
         """Send the other ranks their c rows of the contiguous ``[R c, N]``."""
         self._received = torch.empty_like(x_c)
-        self._work = dist.all_to_all_single(self._received, x_c, group=self._group, async_op=True)
+        self._works = [dist.all_to_all_single(self._received, x_c, group=self._group, async_op=True)]
         return self
+
+    def watched(self, watch: Watch) -> None:
+        """Have somebody watch when the exchange is done."""
+        self._works = watch(self._works)
 
     def is_completed(self) -> bool:
         """Say no: the sum is taken in `wait`."""
@@ -122,12 +129,23 @@ class AllToAllAndSum:
 
     def wait(self) -> None:
         """Wait for the exchange, then sum."""
-        self._work.wait()
+        wait_all(self._works)
         sum_in_rank_order(self._received.view(self._group.size(), *self._out_c.shape).unbind(), self._out_c)
+
+
+def wait_all(works: Sequence[Work | None]) -> None:
+    """Wait for each."""
+    for work in works:
+        assert work is not None, "this rank is not a member of the group"
+        work.wait()
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Write the sum of every rank's ``[c, N]``, in rank order and, for 16-bit types, in fp32, to `out` [c, N]."""
+    compute(BESIDE, "sum", _sum_in_rank_order, parts, out)
+
+
+def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     first, second, *rest = parts
     wide = bool(rest) and out.element_size() == 2  # two parts are rounded once anyway
     total = first.float().add_(second) if wide else torch.add(first, second, out=out)

@@ -24,16 +24,17 @@ import torch.distributed as dist
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.soc import GENERATIONS, RANKS
 
 DTYPES = (torch.float16, torch.bfloat16)
 
-# Who drives the communication, the AI CPU or the vector cores; documented for all but matmul_all_reduce.
-COMM_MODES = ("ai_cpu", "aiv")
-
 # Smallest and largest K of a call; op-plugin 7.3.0's pages say [1, 2147483647] and, half open, [256, 65535).
 K_RANGE = {ALL_REDUCE: (1, 2**31 - 1), REDUCE_SCATTER: (256, 65534), ALL_GATHER: (256, 65534)}
+
+# Largest K and N where the weight is int8, which npu_mm_all_reduce_base alone takes; from its page.
+LARGEST_ANTIQUANT = 65535
 
 # Largest M and N of npu_mm_all_reduce_base, from its page; the other two pages name none.
 LARGEST_SIDE = {ALL_REDUCE: 2**31 - 1}
@@ -48,20 +49,28 @@ def supports(problem: Problem) -> str | None:
     A pure function of values that are alike on every rank. K is checked for this call alone: a layer's
     backward contracts over another dimension and asks again.
     """
-    checks = (_check_device, _check_dtype, _check_chip, _check_k, _check_sides, _check_divisible)
+    checks = (
+        *(_check_device, _check_dtype, _check_chip, _check_k, _check_sides, _check_divisible),
+        *(_check_antiquant, _check_order),
+    )
     return next((reason for check in checks if (reason := check(problem)) is not None), None)
 
 
 def matmul_all_reduce(
-    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, comm_mode: str | None = None
+    x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, comm_mode: str | None = None
 ) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank.
+    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank. An int8 weight goes in as it is.
 
     `comm_mode` is passed on if it is given (it needs a newer CANN than the call without it).
     """
-    operator = _torch_npu().npu_mm_all_reduce_base
-    y_m = operator(
-        _row_major(x_m), _weight(w), hccl_name(group), reduce_op="sum", comm_turn=0, **_mode(ALL_REDUCE, comm_mode)
+    y_m = _torch_npu().npu_mm_all_reduce_base(
+        _row_major(x_m),
+        _weight(w.values if isinstance(w, QuantisedWeight) else w),
+        hccl_name(group),
+        reduce_op="sum",
+        comm_turn=0,
+        **_scales(w),
+        **_mode(comm_mode),
     )
     COUNTS.add(ALL_REDUCE, 1, 1)
     return Pending(y_m, ALL_REDUCE, group)
@@ -89,7 +98,7 @@ def matmul_reduce_scatter(
         group.size(),
         reduce_op="sum",
         comm_turn=0,
-        **_mode(REDUCE_SCATTER, comm_mode),
+        **_mode(comm_mode),
     )
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return Pending(y_shard_m, REDUCE_SCATTER, group)
@@ -117,7 +126,7 @@ def all_gather_matmul(
         gather_index=0,
         gather_output=keep_gathered,
         comm_turn=0,
-        **_mode(ALL_GATHER, comm_mode),
+        **_mode(comm_mode),
     )
     COUNTS.add(ALL_GATHER, 1, 1)
     return y_m, gathered_m if keep_gathered else None
@@ -197,6 +206,27 @@ def _check_divisible(problem: Problem) -> str | None:
     return f"{problem.operator} needs M divisible by the {problem.ranks} ranks, and M is {problem.m}"
 
 
+def _check_antiquant(problem: Problem) -> str | None:
+    """The limits of an int8 weight, of its groups and of its scales."""
+    if not problem.antiquant:
+        return None
+    for side, size in (("K", problem.k), ("N", problem.n)):
+        if size > LARGEST_ANTIQUANT:
+            return f"{problem.operator} with an int8 weight takes {side} up to {LARGEST_ANTIQUANT}, not {size}"
+    if problem.group_size >= problem.k:
+        return f"{problem.operator} takes groups of at most K - 1 = {problem.k - 1}, not {problem.group_size}"
+    if problem.scale_dtype != problem.dtype:
+        return f"{problem.operator} takes scales of the dtype of x, {problem.dtype}, not {problem.scale_dtype}"
+    return None
+
+
+def _check_order(problem: Problem) -> str | None:
+    """No documentation names the order in which a fused operator sums the ranks."""
+    if not problem.deterministic or problem.operator == ALL_GATHER:
+        return None
+    return f"{problem.operator} is not documented to sum in rank order, which COC_DETERMINISTIC=1 asks for"
+
+
 def _torch_npu() -> Any:
     """Import torch_npu, which also registers its operators."""
     import torch_npu
@@ -214,10 +244,14 @@ def _weight(w: torch.Tensor) -> torch.Tensor:
     return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
 
 
-def _mode(operator: str, comm_mode: str | None) -> dict[str, str]:
-    """Arguments that name `comm_mode`: none if it is None, so that a torch_npu without it can be called."""
-    if comm_mode is None:
+def _scales(w: Weight) -> dict[str, Any]:
+    """Arguments that describe an int8 weight: none for another one."""
+    if not isinstance(w, QuantisedWeight):
         return {}
-    if comm_mode not in COMM_MODES:
-        raise ValueError(f"{operator}: comm_mode is {comm_mode!r}; it may be {' or '.join(map(repr, COMM_MODES))}")
-    return {"comm_mode": comm_mode}
+    offset = {} if w.offset is None else {"antiquant_offset": w.offset.contiguous()}
+    return {"antiquant_scale": w.scale.contiguous(), **offset, "antiquant_group_size": w.group_size}
+
+
+def _mode(comm_mode: str | None) -> dict[str, str]:
+    """Arguments that name `comm_mode`: none if it is None, so that a torch_npu without it can be called."""
+    return {} if comm_mode is None else {"comm_mode": comm_mode}

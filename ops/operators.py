@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from ascend_parallel.ops.alignment import align_operands
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, problem_of
-from ascend_parallel.ops.registry import KERNELS, Choice, choose, name_of, usual_chunks
+from ascend_parallel.ops.quantised import Weight
+from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, choose, name_of, usual_chunks
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.settings import Settings
 
@@ -44,11 +46,10 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @without_autocast
-def start_matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
-    """Start ``sum over ranks of x w``: x [..., K], w [K, N]; the pending result is [M, N]."""
+def start_matmul_all_reduce(x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings) -> Pending:
+    """Start ``sum over ranks of x w``: x [..., K], w [K, N], perhaps in int8; the pending result is [M, N]."""
     x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings)
-    kernel = KERNELS[choice.kernel]
-    pending: Pending = kernel.matmul_all_reduce(x_m, w, group, choice.sizes, **dict(choice.options))
+    pending: Pending = _run(choice, x_m, w, group)
     return pending
 
 
@@ -61,11 +62,10 @@ def start_matmul_reduce_scatter(
     `after` is a collective of the same group that was started before and is to be done first. Backends
     that run collectives in their order see to that by themselves; gloo runs them at the same time.
     """
-    x_m, w, choice = _prepare(REDUCE_SCATTER, x, w, group, settings)
+    x_m, right, choice = _prepare(REDUCE_SCATTER, x, w, group, settings)
     if after is not None and not on_gloo(group, x.device):
         after = None
-    kernel = KERNELS[choice.kernel]
-    pending: Pending = kernel.matmul_reduce_scatter(x_m, w, group, choice.sizes, after, **dict(choice.options))
+    pending: Pending = _run(choice, x_m, right, group, after)
     return pending
 
 
@@ -77,11 +77,8 @@ def run_all_gather_matmul(
 
     With keep_gathered=False the second may be None: fused kernels then need not write it.
     """
-    x_m, w, choice = _prepare(ALL_GATHER, x_shard, w, group, settings)
-    kernel = KERNELS[choice.kernel]
-    y_m, gathered_m = kernel.all_gather_matmul(
-        x_m, w, group, choice.sizes, keep_gathered=keep_gathered, **dict(choice.options)
-    )
+    x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings)
+    y_m, gathered_m = _run(choice, x_m, right, group, keep_gathered=keep_gathered)
     return y_m, gathered_m
 
 
@@ -118,6 +115,26 @@ def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]
     return (shape[0] // ranks, *shape[1:-1], last)
 
 
+def _run(choice: Choice, x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+    """Call the chosen kernel, and have it recorded if somebody records."""
+    problem = choice.problem
+    kernel = getattr(KERNELS[choice.kernel], problem.operator)
+    options |= dict(choice.options)
+    recorder = RECORDING.recorder
+    if recorder is None:
+        return kernel(x_m, w, group, choice.sizes, *args, **options)
+    with recorder.call(recorded(choice), problem.device, group, fused=choice.kernel in FUSED):
+        return kernel(x_m, w, group, choice.sizes, *args, **options)
+
+
+def recorded(choice: Choice) -> dict[str, object]:
+    """What a record says of a call."""
+    problem = choice.problem
+    shape = {"operator": problem.operator, "m": problem.m, "k": problem.k, "n": problem.n}
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return {**shape, "dtype": dtype, "kernel": choice.kernel, "chunks": len(choice.sizes)}
+
+
 @functools.lru_cache(maxsize=4096)
 def _say_once(choice: Choice, rank: int) -> None:
     """Log each choice when it is first made, on rank 0; one that is not what was asked for as a warning, once."""
@@ -134,11 +151,11 @@ def _warn_once(reason: str) -> None:
 
 
 def _prepare(
-    operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings
-) -> tuple[torch.Tensor, torch.Tensor, Choice]:
+    operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings
+) -> tuple[torch.Tensor, Weight, Choice]:
     problem = problem_of(operator, x, w, group)
     if settings.fused and problem.device == "cpu":
-        problem = replace(problem, shm=shm.reach(group))
+        problem = replace(problem, shm=shm.reach(group, float(settings.time_limit)))
     elif settings.fused and problem.device == "npu":
         problem = replace(problem, soc=npu.soc_name())
     choice = choose(problem, settings)
@@ -146,6 +163,6 @@ def _prepare(
     x_m = rows_of(x)
     # Not where x is gathered: the filling would be sent too.
     aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER
-    if choice.kernel == "chunked" and aligns:
+    if choice.kernel == "chunked" and aligns and isinstance(w, torch.Tensor):
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice

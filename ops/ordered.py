@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.chunked import all_gather_matmul
-from ascend_parallel.ops.collectives import sum_in_rank_order
+from ascend_parallel.ops.collectives import sum_in_rank_order, wait_all
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.pending import Pending, Work
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
+from ascend_parallel.ops.quantised import QuantisedWeight, Weight
+from ascend_parallel.ops.record import MATMUL, Watch, compute
 from ascend_parallel.ops.rows import Sizes
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "supports"]
@@ -30,17 +32,19 @@ def supports(problem: Problem) -> str | None:
     return "a gather sums nothing" if problem.operator == ALL_GATHER else None
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks in rank order: [M, N] on every rank.
 
-    Chunk i's partial results are gathered under chunk i + 1's matmul.
+    Chunk i's partial results are gathered under chunk i + 1's matmul. An int8 weight is dequantised whole.
     """
+    if isinstance(w, QuantisedWeight):  # chunks of its columns could change the matmul's bits
+        w, sizes = w.dequantise(x_m.dtype), (x_m.shape[0],)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
     with pending.launching():
         chunks = zip(torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
         for index, (x_c, y_c) in enumerate(chunks):
-            torch.mm(x_c, w, out=y_c)
+            compute(MATMUL, "matmul", torch.mm, x_c, w, out=y_c)
             if y_c.shape[0]:
                 pending.launch(GatherAndSum, y_c, group)
             if index:
@@ -64,7 +68,11 @@ class GatherAndSum:
         """Start gathering."""
         self._y_c = y_c
         self._parts = y_c.new_empty(group.size(), *y_c.shape).unbind()
-        self._work = dist.all_gather(list(self._parts), y_c, group=group, async_op=True)
+        self._works: list[Work | None] = [dist.all_gather(list(self._parts), y_c, group=group, async_op=True)]
+
+    def watched(self, watch: Watch) -> None:
+        """Have somebody watch when the partial results are there."""
+        self._works = watch(self._works)
 
     def is_completed(self) -> bool:
         """Say whether the sum was taken, which `wait` does."""
@@ -73,7 +81,6 @@ class GatherAndSum:
     def wait(self) -> None:
         """Wait for the partial results and sum them; the second call does nothing."""
         if self._parts:
-            assert self._work is not None, "this rank is not a member of the group"
-            self._work.wait()
+            wait_all(self._works)
             sum_in_rank_order(self._parts, self._y_c)
             self._parts = ()

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.ops.record import RECORDING
+
 # Seconds in which a rank that saw a collective fail waits for the others to say that they are alive.
 ROLL_CALL = 5
 
@@ -44,7 +46,7 @@ class Pending:
     inside, so that no collective is left behind with its buffers freed.
     """
 
-    __slots__ = ("_count", "_group", "_operator", "_tensor", "_works")
+    __slots__ = ("_count", "_group", "_operator", "_recorded", "_tensor", "_works")
 
     def __init__(self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1) -> None:
         """Hold `tensor`, the result of `operator` on `group`, made by `count` collectives to be added."""
@@ -53,6 +55,7 @@ class Pending:
         self._group = group
         self._count = count
         self._works: list[Work] = []
+        self._recorded = RECORDING.communication(operator, group, tensor)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -62,7 +65,7 @@ class Pending:
     def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
         """Start one more collective by ``start(*args, **kwargs)`` and take charge of it."""
         try:
-            work = start(*args, **kwargs)
+            work = start(*args, **kwargs) if self._recorded is None else self._recorded.launch(start, *args, **kwargs)
         except RuntimeError as error:
             raise CollectiveError(self._failure(len(self._works), error)) from error
         assert work is not None, "this rank is not a member of the group"
@@ -83,7 +86,10 @@ class Pending:
     def wait_for(self, index: int) -> None:
         """Wait for one collective; a failure is raised as `CollectiveError` by the rank that sees it."""
         try:
-            self._works[index].wait()
+            if self._recorded is None:
+                self._works[index].wait()
+            else:
+                self._recorded.wait(index, self._works[index])
         except RuntimeError as error:
             raise CollectiveError(self._failure(index, error)) from error
 

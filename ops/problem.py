@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+
+from ascend_parallel.ops.quantised import GRAINS, QuantisedWeight, Weight, check_group_size
 
 ALL_REDUCE = "matmul_all_reduce"
 REDUCE_SCATTER = "matmul_reduce_scatter"
@@ -26,7 +28,9 @@ class Problem:
         Whether sums over ranks have to be taken in rank order.
     antiquant, group_size
         The grain of the scales of an int8 weight, "tensor", "channel" or "group" (then of `group_size`
-        elements of K), or an empty text for a weight of the operands' dtype.
+        elements of K), or an empty text for a weight of the operands' dtype. matmul_all_reduce alone takes one.
+    scale_dtype
+        The dtype of those scales, or None.
     shm
         Why the group cannot share memory, or None if it can: one answer for all its ranks.
     """
@@ -43,19 +47,30 @@ class Problem:
     deterministic: bool = False
     antiquant: str = ""
     group_size: int = 0
+    scale_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an int8 weight that cannot be with a `ValueError`."""
+        if self.antiquant or self.group_size:
+            _check_antiquant(self)
 
     @property
     def rows(self) -> int:
         """Rows that are cut: all of them, or those of one rank where rows are scattered or gathered."""
         return self.m if self.operator == ALL_REDUCE else self.m // self.ranks
 
+    @property
+    def cut(self) -> int:
+        """What chunks are made of: the rows, or the columns of an int8 weight, so that each is dequantised once."""
+        return self.n if self.antiquant else self.rows
 
-def problem_of(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Problem:
+
+def problem_of(operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup) -> Problem:
     """Check the operands of an operator and describe the call.
 
-    x [..., K] and w [K, N] share a floating dtype and a device. Rows are scattered and gathered along
-    the first dimension of x, which therefore is not the last one, and which matmul_reduce_scatter
-    needs to be divisible by the number of ranks. Raises `ValueError` for anything else.
+    x [..., K] and w [K, N] share a device and, unless w is an int8 weight, a floating dtype. Rows are
+    scattered and gathered along the first dimension of x, which therefore is not the last one, and which
+    matmul_reduce_scatter needs to be divisible by the number of ranks. Raises `ValueError` for anything else.
     """
     ranks = group.size()
     check_operands(operator, x, w)
@@ -67,16 +82,40 @@ def problem_of(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.Proc
             "pad the sequence to a multiple of it"
         )
     m = x.shape[:-1].numel() * (ranks if operator == ALL_GATHER else 1)
-    return Problem(operator, m, w.shape[0], w.shape[1], x.dtype, x.device.type, ranks)
+    problem = Problem(operator, m, w.shape[0], w.shape[1], x.dtype, x.device.type, ranks)
+    return with_scales(problem, w) if isinstance(w, QuantisedWeight) else problem
 
 
-def check_operands(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
-    """Raise `ValueError` unless x [..., K] and w [K, N] are of one floating dtype, on one device, and local."""
+def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:
+    """Return the same problem with an int8 weight that has the scales of `w`."""
+    return replace(problem, antiquant=w.grain, group_size=w.group_size, scale_dtype=w.scale.dtype)
+
+
+def check_operands(operator: str, x: torch.Tensor, w: Weight) -> None:
+    """Raise `ValueError` unless x [..., K] and w [K, N] are of one floating dtype, on one device, and local.
+
+    An int8 weight's dtype is not compared: it is dequantised to that of x.
+    """
     if any(type(operand).__name__ == "DTensor" for operand in (x, w)):
         raise ValueError(f"{operator}: a DTensor is no rank's own operand; give its to_local()")
-    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[0]:
+    if len(w.shape) != 2 or x.dim() < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"{operator}: x {list(x.shape)} times w {list(w.shape)} is no matmul of [..., K] and [K, N]")
-    if x.dtype != w.dtype or not x.dtype.is_floating_point:
-        raise ValueError(f"{operator}: x is {x.dtype} and w is {w.dtype}; both must be of one floating dtype")
+    w_dtype = x.dtype if isinstance(w, QuantisedWeight) else w.dtype
+    if x.dtype != w_dtype or not x.dtype.is_floating_point:
+        raise ValueError(f"{operator}: x is {x.dtype} and w is {w_dtype}; both must be of one floating dtype")
     if x.device != w.device:
         raise ValueError(f"{operator}: x is on {x.device} and w on {w.device}; both must be on one device")
+
+
+def _check_antiquant(problem: Problem) -> None:
+    if problem.operator != ALL_REDUCE:
+        raise ValueError(
+            f"{problem.operator} takes no int8 weight (antiquant={problem.antiquant!r}), only {ALL_REDUCE} does: "
+            "dequantise it first"
+        )
+    check_group_size(problem.group_size)
+    if problem.antiquant not in GRAINS or (problem.antiquant == "group") != bool(problem.group_size):
+        raise ValueError(
+            f"antiquant={problem.antiquant!r} with group_size={problem.group_size} is not allowed: give "
+            f"one of {', '.join(GRAINS)}, and a group size with 'group' alone"
+        )

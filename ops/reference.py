@@ -13,6 +13,8 @@ from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters, 
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.quantised import Weight, whole
+from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
 
@@ -21,9 +23,9 @@ def supports(problem: Problem) -> str | None:
     return summed_in_backend_order(problem)
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank."""
-    pending = Pending(torch.mm(x_m, w), ALL_REDUCE, group)
+def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank. An int8 weight is dequantised whole."""
+    pending = Pending(compute(MATMUL, "matmul", torch.mm, x_m, whole(w, x_m.dtype)), ALL_REDUCE, group)
     communicates = group.size() > 1 and x_m.shape[0] > 0
     if communicates:
         pending.launch(dist.all_reduce, pending.tensor, group=group, async_op=True)
@@ -41,7 +43,7 @@ def matmul_reduce_scatter(
     in_rank_order: bool = False,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N]."""
-    partial = torch.mm(x_m, w)
+    partial = compute(MATMUL, "matmul", torch.mm, x_m, w)
     ranks, rows = group.size(), partial.shape[0] // group.size()
     if ranks == 1:
         return Pending(partial, REDUCE_SCATTER, group)
@@ -62,7 +64,7 @@ def all_gather_matmul(
         return torch.mm(x_shard_m, w), x_shard_m
     gathered = gather_rows(x_shard_m, group, sizes, ALL_GATHER).wait()
     COUNTS.add(ALL_GATHER, 1, 1)
-    return torch.mm(gathered, w), gathered
+    return compute(MATMUL, "matmul", torch.mm, gathered, w), gathered
 
 
 def gather_rows(

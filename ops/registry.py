@@ -43,7 +43,7 @@ class Choice:
     """How a problem is run, and why.
 
     sizes
-        Rows of each chunk.
+        Rows of each chunk; columns, if the weight is an int8 one.
     bit_exact
         Whether the result is known to have the bits of a whole matmul and one collective.
     unmet
@@ -91,7 +91,7 @@ def usual_chunks(settings: Settings) -> int:
 
 def _choose(problem: Problem, settings: Settings) -> Choice:
     if problem.ranks == 1:
-        return Choice(problem, "reference", (problem.rows,), True, "one rank: nothing to communicate")
+        return Choice(problem, "reference", (problem.cut,), True, "one rank: nothing to communicate")
     refusals = {}
     if settings.fused and settings.effective_mode == 2:
         refusals = {name: KERNELS[name].supports(problem) for name in FUSED}
@@ -99,13 +99,15 @@ def _choose(problem: Problem, settings: Settings) -> Choice:
         if refusal is None:
             options = _options(name, settings)
             exact = _bit_exact_fused(problem)
-            return Choice(problem, name, (problem.rows,), exact, "USE_COC_FUSED_KERNEL=1", "", options)
-    asked, why = _asked_chunks(problem, settings, refusals)
-    sizes = split_rows(problem.rows, asked)
+            return Choice(problem, name, (problem.cut,), exact, "USE_COC_FUSED_KERNEL=1", "", options)
+    sizes, why = _given_sizes(problem, settings)
+    asked, why = (len(sizes), why) if sizes else _asked_chunks(problem, settings, refusals)
+    sizes = sizes or split_rows(problem.cut, asked)
     if len(sizes) < asked:
-        why += f"; {problem.rows} rows allow {len(sizes)} (multiples of {ROW_TILE} rows)"
+        unit = "columns" if problem.antiquant else "rows"
+        why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {ROW_TILE} {unit})"
     if problem.deterministic and len(sizes) > 1 and not _keeps_matmul(problem, len(sizes)):
-        sizes, why = (problem.rows,), f"{why}; 1, because COC_DETERMINISTIC=1 and the cut could change bits"
+        sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and the cut could change bits"
     unmet = why if refusals or (asked > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     refusal = KERNELS[plain].supports(problem)
@@ -115,11 +117,28 @@ def _choose(problem: Problem, settings: Settings) -> Choice:
     return Choice(problem, kernel, sizes, _bit_exact(problem, len(sizes)), why, unmet)
 
 
+def _given_sizes(problem: Problem, settings: Settings) -> tuple[Sizes, str]:
+    """Return the sizes that customized_coc or the plan has for this problem, and which, or none."""
+    shape = (problem.m, problem.k, problem.n)
+    own = settings.customized_coc.get(shape)
+    if settings.effective_mode == 1 or isinstance(own, int):
+        return (), ""
+    if own is not None:
+        if sum(own) != problem.cut:
+            raise ValueError(
+                f"customized_coc for {list(shape)} has chunks of {sum(own)} rows together, and {name_of(problem)} "
+                f"cuts {problem.cut}"
+            )
+        return own, f"customized_coc: {list(own)} rows for {list(shape)}"
+    planned = settings.plan.find(problem) if settings.plan and not problem.antiquant else None
+    return planned or ((), "")
+
+
 def _asked_chunks(problem: Problem, settings: Settings, refusals: dict[str, str | None]) -> tuple[int, str]:
     if settings.effective_mode == 1:
         return 1, "COC_MODE=1: no chunks"
     own = settings.customized_coc.get((problem.m, problem.k, problem.n))
-    if own is not None:
+    if isinstance(own, int):
         return own, f"customized_coc: {own} chunks for [{problem.m}, {problem.k}, {problem.n}]"
     chunks = usual_chunks(settings)
     if not refusals:
@@ -132,15 +151,15 @@ def _options(name: str, settings: Settings) -> tuple[tuple[str, object], ...]:
     """Name what a fused kernel takes from the settings."""
     if name == "npu":
         return () if settings.comm_mode is None else (("comm_mode", settings.comm_mode),)
-    return ()
+    return (("time_limit", float(settings.time_limit)),)
 
 
 def _keeps_matmul(problem: Problem, chunks: int) -> bool:
-    """Whether cutting the rows is known to leave every bit of the matmul as it is."""
+    """Whether the cut is known to leave every bit of the matmul as it is."""
     # In 16 bits torch takes another routine for the smallest products, which a chunk may be and the whole not.
     same_routine = problem.dtype.itemsize > 2 or problem.k * problem.n >= SMALLEST_16_BIT_PRODUCT
     aligned = problem.operator == ALL_REDUCE or problem.rows % ROW_TILE == 0
-    return chunks == 1 or (aligned and same_routine)
+    return chunks == 1 or (aligned and same_routine and not problem.antiquant)  # columns: not known
 
 
 def _bit_exact(problem: Problem, chunks: int) -> bool:
@@ -157,5 +176,4 @@ def _bit_exact(problem: Problem, chunks: int) -> bool:
 
 def _bit_exact_fused(problem: Problem) -> bool:
     """The same of a fused kernel: shm sums whole matmuls in rank order, which is one order for two ranks."""
-    aligned = problem.operator != ALL_GATHER or problem.rows % ROW_TILE == 0
-    return problem.device == "cpu" and aligned and (problem.ranks == 2 or problem.operator == ALL_GATHER)
+    return problem.device == "cpu" and (problem.ranks == 2 or problem.operator == ALL_GATHER)

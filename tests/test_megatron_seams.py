@@ -124,7 +124,6 @@ def test_a_column_layer_is_run_by_one_rank_alone(ranks):
 
 def handed_a_group(group):
     """tp_group: two layers on two groups of two ranks each."""
-    import ascend_parallel
 
     pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     with Layers(2) as layers:
@@ -134,10 +133,6 @@ def handed_a_group(group):
         found = plain_and_overlapped(
             layers, lambda layers: layers.make("RowParallelLinear", tp_group=pairs[group.rank() // 2]), x
         )
-        ascend_parallel.configure(num_chunks=1)
-    for pair in pairs:
-        if group.rank() in torch.distributed.get_process_group_ranks(pair):
-            torch.distributed.destroy_process_group(pair)
     return found
 
 

@@ -32,10 +32,9 @@ def train(options, overlap):
 
 
 def both(group, options):
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from ascend_parallel.testing import megatron_on_cpu, start_model_parallel
+    from ascend_parallel.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
 
     with megatron_on_cpu():
         start_model_parallel(group.size())
@@ -43,7 +42,7 @@ def both(group, options):
         plain = train(options, overlap=False)
         model_parallel_cuda_manual_seed(1234)
         overlapped = train(options, overlap=True)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     different = [name for name in plain[1] if not torch.equal(plain[1][name], overlapped[1][name])]
     worst = max((plain[1][n] - overlapped[1][n]).abs().max().item() / plain[1][n].abs().max().item() for n in plain[1])
     return {
@@ -100,7 +99,13 @@ def data_parallel(group):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     import ascend_parallel
-    from ascend_parallel.testing import megatron_on_cpu, next_token_loss, small_gpt, start_model_parallel
+    from ascend_parallel.testing import (
+        end_model_parallel,
+        megatron_on_cpu,
+        next_token_loss,
+        small_gpt,
+        start_model_parallel,
+    )
 
     gradients = []
     with megatron_on_cpu():
@@ -116,7 +121,7 @@ def data_parallel(group):
                 next_token_loss(wrapped, torch.randint(256, (4, 65))).backward()
                 wrapped.finish_grad_sync()
             gradients.append([parameter.main_grad.clone() for parameter in model.parameters()])
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     return all(map(torch.equal, *gradients)) and all(bool(g.abs().sum() > 0) for g in gradients[1])
 
 

@@ -261,11 +261,35 @@ def checked(group):
     x = torch.randn(32, 16, requires_grad=True)
     w = torch.randn(16, 24, requires_grad=True)
     for operator in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
-        torch.library.opcheck(getattr(torch.ops.ascend_parallel, operator).default, (x, w, group.group_name, 2))
+        torch.library.opcheck(getattr(torch.ops.ascend_parallel, operator).default, (x, w, group.group_name, [2]))
 
 
 def test_operators_pass_opcheck(ranks):
     ranks(2).run(checked)
+
+
+def given_sizes(group):
+    """Rows of each chunk in place of a count: the same numbers, and as many chunks."""
+    x, w, x_r, w_r = operands(group, (160, 24), 40, torch.float64)
+    ops.COUNTS.clear()
+    close(ops.matmul_all_reduce(x_r, w_r, group, num_chunks=[16, 64, 80]), truth_all_reduce(x, w, 0), torch.float64)
+    own = 160 // group.size()
+    rows = [16, own - 16]
+    y = ops.matmul_reduce_scatter(x_r, w_r, group, num_chunks=rows)
+    close(y, truth_reduce_scatter(x, w, group.rank()), torch.float64)
+    y, _ = ops.all_gather_matmul(x_r, w_r, group, num_chunks=[32, 128])
+    close(y, truth_all_gather(x, w, group.rank()), torch.float64)
+    with pytest.raises(ValueError, match="150 rows together"):
+        ops.matmul_all_reduce(x_r, w_r, group, num_chunks=[80, 70])
+    with pytest.raises(ValueError, match="all but the last multiples of 16"):
+        ops.matmul_all_reduce(x_r, w_r, group, num_chunks=[70, 90])
+    return {name: count["chunks"] for name, count in ops.COUNTS.as_dict().items()}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_rows_of_each_chunk_can_be_given(ranks, count):
+    expected = {"matmul_all_reduce": 3, "matmul_reduce_scatter": 2, "all_gather_matmul": 2}
+    assert ranks(count).run(given_sizes) == [expected] * count
 
 
 def counted(group):

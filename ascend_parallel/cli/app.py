@@ -9,10 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 import ascend_parallel
+from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.doctor import doctor
+from ascend_parallel.cli.predict import EXAMPLES, predict
+from ascend_parallel.cli.timeline import timeline
+from ascend_parallel.cli.verify import verify
 
 app = typer.Typer(no_args_is_help=True, help="Matmul and collective that share their time.")
 app.command()(doctor)
+app.command(help=EXAMPLES)(predict)
+app.command()(bench)
+app.command()(tune)
+app.command()(timeline)
+app.command()(verify)
 
 
 @app.callback()

@@ -23,8 +23,13 @@ from ascend_parallel.layer_choices import column_choices, row_choices
 from ascend_parallel.linear import column_linear, row_linear
 from ascend_parallel.ops import Choice, UnmetRequestError
 from ascend_parallel.patches.base import Function, defined_in
+from ascend_parallel.patches.megatron.check import Call
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts, refuse_inexact
+from ascend_parallel.patches.megatron.verification import Verifier
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
+from ascend_parallel.planning.measure import Case
+from ascend_parallel.planning.tuner import Tuner
+from ascend_parallel.quantised import int8_weight, quantised_row_choices, quantised_row_linear
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -34,7 +39,7 @@ FUNCTIONALS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with
 
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
-Choices = Callable[[torch.Tensor, torch.Tensor, int, bool, Settings], list[Choice]]
+Choices = Callable[[torch.Tensor, Any, int, bool, Settings], list[Choice]]
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -51,6 +56,8 @@ class Megatron:
         # Since 0.13 groups are handed down and main_grad is taken in forward.
         self.groups_handed_down = version >= (0, 13)
         self._agreement = Agreement(settings)
+        self._tuner = Tuner(settings) if settings.tune or settings.auto else None
+        self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
         self._said: set[str] = set()
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
@@ -105,7 +112,7 @@ class Megatron:
         method = getattr(type(layer), "_forward_impl", None)
         return method is None or defined_in(method, self.layers)
 
-    def prepare(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, choices: Choices) -> dist.ProcessGroup:
+    def prepare(self, layer: Any, x: torch.Tensor, weight: Any, choices: Choices) -> dist.ProcessGroup:
         """Refuse what conflicts with overlap, tell the other ranks of this one's settings, and return the group."""
         group = self.group_of(layer)
         refuse_conflicts(layer.config)
@@ -113,6 +120,25 @@ class Megatron:
             refuse_inexact(choices(x, weight, group.size(), layer.sequence_parallel, self.settings))
         self._agreement.publish(group)
         return group
+
+    def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Settings:
+        """Return the settings for one call; with COC_TUNE or COC_PARALLEL_NUM=auto, those found for its shapes."""
+        if self._tuner is None:
+            return self.settings
+        group = self.group_of(layer)
+        self._agreement.confirm(group)  # finding them communicates
+        case = Case(
+            kind=kind,
+            rows=x.shape[:-1].numel(),
+            n=weight.shape[0],
+            k=weight.shape[1],
+            dtype=weight.dtype,
+            device=x.device.type,
+            sequence_parallel=layer.sequence_parallel,
+            **options,
+        )
+        backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        return self._tuner.settings_for(case, group, backward=backward)
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return what has the group's ranks agree; to be called before they communicate."""
@@ -125,6 +151,8 @@ class Megatron:
             raise UnmetRequestError(f"COC_STRICT=1: {text}")
         if text not in self._said:
             self._said.add(text)
+            if self.verifier is not None:
+                self.verifier.note(text)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("%s", text)
 
@@ -144,7 +172,19 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
             megatron.say_uncovered(self, reason)
             result: Output = original(self, input_, weight, runtime_gather_output)
             return result
-        return _column(self, input_, self.weight if weight is None else weight, runtime_gather_output, megatron)
+        used = self.weight if weight is None else weight
+        if megatron.verifier is None:
+            return _column(self, input_, used, runtime_gather_output, megatron)
+        call = Call(
+            layer=self,
+            path="column",
+            x=input_,
+            weight=used,
+            patched=lambda x, watched: _column(self, x, used, runtime_gather_output, megatron, watched),
+            original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
+            settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
+        )
+        return megatron.verifier.run(call)
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
@@ -160,7 +200,19 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
             megatron.say_uncovered(self, reason)
             result: Output = original(self, input_)
             return result
-        return _row(self, input_, megatron)
+        if megatron.verifier is None:
+            return _row(self, input_, megatron)
+        used = self.weight
+        call = Call(
+            layer=self,
+            path="row",
+            x=input_,
+            weight=used,
+            patched=lambda x, watched: _row(self, x, megatron, used, watched),
+            original=lambda layer, x, _: original(layer, x),
+            settings=lambda: _row_settings(self, input_, used, megatron),
+        )
+        return megatron.verifier.run(call)
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
@@ -178,8 +230,14 @@ def _column_uncovered(
 
 
 def _column(
-    layer: Any, input_: torch.Tensor, weight: torch.Tensor, runtime_gather_output: bool | None, megatron: Megatron
+    layer: Any,
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    runtime_gather_output: bool | None,
+    megatron: Megatron,
+    watched: torch.Tensor | None = None,
 ) -> Output:
+    """Run a column layer; `watched` is an alias of the weight for a check to see its gradient."""
     group = megatron.prepare(layer, input_, weight, column_choices)
     if layer.config.defer_embedding_wgrad_compute:
         limit = layer.config.wgrad_deferral_limit
@@ -187,13 +245,12 @@ def _column(
             layer.embedding_activation_buffer.append(input_)
     y = column_linear(
         input_,
-        weight,
+        weight if watched is None else watched,
         None if layer.skip_bias_add else layer.bias,
         group=group,
-        settings=megatron.settings,
+        settings=megatron.settings_for(layer, "column", input_, weight, reduce_input_grad=_reduces(layer)),
         sequence_parallel=layer.sequence_parallel,
-        # Where the layer does not reduce it by itself, Megatron's mapping of its input does.
-        reduce_input_grad=layer.allreduce_dgrad or not (layer.sequence_parallel or layer.disable_grad_reduce),
+        reduce_input_grad=_reduces(layer),
         before_communicating=megatron.confirm(group),
         weight_gradient=megatron.weight_gradient(layer, weight, deferrable=True),
     )
@@ -202,24 +259,41 @@ def _column(
     return y, layer.bias if layer.skip_bias_add else None
 
 
-def _row(layer: Any, input_: torch.Tensor, megatron: Megatron) -> Output:
-    weight = layer.weight  # read once: a parametrised weight computes anew at each reading
-    group = megatron.prepare(layer, input_, weight, row_choices)
+def _row(
+    layer: Any, input_: torch.Tensor, megatron: Megatron, weight: Any = None, watched: torch.Tensor | None = None
+) -> Output:
+    """Run a row layer; a check has read the weight, and sees its gradient through the alias `watched`."""
+    int8 = int8_weight(layer)
+    if int8 is not None or weight is None:
+        weight = layer.weight if int8 is None else int8  # read once: a parametrised weight computes anew
+    group = megatron.prepare(layer, input_, weight, row_choices if int8 is None else quantised_row_choices)
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
-    y = row_linear(
-        input_,
-        weight,
-        group=group,
-        settings=megatron.settings,
-        sequence_parallel=layer.sequence_parallel,
-        weight_gradient=megatron.weight_gradient(layer, weight, deferrable=False),
-        before_communicating=megatron.confirm(group),
-    )
+    common: dict[str, Any] = {
+        "group": group,
+        "settings": _row_settings(layer, input_, weight, megatron),
+        "sequence_parallel": layer.sequence_parallel,
+        "before_communicating": megatron.confirm(group),
+    }
+    if int8 is None:
+        gradient = megatron.weight_gradient(layer, weight, deferrable=False)
+        y = row_linear(input_, weight if watched is None else watched, weight_gradient=gradient, **common)
+    else:
+        y = quantised_row_linear(input_, int8, **common)
     if layer.skip_bias_add:
         return y, layer.bias
     return (y if layer.bias is None else y + layer.bias), None
+
+
+def _row_settings(layer: Any, x: torch.Tensor, weight: Any, megatron: Megatron) -> Settings:
+    """Return the settings for one call of a row layer; an int8 weight is not tuned for."""
+    return megatron.settings if int8_weight(layer) else megatron.settings_for(layer, "row", x, weight)
+
+
+def _reduces(layer: Any) -> bool:
+    """Tell whether a column layer sums its input gradient: by itself, or Megatron's mapping of the input does."""
+    return bool(layer.allreduce_dgrad or not (layer.sequence_parallel or layer.disable_grad_reduce))
 
 
 def _gathers_output(layer: Any, runtime_gather_output: bool | None) -> bool:

@@ -19,12 +19,11 @@ class Layers:
         return self
 
     def __exit__(self, *_):
-        from megatron.core import parallel_state
-
         import ascend_parallel
+        from ascend_parallel.testing import end_model_parallel
 
         ascend_parallel.configure(num_chunks=1)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
         self._shims.__exit__(None, None, None)
 
     def make(self, kind, sizes=(96, 96), seed=0, config=(), **arguments):

@@ -119,8 +119,9 @@ def needed(elves):
 
 
 # Arguments that may be given by name.
+ANTIQUANT = {"antiquant_scale", "antiquant_offset", "antiquant_group_size"}
 ALLOWED = {
-    "npu_mm_all_reduce_base": {"reduce_op", "comm_turn", "comm_mode"},
+    "npu_mm_all_reduce_base": {"reduce_op", "comm_turn", "comm_mode", *ANTIQUANT},
     "npu_mm_reduce_scatter_base": {"reduce_op", "comm_turn", "comm_mode"},
     "npu_all_gather_base_mm": {"gather_index", "gather_output", "comm_turn", "comm_mode"},
 }
@@ -142,6 +143,10 @@ class CpuKernels:
             self._library.impl(operator, getattr(self, operator), "CPU")
 
     def npu_mm_all_reduce_base(self, x1, x2, hcom, **options):
+        if x2.dtype == torch.int8:
+            x2 = dequantised(x1, x2, options)
+        else:
+            assert not ANTIQUANT & set(options), f"{set(options)} for a weight of {x2.dtype}"
         self._check("npu_mm_all_reduce_base", x1, x2, self.groups[hcom].size(), hcom, options)
         return self._sum(x1, x2, hcom).to(x1.dtype)
 
@@ -177,3 +182,20 @@ class CpuKernels:
             product.zero_()
         dist.all_reduce(product, group=group)
         return product
+
+
+def dequantised(x1, x2, options):
+    """What the page of npu_mm_all_reduce_base says an int8 weight [k, n] stands for, after the checks it names."""
+    (k, n), scale, size = x2.shape, options["antiquant_scale"], options.get("antiquant_group_size", 0)
+    assert 1 <= k <= 65535 and 1 <= n <= 65535, (k, n)
+    assert size == 0 or (32 <= size <= k - 1 and size % 32 == 0), f"antiquant_group_size {size}, k {k}"
+    shapes = [(-(-k // size), n)] if size else [(1,), (n,), (1, n)]
+    offset = options.get("antiquant_offset", torch.zeros_like(scale))
+    for given in (scale, offset):
+        assert given.dtype == x1.dtype and tuple(given.shape) in shapes, (given.dtype, given.shape, shapes)
+        assert given.is_contiguous(), f"strides {given.stride()}"
+    if size:
+        scale, offset = (given.repeat_interleave(size, 0)[:k] for given in (scale, offset))
+    w = ((x2.float() + offset.float()) * scale.float()).to(x1.dtype)
+    assert x2.is_contiguous() or x2.t().is_contiguous(), f"x2 with strides {x2.stride()}"
+    return w if x2.is_contiguous() else w.t().contiguous().t()

@@ -1,0 +1,103 @@
+"""From times to figures: medians, gains with their intervals, and how much of what could be hidden was.
+
+    E_bound = (T_serial - T) / (T_serial - max(T_matmul, T_comm))
+
+is 1 where the shorter of computation and communication has vanished, 0 where nothing was won. T_matmul
+and T_comm are those of the pass, each alone: in backward the weight gradient counts as matmul.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ascend_parallel.bench.passes import SERIAL
+
+RESAMPLES = 2000
+# Less to hide than this share of the serial time drowns in noise: no quotient is given.
+LEAST_SHARE = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to run a pass: median seconds, the serial time over its own with the 95 % interval, and E_bound."""
+
+    name: str
+    seconds: float
+    speedup: float
+    low: float
+    high: float
+    e_bound: float | None
+    sizes: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One pass; seconds."""
+
+    layer: str
+    run: str
+    operator: str
+    m: int
+    k: int
+    n: int
+    matmul: float
+    comm: float
+    serial: float
+    variants: list[Variant]
+
+    @property
+    def bound(self) -> float:
+        """Seconds nobody can go below."""
+        return max(self.matmul, self.comm)
+
+    @property
+    def best(self) -> Variant | None:
+        """The fastest variant, or None if all are slower than the serial path."""
+        fastest = min(self.variants, key=lambda variant: variant.seconds, default=None)
+        return fastest if fastest is not None and fastest.speedup > 1 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {**asdict(self), "bound": self.bound, "best": self.best.name if self.best else SERIAL}
+
+
+def rows_of(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
+    """Summarise what the ranks measured; names are those of the cases."""
+    return [_row(names[found["case"]], found) for found in measured]
+
+
+def _row(name: str, found: dict[str, Any]) -> Row:
+    parts, times = found["parts"], found["times"]
+    backward = found["run"] == "backward"
+    regathers = backward and found["kind"] == "column" and found["sequence_parallel"]
+    matmul = parts["matmul"] + (parts["weight_gradient"] if backward else 0.0)
+    comm = parts["collective"] + (parts["gather"] if regathers else 0.0)
+    serial = median(times[SERIAL])
+    variants = [
+        _variant(other, times[other], times[SERIAL], max(matmul, comm), found["sizes"].get(other, []))
+        for other in times
+        if other != SERIAL
+    ]
+    shape = {key: found[key] for key in ("run", "operator", "m", "k", "n")}
+    return Row(layer=name, matmul=matmul, comm=comm, serial=serial, variants=variants, **shape)
+
+
+def _variant(name: str, ours: list[float], serial: list[float], bound: float, sizes: list[int]) -> Variant:
+    seconds, whole = median(ours), median(serial)
+    low, high = interval(np.array(serial) / np.array(ours))
+    to_hide = whole - bound
+    e_bound = (whole - seconds) / to_hide if to_hide > LEAST_SHARE * whole else None
+    return Variant(
+        name=name, seconds=seconds, speedup=whole / seconds, low=low, high=high, e_bound=e_bound, sizes=sizes
+    )
+
+
+def interval(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median of paired ratios."""
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return float(low), float(high)

@@ -1,0 +1,261 @@
+"""``ascend-parallel bench`` and ``ascend-parallel tune``: layers measured on this machine's processors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from ascend_parallel.bench.results import Row, rows_of
+from ascend_parallel.bench.shapes import model_cases, scaled, shape_cases
+from ascend_parallel.bench.show import plot, show
+from ascend_parallel.measuring.link import End, LinkError, shaped_link
+from ascend_parallel.measuring.ranks import RankError, call_on_ranks
+from ascend_parallel.planning.models import Batch, find_model
+from ascend_parallel.planning.plan import cached_plan, load_plan
+from ascend_parallel.planning.plan import read_plan as plan_of
+from ascend_parallel.planning.tables import PlanningError, lookup
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+LAYERS = ("row", "column")
+SECONDS_A_PASS = 60.0
+
+ModelOption = Annotated[str | None, typer.Option(help="Layers of a preset: ascend-parallel predict --list.")]
+ShapeOption = Annotated[list[str] | None, typer.Option("--shape", metavar="M,K,N", help="A matmul; may be repeated.")]
+LayerOption = Annotated[str, typer.Option(help="For --shape: row, column or both.")]
+RanksOption = Annotated[int, typer.Option("--tp", min=2, max=64, help="Processes to start on this machine.")]
+SequenceOption = Annotated[int, typer.Option("--seq", min=1, help="For --model: rows of one sequence.")]
+BatchOption = Annotated[int, typer.Option("--micro-batch", min=1, help="For --model: sequences.")]
+ScaleOption = Annotated[int, typer.Option(min=1, help="For --model: make it so many times narrower.")]
+ParallelOption = Annotated[bool, typer.Option(help="Gather and scatter the sequence, or all-reduce.")]
+DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
+ChunksOption = Annotated[str, typer.Option(help="Counts to try, separated by commas.")]
+RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="How often each is timed, in turn.")]
+LinkOption = Annotated[str | None, typer.Option(metavar="RATE", help="Between the ranks, such as 1gbit; needs root.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to measure."""
+
+    names: list[str]
+    cases: list[dict[str, Any]]
+    ranks: int
+    chunks: list[int]
+    fused: bool
+    rounds: int
+    link: str | None
+    title: str
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the ranks are ended."""
+        return 60 + SECONDS_A_PASS * 2 * len(self.cases)
+
+
+def bench(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    layer: LayerOption = "both",
+    tp: RanksOption = 2,
+    seq: SequenceOption = 1024,
+    micro_batch: BatchOption = 1,
+    scale: ScaleOption = 1,
+    sequence_parallel: ParallelOption = True,
+    dtype: DtypeOption = "float32",
+    chunks: ChunksOption = "2,4,8",
+    rounds: RoundsOption = 15,
+    link: LinkOption = None,
+    every: Annotated[bool, typer.Option("--all", help="A line for every variant, not only the fastest.")] = False,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw into this file: .png, .svg, .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
+) -> None:
+    """Time linear layers: serial, in chunks, by the model's chunk sizes and fused, beside the bound.
+
+    The variants run in turn, in an order drawn anew for each round; medians, and the interval of the paired speedup.
+
+    Examples:
+
+      ascend-parallel bench --shape 2048,1024,1024 --link 1gbit
+
+      ascend-parallel bench --model llama2-7b --scale 8 --seq 512 --all
+
+      ascend-parallel bench --model llama3-8b --scale 4 --tp 4 --json > bench.json
+    """
+    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
+    with _errors("bench"):
+        request = _request(
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+        )
+        measured = _measure(request)
+        rows = rows_of(request.names, measured["passes"])
+        if plot_file is not None:
+            plot(rows, _conditions(request, measured), plot_file)
+    if as_json:
+        typer.echo(json.dumps(_report(request, measured, rows), indent=1))
+        return
+    show(rows, _conditions(request, measured), _console(), every=every)
+
+
+def tune(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    layer: LayerOption = "both",
+    tp: RanksOption = 2,
+    seq: SequenceOption = 1024,
+    micro_batch: BatchOption = 1,
+    scale: ScaleOption = 1,
+    sequence_parallel: ParallelOption = True,
+    dtype: DtypeOption = "float32",
+    chunks: ChunksOption = "2,3,4,6,8,12",
+    rounds: RoundsOption = 15,
+    link: LinkOption = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; the cache that COC_PARALLEL_NUM=auto reads.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan.")] = False,
+) -> None:
+    """Measure a model's layers and keep the fastest chunk sizes as a plan, one chunk where overlap loses.
+
+    A run measures its own shapes with COC_TUNE=plan.json; this does so before one.
+
+    Examples:
+
+      ascend-parallel tune --model llama2-7b --scale 8 --seq 512 --out plan.json
+
+      COC_PLAN=plan.json torchrun --nproc-per-node 2 train.py
+    """
+    with _errors("tune"):
+        request = _request(
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+        )
+        if out is not None and out.exists():
+            load_plan(str(out), "--out")  # what is no plan is not overwritten
+        measured = _measure(request)
+        plan = plan_of(measured["plan"])
+        path = out if out is not None else cached_plan(plan.machine)
+        plan.save(path)
+    if as_json:
+        typer.echo(json.dumps(plan.as_dict(), indent=1))
+        return
+    rows = rows_of(request.names, measured["passes"])
+    show(rows, _conditions(request, measured), _console())
+    won = sum(len(entry.sizes) > 1 for entry in plan.entries)
+    typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
+
+
+def _request(
+    model: str | None,
+    shapes: list[str] | None,
+    layer: str,
+    tp: int,
+    seq: int,
+    micro_batch: int,
+    scale: int,
+    sequence_parallel: bool,
+    dtype: str,
+    chunks: str,
+    rounds: int,
+    link: str | None,
+) -> Request:
+    if (model is None) == (not shapes):
+        raise PlanningError("give either --model or --shape")
+    chosen = lookup("--dtype", dtype, DTYPES)
+    if model is not None:
+        wide = find_model(model)
+        batch = Batch(
+            sequence=seq,
+            micro_batch=micro_batch,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            dtype=chosen,
+            device="cpu",
+        )
+        names, cases = model_cases(scaled(wide, scale), batch)
+        title = wide.title + (f", {scale} times narrower" if scale > 1 else "")
+    else:
+        kinds = lookup("--layer", layer, {"both": LAYERS, "row": ("row",), "column": ("column",)})
+        names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
+        title = "shapes"
+    counts = [int(text) if text.strip().isdigit() else 0 for text in chunks.split(",")]
+    if min(counts) < 2 or max(counts) > 64:
+        raise PlanningError(f"--chunks {chunks}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway")
+    return Request(
+        names=names,
+        cases=cases,
+        ranks=tp,
+        chunks=counts,
+        fused=True,
+        rounds=rounds,
+        link=link,
+        title=f"{title}, {dtype}",
+    )
+
+
+def _measure(request: Request) -> dict[str, Any]:
+    with _link(request) as ends, Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
+        found: dict[str, Any] = call_on_ranks(
+            "ascend_parallel.bench.passes:measure",
+            request.ranks,
+            limit=request.limit,
+            ends=ends,
+            on_progress=lambda line: status.update(line.replace("[", r"\[")),
+            cases=request.cases,
+            chunks=request.chunks,
+            fused=request.fused and request.link is None,
+            rounds=request.rounds,
+        )
+    return found
+
+
+@contextmanager
+def _link(request: Request) -> Iterator[list[End]]:
+    if request.link is None:
+        yield []
+        return
+    with shaped_link(request.link, request.ranks) as ends:
+        yield ends
+
+
+@contextmanager
+def _errors(command: str) -> Iterator[None]:
+    """End with 2 for what the user can put right, with 1 if a rank failed."""
+    try:
+        yield
+    except (PlanningError, LinkError, ValueError) as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(2) from error
+    except RankError as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _conditions(request: Request, measured: dict[str, Any]) -> str:
+    over = f"a link of {request.link}" if request.link else "loopback"
+    return (
+        f"{request.title}; {request.ranks} ranks of one thread over {over}; torch {measured['torch']}; "
+        f"medians of {request.rounds} rounds, ms"
+    )
+
+
+def _report(request: Request, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+    return {
+        "conditions": _conditions(request, measured),
+        "ranks": request.ranks,
+        "link": request.link,
+        "passes": [row.as_dict() for row in rows],
+        "times": [found["times"] for found in measured["passes"]],
+        "plan": measured["plan"],
+    }
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=160)

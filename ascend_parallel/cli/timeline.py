@@ -1,0 +1,95 @@
+"""The command `ascend-parallel timeline`."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ascend_parallel.timeline.files import TimelineError
+from ascend_parallel.timeline.merge import Merged, merge
+from ascend_parallel.timeline.report import COLUMNS, cell, clock
+from ascend_parallel.timeline.table import Row
+
+WIDTH = 120  # of a table that goes to a file
+
+app = typer.Typer(help="Timelines recorded with COC_TIMELINE.")
+
+
+@app.command()
+def timeline(
+    folder: Annotated[Path, typer.Argument(help="The folder that COC_TIMELINE named.")],
+    against: Annotated[
+        Path | None, typer.Option(help="The folder of a serial run (COC_MODE=1): drawn above, and for E_bound.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="One of several runs of the folder; else the latest.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; else the folder itself.")] = None,
+    png: Annotated[
+        bool | None, typer.Option("--png/--no-png", help="Also timeline.png; else if matplotlib is installed.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for scripts.")] = False,
+) -> None:
+    """Merge the ranks' files into trace.json (Perfetto), report.html and timeline.png, and show the table.
+
+    Example: COC_PARALLEL_NUM=4 COC_TIMELINE=/tmp/t torchrun ... ; ascend-parallel timeline /tmp/t
+    """
+    try:
+        merged = merge(folder, run, against)
+        written, lacking = merged.write(out or folder, png)
+    except (TimelineError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(_plain(merged, written), indent=2))
+    else:
+        _show(merged, written, lacking)
+    if open_:
+        webbrowser.open(written[1].resolve().as_uri())
+
+
+def _plain(merged: Merged, written: Sequence[Path]) -> dict[str, object]:
+    return {
+        "about": merged.about,
+        "layers": [row.as_dict() for row in merged.rows()],
+        "clocks": [asdict(shift) for shift in merged.shifts],
+        "notes": merged.notes,
+        "written": [str(path) for path in written],
+    }
+
+
+def _show(merged: Merged, written: Sequence[Path], lacking: Sequence[str]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(_table(merged.about, merged.rows()))
+    for shift in merged.shifts:
+        console.print(f"clock of {clock(shift)}", markup=False, highlight=False, soft_wrap=True)
+    for note in [*merged.notes, *lacking]:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    for path in written:
+        console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    silent = sum(not row.comm and row.comm is not None for row in rows)
+    others = f"; {silent} passes that do not communicate are in the report" if silent else ""
+    shown = Table(title=f"{title}: medians in ms{others}", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("layer", "pass", "chunks"):
+        shown.add_column(name, overflow="fold")
+    for name, *_ in COLUMNS:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row.comm == 0:
+            continue
+        cells = [cell(value(row), form) for _, value, form, _ in COLUMNS]
+        shown.add_row(row.layer, row.direction, row.kernel, *cells)
+    return shown

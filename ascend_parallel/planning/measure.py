@@ -1,0 +1,204 @@
+"""A layer's passes timed on a real group: with one chunk, and cut in other ways.
+
+What is timed is `column_linear` or `row_linear` itself, on random operands of the layer's shapes, so that
+a backward has its weight gradient beside it. The ranks meet at a barrier before every call, and a
+call takes as long as on its slowest rank; every rank then has the same numbers and decides alike.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.layer_choices import Pass, column_passes, row_passes
+from ascend_parallel.linear import column_linear, row_linear
+from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
+from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.planning.plan import Entry, Machine, Plan
+from ascend_parallel.settings import Settings
+
+Name = TypeVar("Name", bound=Hashable)
+Times = dict[Sizes, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layer as it is called on one rank of a group.
+
+    rows
+        Product of the leading dimensions of this rank's input.
+    n, k
+        Shape of this rank's weight.
+    """
+
+    kind: str
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    device: str
+    sequence_parallel: bool
+    reduce_input_grad: bool = True
+
+    def passes(self, ranks: int) -> list[Pass]:
+        """Return the operators it runs next to a collective, forward and backward."""
+        make = column_passes if self.kind == "column" else row_passes
+        passes = make(self.rows, self.k, self.n, ranks, self.sequence_parallel)
+        reduces = self.sequence_parallel or self.reduce_input_grad
+        return [one for one in passes if one.run == "forward" or self.kind == "row" or reduces]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Median seconds of what a pass is made of, each alone, on the slowest rank.
+
+    rows
+        Rows that are cut.
+    half
+        The collective of half the rows, from which its latency follows.
+    gather
+        Gathering the layer's input, as a column layer's sequence-parallel backward does.
+    """
+
+    rows: int
+    matmul: float
+    weight_gradient: float
+    collective: float
+    half: float
+    gather: float
+
+
+class Layer:
+    """A case with random operands, ready to be timed."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
+        """Make the operands from a generator of their own: the run's random state stays as it is."""
+        self.case, self.group = case, group
+        self._settings, self._machine = settings, machine
+        generator = torch.Generator().manual_seed(group.rank())
+        y_rows = self._output_rows()
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(case.device, case.dtype)
+
+        self.x = drawn(case.rows, case.k).requires_grad_()
+        self.weight = drawn(case.n, case.k).requires_grad_()
+        self.dy = drawn(y_rows, case.n)
+
+    def time_sizes(self, one: Pass, candidates: Sequence[Sizes], rounds: int) -> Times:
+        """Time one pass cut in each of these ways; as `time`."""
+        return self.time(one, {sizes: self.with_sizes(one, sizes) for sizes in candidates}, rounds)
+
+    def time(self, one: Pass, variants: Mapping[Name, Settings], rounds: int) -> dict[Name, list[float]]:
+        """Time one pass with each of `variants`, in an order drawn anew for every round, after a warm-up.
+
+        Returns the slowest rank's seconds by variant and round.
+        """
+        times: list[list[float]] = []
+        order = list(enumerate(variants.values()))
+        for index in range(rounds + 1):
+            random.Random(index).shuffle(order)  # alike on every rank
+            took = {place: self._once(one, settings) for place, settings in order}
+            times.append([took[place] for place in range(len(order))])
+        return dict(zip(variants, self._slowest(times[1:]).t().tolist(), strict=True))
+
+    def parts(self, one: Pass, rounds: int) -> Parts:
+        """Time what the pass is made of, each alone."""
+        like = self.x.detach()
+        operands = like.new_zeros(one.m, one.k), like.new_zeros(one.k, one.n)
+        rows = one.m if one.operator == ALL_REDUCE else one.m // self.group.size()
+        dy, x = like.new_zeros(one.m, self.case.n), like.new_zeros(one.m, self.case.k)
+        columns = one.k if one.operator == ALL_GATHER else one.n
+        calls: list[Callable[[], object]] = [
+            lambda: torch.mm(*operands),
+            lambda: torch.mm(dy.t(), x),
+            self._collective(one.operator, rows, columns),
+            self._collective(one.operator, max(rows // 2, 1), columns),
+            self._collective(ALL_GATHER, rows, self.case.k),
+        ]
+        times = [[self._clock(call) for call in calls] for _ in range(rounds + 1)]
+        medians = self._slowest(times[1:]).median(dim=0).values.tolist()
+        return Parts(rows, *medians)
+
+    def _collective(self, operator: str, rows: int, columns: int) -> Callable[[], object]:
+        """Return a call of the operator's collective alone, on `rows` of its rows."""
+        group, ranks = self.group, self.group.size()
+        # Zeros, because reducing the same tensor again and again would overflow.
+        piece = self.x.detach().new_zeros(rows, columns)
+        if operator == ALL_REDUCE:
+            return lambda: dist.all_reduce(piece, group=group)
+        whole = piece.new_zeros(ranks * rows, columns)
+        if operator == ALL_GATHER:
+            return lambda: all_gather_single(whole, piece, group).wait()
+
+        def scatter() -> None:
+            (one,) = reduce_scatters(piece, (rows,), group)
+            one.expect()
+            one.start(whole).wait()
+
+        return scatter
+
+    def _slowest(self, times: list[list[float]]) -> torch.Tensor:
+        """Return seconds by round and call as the slowest rank had them, on the CPU."""
+        slowest = torch.tensor(times, dtype=torch.float64 if self.case.device == "cpu" else torch.float32)
+        slowest = slowest.to(self.case.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
+        return slowest.cpu()
+
+    def _output_rows(self) -> int:
+        if not self.case.sequence_parallel:
+            return self.case.rows
+        ranks = self.group.size()
+        return self.case.rows * ranks if self.case.kind == "column" else self.case.rows // ranks
+
+    def with_sizes(self, one: Pass, sizes: Sizes) -> Settings:
+        """Return settings by which this pass is cut so."""
+        dtype = str(self.case.dtype).removeprefix("torch.")
+        entry = Entry(
+            run=one.run,
+            operator=one.operator,
+            m=one.m,
+            k=one.k,
+            n=one.n,
+            dtype=dtype,
+            sizes=sizes,
+            serial=1.0,
+            chosen=1.0,
+        )
+        return replace(self._settings, plan=Plan(self._machine, (entry,)), mode=2, fused=False, strict=False)
+
+    def _once(self, one: Pass, settings: Settings) -> float:
+        run: Callable[..., torch.Tensor] = column_linear if self.case.kind == "column" else row_linear
+        options: dict[str, Any] = {
+            "group": self.group,
+            "settings": settings,
+            "sequence_parallel": self.case.sequence_parallel,
+        }
+        if one.run == "forward":
+            with torch.no_grad():
+                return self._clock(lambda: run(self.x, self.weight, **options))
+        with torch.enable_grad():
+            y = run(self.x, self.weight, **options)
+        seconds = self._clock(lambda: torch.autograd.backward(y, self.dy))
+        self.x.grad = self.weight.grad = None
+        return seconds
+
+    def _clock(self, call: Callable[[], object]) -> float:
+        _synchronize(self.case.device)
+        dist.barrier(self.group)
+        start = time.perf_counter()
+        call()
+        _synchronize(self.case.device)
+        return time.perf_counter() - start
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,208 @@
+"""Chunk sizes found while a run goes: measured on the shapes that occur, or predicted from a few measurements.
+
+The first time a layer of some shape is called, all ranks of its group measure it together and keep what
+was fastest, or one chunk if overlap loses. Every decision is made from numbers that all ranks have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.layer_choices import Pass
+from ascend_parallel.ops.problem import ALL_GATHER
+from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.planning.measure import Case, Layer, Parts, Times
+from ascend_parallel.planning.pipeline import Call, makespan
+from ascend_parallel.planning.plan import (
+    Entry,
+    Machine,
+    Plan,
+    PlanError,
+    cached_plan,
+    differences,
+    load_plan,
+    this_machine,
+)
+from ascend_parallel.planning.search import best_sizes
+from ascend_parallel.settings import Settings
+
+log = logging.getLogger("ascend_parallel")
+
+COUNTS = (2, 4, 8)  # chunks tried first
+ROUNDS = 7  # of every candidate
+LEAST_GAIN = 0.02  # of the serial time: overlap has to win more than this, in the median of the rounds
+MOST_CHUNKS = 16
+ISSUE = 20e-6  # host seconds per launch, as benchmarks/host_cost.py measures it on a CPU
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for one pass: the sizes, and the median seconds of one chunk and of them."""
+
+    sizes: Sizes
+    serial: float
+    chosen: float
+
+
+class Tuner:
+    """Finds chunk sizes for the layers of one process, and keeps them in a plan, group by group.
+
+    With COC_TUNE what is not known yet is measured and kept in its file; with COC_PARALLEL_NUM=auto it is
+    predicted from a few measurements of its parts, beside what `ascend-parallel tune` left in the cache.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Measure and keep in the file that ``settings.tune`` names, or predict beside what the cache holds."""
+        # In a layer the plan stands in for these three.
+        self._settings = replace(settings, tune=None, auto=False, mode=settings.effective_mode)
+        self._measure = settings.tune is not None
+        self._file = settings.tune
+        self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
+
+    def settings_for(self, case: Case, group: dist.ProcessGroup, *, backward: bool) -> Settings:
+        """Return settings whose plan has this layer's passes; the first call of a case communicates on `group`."""
+        known = self._known.setdefault(group, {})
+        if (case, backward) not in known:
+            plan = self._plan(group, case.device)
+            passes = [one for one in case.passes(group.size()) if backward or one.run == "forward"]
+            missing = [one for one in passes if not _has(plan, one, case)]
+            if missing:
+                plan = plan.with_entries(tuple(self._entry(case, one, group, plan.machine) for one in missing))
+                self._plans[group] = plan
+                if self._measure and dist.get_rank() == 0:
+                    self._save(plan)
+            known[case, backward] = replace(self._settings, plan=plan)
+        return known[case, backward]
+
+    def _plan(self, group: dist.ProcessGroup, device: str) -> Plan:
+        if group not in self._plans:
+            self._plans[group] = self._agreed_start(group, device)
+        return self._plans[group]
+
+    def _agreed_start(self, group: dist.ProcessGroup, device: str) -> Plan:
+        """Return the plan in the file as the group's first rank sees it, or an empty one; every rank alike."""
+        backend: str = group._get_backend(torch.device(device)).name()
+        here = this_machine(group.size(), torch.device(device), backend)
+        said: list[Any] = [None]
+        if group.rank() == 0:
+            said = [self._read(here)]
+        dist.broadcast_object_list(said, group=group, group_src=0)
+        if isinstance(said[0], str):
+            raise PlanError(said[0])
+        plan: Plan = said[0]
+        return plan
+
+    def _read(self, here: Machine) -> Plan | str:
+        """Return the plan of the file, an empty one if there is no file, or why the file is not taken."""
+        path = self._path(here)
+        if not path.exists():
+            return Plan(here)
+        variable = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto, whose plan"
+        try:
+            plan = load_plan(str(path), variable)
+        except PlanError as error:
+            return str(error)
+        if different := differences(plan, here):
+            return (
+                f"{variable}={str(path)!r} was measured elsewhere: {'; '.join(different)}. "
+                "Name another file, or remove this one"
+            )
+        return plan
+
+    def _entry(self, case: Case, one: Pass, group: dist.ProcessGroup, machine: Machine) -> Entry:
+        layer = Layer(case, group, self._settings, machine)
+        parts = layer.parts(one, ROUNDS)
+        found = measured(layer, one, parts) if self._measure else predicted(case, one, parts, group.size())
+        dtype = str(case.dtype).removeprefix("torch.")
+        if group.rank() == 0:
+            log.info(
+                "tuned %s %s [%d, %d, %d]: %s, %.3f ms, one chunk %.3f ms",
+                one.run,
+                one.operator,
+                one.m,
+                one.k,
+                one.n,
+                list(found.sizes),
+                1e3 * found.chosen,
+                1e3 * found.serial,
+            )
+        return Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **vars(found))
+
+    def _path(self, machine: Machine) -> Path:
+        return cached_plan(machine) if self._file is None else Path(self._file)
+
+    def _save(self, plan: Plan) -> None:
+        path = self._path(plan.machine)
+        try:
+            plan.save(path)
+        except OSError as error:  # the other ranks go on: the run matters more than the file
+            log.warning("the plan could not be written to %s: %s", path, error.strerror)
+
+
+def measured(layer: Layer, one: Pass, parts: Parts) -> Found:
+    """Time equal steps first, then what the model makes of the parts; return the fastest, or one chunk."""
+    whole = (parts.rows,)
+    candidates = [split_rows(parts.rows, count) for count in COUNTS]
+    model = best_sizes(parts.rows, lambda sizes: seconds(layer.case, one, parts, layer.group.size(), sizes))
+    candidates += [model.sizes, model.equal]
+    tried = tuple(dict.fromkeys([whole, *candidates]))
+    if len(tried) == 1:
+        times = layer.time_sizes(one, tried, ROUNDS)
+        return Found(whole, median(times[whole]), median(times[whole]))
+    times = layer.time_sizes(one, tried, ROUNDS)
+    best = min(tried, key=lambda sizes: (median(times[sizes]), len(sizes)))
+    # Once more, the two alone, so that a lucky median among many does not decide.
+    if best != whole:
+        times = layer.time_sizes(one, (whole, best), ROUNDS)
+    return decide(times, whole, best)
+
+
+def decide(times: Times, whole: Sizes, best: Sizes) -> Found:
+    """Take `best` if it wins by more than noise in the rounds, paired with one chunk; else one chunk."""
+    serial = median(times[whole])
+    gains = [1 - ours / theirs for ours, theirs in zip(times[best], times[whole], strict=True)]
+    if best == whole or median(gains) <= LEAST_GAIN:
+        return Found(whole, serial, serial)
+    return Found(best, serial, median(times[best]))
+
+
+def predicted(case: Case, one: Pass, parts: Parts, ranks: int) -> Found:
+    """Return what the model finds best from the parts alone."""
+    best = best_sizes(parts.rows, lambda sizes: seconds(case, one, parts, ranks, sizes), most_chunks=MOST_CHUNKS)
+    if best.seconds > best.whole * (1 - LEAST_GAIN):
+        return Found((parts.rows,), best.whole, best.whole)
+    return Found(best.sizes, best.whole, best.seconds)
+
+
+def seconds(case: Case, one: Pass, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
+    """Predict a pass cut into `sizes` from the times of its parts: latency and slope of the collective, and shares."""
+    slope = max(2 * (parts.collective - parts.half) / parts.rows, 0.0)
+    latency = max(parts.collective - slope * parts.rows, 0.0)
+    gathers = one.operator == ALL_GATHER
+    own = parts.matmul / ranks if gathers else 0.0
+    regathers = one.run == "backward" and case.kind == "column" and case.sequence_parallel
+    call = Call(
+        compute=tuple((parts.matmul - own) * size / parts.rows for size in sizes),
+        collective=tuple(latency + slope * size for size in sizes),
+        communicate_first=gathers,
+        own=own,
+        before=(parts.gather,) if regathers else (),
+        tail=parts.weight_gradient if one.run == "backward" else 0.0,
+        issue=ISSUE,
+    )
+    return makespan(call)
+
+
+def _has(plan: Plan, one: Pass, case: Case) -> bool:
+    dtype = str(case.dtype).removeprefix("torch.")
+    return any(entry.key == (one.run, one.operator, one.m, one.k, one.n, dtype) for entry in plan.entries)

@@ -1,0 +1,109 @@
+"""The report: one page that needs nothing from outside, with the picture and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from ascend_parallel.timeline.align import Shift
+from ascend_parallel.timeline.drawing import COLOURS, MEANING, bars, names
+from ascend_parallel.timeline.picture import Picture
+from ascend_parallel.timeline.table import Row
+
+STYLE = """
+  body { font: 14px system-ui, 'DejaVu Sans', sans-serif; color: #1f2328; background: #fff; margin: 2em auto;
+         max-width: 1300px; padding: 0 1em }
+  h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 2em }
+  .picture { position: relative; display: flex; border: 1px solid #d0d7de; padding: 6px }
+  .labels { flex: none; width: 150px } .scroll { overflow-x: auto; flex: 1 }
+  svg text { font-size: 12px; fill: #1f2328 } svg .title { font-weight: bold }
+  svg.names { overflow: visible; position: relative; pointer-events: none }
+  .bar text { fill: #fff; font-size: 11px } .bar rect { stroke: #fff; stroke-width: 1 }
+  .pass text, .clocks text { fill: #59636e } .pass rect { stroke: none }
+  .lane { fill: #f6f8fa } .tick { stroke: #d0d7de } svg .quiet { fill: #59636e }
+  .key { white-space: nowrap; margin-left: 14px }
+  .key i { display: inline-block; width: 12px; height: 12px; margin-right: 5px; border: 1px solid #d0d7de }
+  table { border-collapse: collapse } th, td { padding: 3px 10px; border-bottom: 1px solid #d0d7de; text-align: right }
+  th:first-child, td:first-child, td:nth-child(2), td:nth-child(3) { text-align: left }
+  .warning { color: #9a3412 } button { font: inherit } .quiet { color: #59636e }
+"""
+SCRIPT = """
+  let zoom = 1;
+  const scroll = document.querySelector('.scroll'), time = document.querySelector('svg.time');
+  const look = (factor, at) => {
+    const x = (scroll.scrollLeft + at) / zoom;
+    zoom = Math.min(Math.max(zoom * factor, 1), 400);
+    time.style.width = zoom * 100 + '%';
+    scroll.scrollLeft = x * zoom - at;
+  };
+  document.querySelector('#in').onclick = () => look(2, scroll.clientWidth / 2);
+  document.querySelector('#out').onclick = () => look(0.5, scroll.clientWidth / 2);
+  scroll.addEventListener('wheel', event => {
+    if (!event.ctrlKey) return;
+    event.preventDefault();
+    look(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - scroll.getBoundingClientRect().left);
+  }, {passive: false});
+"""
+
+# Column, its value, and what it means.
+COLUMNS: list[tuple[str, Callable[[Row], float | None], str, str]] = [
+    ("T", lambda row: row.total, ".2f", "median of the whole pass, on the rank where it is longest"),
+    ("T_mm", lambda row: row.matmul, ".2f", "all its matmuls, the weight gradient's too"),
+    ("T_comm", lambda row: row.comm, ".2f", "time in which at least one of its collectives ran"),
+    ("exposed", lambda row: row.exposed, ".2f", "communication or waiting for it, while the rank computed nothing"),
+    ("hidden", lambda row: row.hidden, ".0%", "share of T_comm beside a computation"),
+    ("E_bound", lambda row: row.e_bound, ".2f", "1: all that could be hidden was; 0: nothing"),
+]
+
+
+def report(
+    pictures: Sequence[Picture], rows: Sequence[Row], shifts: Sequence[Shift], notes: Sequence[str], about: str
+) -> str:
+    """Return the page; `about` says which run it is, `notes` what a reader should know of it."""
+    warnings = "".join(f'<p class="warning">{escape(note)}</p>' for note in notes)
+    key = "".join(
+        f'<span class="key"><i style="background:{COLOURS[kind]}"></i>{meaning}</span> '
+        for kind, meaning in MEANING.items()
+    )
+    colours = "".join(f"  .{kind} rect {{ fill: {colour} }}\n" for kind, colour in COLOURS.items())
+    clocks = "".join(f"<li>{escape(clock(shift))}</li>" for shift in shifts)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Timeline {escape(about)}</title>
+<style>{STYLE}{colours}</style></head><body>
+<h1>Timeline of {escape(about)}</h1>
+{warnings}
+<p><button id="in">closer</button> <button id="out">farther</button>
+<span class="quiet">or Ctrl and the wheel; point at a bar for its times</span>{key}</p>
+<div class="picture"><div class="labels">{names(pictures)}</div><div class="scroll">{bars(pictures)}</div></div>
+<h2>Layers, medians in ms</h2>
+{_table(rows)}
+<h2>Clocks</h2>
+<ul>{clocks}</ul>
+<script>{SCRIPT}</script>
+</body></html>
+"""
+
+
+def clock(shift: Shift) -> str:
+    """Say how a rank's times came to the common clock."""
+    error = "an unknown error" if shift.error is None else f"at most {shift.error / 1e3:.0f} µs of error"
+    return f"rank {shift.rank}: {shift.offset / 1e3:+.0f} µs, {error}; {shift.how}"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    heads = "".join(f'<th title="{escape(meaning)}">{name}</th>' for name, _, _, meaning in COLUMNS)
+    lines = "".join(
+        f"<tr><td>{escape(row.layer)}</td><td>{row.direction}</td><td>{escape(row.shape)}</td>"
+        f"<td>{escape(row.kernel)}</td><td>{row.passes}</td><td>{row.rank}</td>"
+        + "".join(f"<td>{cell(value(row), form)}</td>" for _, value, form, _ in COLUMNS)
+        + "</tr>\n"
+        for row in rows
+    )
+    fixed = "".join(f"<th>{name}</th>" for name in ("layer", "pass", "operators [m, k, n]", "chunks", "passes", "rank"))
+    meanings = "".join(f"<li>{name}: {escape(meaning)}</li>" for name, _, _, meaning in COLUMNS)
+    return f"<table><tr>{fixed}{heads}</tr>\n{lines}</table>\n<ul class=quiet>{meanings}</ul>"
+
+
+def cell(value: float | None, form: str) -> str:
+    """Show a number, or that there is none."""
+    return "-" if value is None else format(value, form)

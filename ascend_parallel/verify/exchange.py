@@ -1,0 +1,70 @@
+"""What the ranks of a group tell each other about a check, through the group's store.
+
+Not by a collective: ranks that came to check different calls would then have a check's collective
+meet one of the run's own, which gives wrong numbers or a hang. The store tells them apart.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ascend_parallel.agreement import PATIENCE, _time_limit
+from ascend_parallel.ops.pending import describe
+from ascend_parallel.verify.report import VerificationError
+
+log = logging.getLogger("ascend_parallel")
+
+PLACE = "ascend_parallel/verify"
+
+
+def exchange(group: dist.ProcessGroup, what: str, value: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Give `value` to the other ranks of `group` and return every rank's, by global rank.
+
+    Plain values only. All ranks call it alike. Raises `VerificationError` naming `what` this rank waits at
+    and the ranks that did not come within the time limit of the group or its store, the shorter.
+    """
+    me = dist.get_rank()
+    if dist.get_backend(group) == "fake":  # ranks that do not exist have nothing to say
+        return {me: value}
+    store = c10d._get_process_group_store(group)
+    # Counted in the store, so that the count outlives a change of settings.
+    number = store.add(f"{PLACE}/number/{me}", 1)
+    keys = {rank: f"{PLACE}/{number}/{rank}" for rank in dist.get_process_group_ranks(group)}
+    store.set(keys[me], json.dumps(value))
+    _wait(store, keys, group, what)
+    told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+    # Every rank that has come this far has read the last exchange's, so nobody will read those before.
+    store.delete_key(f"{PLACE}/{number - 2}/{me}")
+    return told
+
+
+def _wait(store: Any, keys: dict[int, str], group: dist.ProcessGroup, what: str) -> None:
+    limit = _time_limit(group).total_seconds()
+    end = time.monotonic() + limit
+    missing = list(keys)
+    while missing:
+        left = end - time.monotonic()
+        try:
+            store.wait([keys[rank] for rank in missing], timedelta(seconds=max(min(left, PATIENCE), 0.01)))
+            return
+        except RuntimeError:  # time is up for this round of waiting, or the store is gone, which check() then raises
+            missing = [rank for rank in missing if not store.check([keys[rank]])]
+        if missing and left <= PATIENCE:
+            raise VerificationError(_absence(missing, group, what, limit))
+        if missing:
+            log.warning("%s", _absence(missing, group, what, PATIENCE))
+
+
+def _absence(missing: list[int], group: dist.ProcessGroup, what: str, seconds: float) -> str:
+    ranks = ", ".join(map(str, missing))
+    return (
+        f"rank {ranks} of {describe(group)} has not come to the check of {what} within {seconds:g} s: it has stopped, "
+        "or called the layer another number of times (a layer has to be called alike on every rank of its group)"
+    )

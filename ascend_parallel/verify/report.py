@@ -1,0 +1,184 @@
+"""What the checks of this process have found, layer by layer; to be shown, never to decide."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+log = logging.getLogger("ascend_parallel")
+
+QUANTITIES = ("output", "input gradient", "weight gradient")
+COLUMNS = ("forwards", "backwards", *QUANTITIES, "limit")
+HEADER = "  ".join(f"{name:>7}" for name in COLUMNS)
+
+
+class VerificationError(RuntimeError):
+    """A patched layer's result is further from the original's than the limit, or ranks check different calls."""
+
+
+@dataclass
+class LayerErrors:
+    """The largest errors of one layer, over all its checks and all ranks of its group.
+
+    layer, kind
+        Its name in the model, or, outside any, its number; its class.
+    forwards, backwards
+        How many of them were checked.
+    errors
+        Largest error by quantity ("output", "input gradient", "weight gradient"), relative to the
+        largest magnitude of the original's; a quantity that was never checked is missing.
+    limit
+        The error that is allowed.
+    """
+
+    layer: str
+    kind: str
+    forwards: int = 0
+    backwards: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    limit: float = 0.0
+
+    def add(self, direction: str, errors: list[dict[str, float]], limit: float) -> None:
+        """Count a check of a "forward" or "backward", and keep each rank's errors if they are the largest."""
+        self.limit = limit
+        self.forwards += direction == "forward"
+        self.backwards += direction == "backward"
+        for quantity, error in (item for of_rank in errors for item in of_rank.items()):
+            self.errors[quantity] = max(error, self.errors.get(quantity, 0.0))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What verification has found in this process.
+
+    every
+        Each so manieth call is checked; 0: none.
+    layers
+        The layers that were checked.
+    failures
+        What was raised.
+    notes
+        What could not be checked, and why.
+    """
+
+    every: int
+    layers: list[LayerErrors]
+    failures: list[str]
+    notes: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether anything was checked and nothing was over its limit."""
+        return bool(self.layers) and not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {**asdict(self), "passed": self.passed}
+
+    def __str__(self) -> str:
+        """Show a line for each layer."""
+        checks = sum(layer.forwards + layer.backwards for layer in self.layers)
+        lines = [f"verification, every {self.every} calls: {checks} checks of {len(self.layers)} layers, "]
+        lines[0] += f"{len(self.failures)} over the limit" if self.layers else "so nothing is known"
+        if self.layers:
+            width = max(len(layer.layer) for layer in self.layers)
+            lines.append(f"{'layer':{width}}  {HEADER}")
+            lines += [_line(layer, width) for layer in self.layers]
+        return "\n".join([*lines, *(f"failed: {text}" for text in self.failures), *(f"note: {n}" for n in self.notes)])
+
+
+def _line(layer: LayerErrors, width: int) -> str:
+    errors = [f"{layer.errors[q]:.1e}" if q in layer.errors else "-" for q in QUANTITIES]
+    cells = [layer.forwards, layer.backwards, *errors, f"{layer.limit:g}"]
+    columns = zip(cells, COLUMNS, strict=True)
+    return f"{layer.layer:{width}}  " + "  ".join(f"{cell:>{max(len(name), 7)}}" for cell, name in columns)
+
+
+class Ledger:
+    """What was found so far."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._layers: WeakKeyDictionary[torch.nn.Module, LayerErrors] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._records: list[LayerErrors] = []
+        self._failures: list[str] = []
+        self._notes: list[str] = []
+        self.rank: int | None = None
+
+    def record(self, layer: torch.nn.Module) -> LayerErrors:
+        """Return the layer's record, made when it is first asked for."""
+        if layer not in self._layers:
+            record = LayerErrors(self._name(layer), type(layer).__name__)
+            self._layers[layer] = record
+            self._records.append(record)
+        return self._layers[layer]
+
+    def fail(self, text: str) -> VerificationError:
+        """Keep a failure; return the error to raise."""
+        self._failures.append(text)
+        return VerificationError(text)
+
+    def note(self, text: str, rank: int) -> None:
+        """Say once, and by rank 0, what could not be checked."""
+        if text not in self._notes:
+            self._notes.append(text)
+            if rank == 0:
+                log.warning("verification: %s", text)
+
+    def summary(self, every: int) -> Verification:
+        """Return what is known now."""
+        checked = [record for record in self._records if record.errors]
+        layers = [replace(record, errors=dict(record.errors)) for record in checked]
+        return Verification(every, layers, list(self._failures), list(self._notes))
+
+    def clear(self) -> None:
+        """Forget what was found; layers keep their names."""
+        self._layers.clear()
+        for kept in (self._records, self._failures, self._notes):
+            kept.clear()
+
+    def _name(self, layer: torch.nn.Module) -> str:
+        if layer not in self._names:
+            self._names.update(module_names())
+        name = self._names.get(layer) or f"{type(layer).__name__} {len(self._records)}"
+        twins = sum(record.layer.partition(" #")[0] == name for record in self._records)
+        return f"{name} #{twins + 1}" if twins else name
+
+
+def module_names() -> dict[torch.nn.Module, str]:
+    """Name every module of this process by its place in the model: ``decoder.layers.0.mlp.linear_fc1``.
+
+    A layer does not know its place, so parents are looked for among all objects, in one walk. What stands
+    in several places is named by one of them; a wrapper's ``module.`` in front is left out.
+    """
+    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    parents = {
+        id(child): (module, name)
+        for module in modules
+        for name, child in module.__dict__.get("_modules", {}).items()
+        if child is not None
+    }
+    # Not those that compare by their contents: they may have no hash.
+    own: Any = object.__hash__
+    return {module: _place(module, parents) for module in modules if type(module).__hash__ is own}
+
+
+def _place(module: torch.nn.Module, parents: dict[int, tuple[torch.nn.Module, str]]) -> str:
+    names: list[str] = []
+    passed: set[int] = set()
+    while id(module) in parents and id(module) not in passed:
+        passed.add(id(module))
+        module, name = parents[id(module)]
+        names.insert(0, name)
+    while len(names) > 1 and names[0] == "module":
+        del names[0]
+    return ".".join(names)
+
+
+LEDGER = Ledger()

@@ -1,0 +1,249 @@
+"""One call of a patched layer, compared with Megatron-core's own forward and backward on the same input.
+
+The patched layer's gradients are taken where autograd hands them on, or from main_grad before and after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.layer_choices import (
+    Pass,
+    backward_settings,
+    column_backward_settings,
+    column_passes,
+    row_passes,
+)
+from ascend_parallel.linear import _autocast as cast_by_autocast
+from ascend_parallel.ops import npu, shm
+from ascend_parallel.ops.pending import describe
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
+from ascend_parallel.ops.registry import choose, name_of
+from ascend_parallel.patches.megatron.original import Forward, Original, Output
+from ascend_parallel.quantised import int8_weight
+from ascend_parallel.settings import Settings
+from ascend_parallel.verify import LEDGER, Difference, default_limit, difference, exchange, worst_place
+
+Pair = tuple[torch.Tensor, torch.Tensor, float]  # found, expected, and how far rounding may have moved the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a patched layer.
+
+    path
+        "column" or "row".
+    patched
+        Runs it on x, and on an alias of the weight if it is given one.
+    original
+        Runs Megatron-core's own forward, of something that has the layer's attributes, on x and weight.
+    settings
+        Tells what the operators were run with; asked after `patched`, when that needs no communication.
+    """
+
+    layer: Any
+    path: str
+    x: torch.Tensor
+    weight: torch.Tensor
+    patched: Callable[[torch.Tensor, torch.Tensor | None], Output]
+    original: Forward
+    settings: Callable[[], Settings]
+
+    @property
+    def graded(self) -> bool:
+        """Whether a backward may follow."""
+        return torch.is_grad_enabled() and (self.x.requires_grad or self.weight.requires_grad)
+
+
+class Check:
+    """One call, checked: its forward now and, if one comes, its backward."""
+
+    def __init__(self, call: Call, group: dist.ProcessGroup, number: int, limit: float | None) -> None:
+        """Check `call`, the layer's `number`-th; errors may be up to `limit`, None: what its dtype allows."""
+        self._layer, self._path, self._group, self._number = call.layer, call.path, group, number
+        self._weight: Any = call.weight  # to which Megatron attaches main_grad
+        self._shape, self._device = call.x.shape, call.x.device.type
+        self._graded, self._wants_dx = call.graded, call.x.requires_grad
+        self._dtype = cast_by_autocast(call.x.detach()).dtype
+        self._limit = default_limit(self._dtype) if limit is None else limit
+        self._record = LEDGER.record(call.layer)
+        self._settings: Settings | None = None
+        self._original: Original | None = None
+        self._dy: torch.Tensor | None = None
+        self._main_grad: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
+        self._put_off = 0
+        LEDGER.rank = dist.get_rank()
+
+    def forward(self, call: Call) -> Output:
+        """Run both forwards and compare them; return what the patched one returned."""
+        self._meet()
+        x, watched = call.x, None
+        if self._graded:
+            x, watched = _Watch.apply(self, call.x, call.weight)  # type: ignore[no-untyped-call]
+        y, bias = call.patched(x, watched)
+        self._settings = call.settings()
+        original = Original(call.layer, call.x, call.weight)
+        self._judge("forward", {"output": (y.detach(), original.forward(call.original), 0.0)})
+        if self._graded:
+            self._original = original
+            y.register_hook(self._take)  # type: ignore[no-untyped-call]
+        return y, bias
+
+    def backward(self, dx: torch.Tensor | None, dw: torch.Tensor | None) -> None:
+        """Run the original's backward and compare both gradients with the patched layer's."""
+        if self._dy is None or self._original is None:  # a second backward of a retained graph
+            return
+        expected_dx, expected_dw = self._original.backward(self._dy)
+        found = {}
+        if expected_dx is not None:
+            found["input gradient"] = (_or_zeros(dx, expected_dx), expected_dx, 0.0)
+        if expected_dw is not None:
+            dw, rounding = self._weight_gradient(dw, expected_dw)
+            if dw is not None:
+                found["weight gradient"] = (dw, expected_dw, rounding)
+        self._judge("backward", found)
+        self._original, self._dy, self._before, self._main_grad = None, None, None, None
+
+    def _meet(self) -> None:
+        """Make sure that every rank of the group has come to the check of the same call."""
+        graded = f"gradients of input {self._wants_dx}, of weight {self._weight.requires_grad}"
+        mine = f"call {self._number} of a {self._record.kind}: {self._operands()}; "
+        mine += graded if self._graded else "no gradients"
+        told = exchange(self._group, f"call {self._number} of {self._record.layer}", {"call": mine})
+        if any(value != told[dist.get_rank()] for value in told.values()):
+            what = "; ".join(f"rank {rank}: {value['call']}" for rank, value in told.items())
+            raise LEDGER.fail(
+                f"ranks of {describe(self._group)} came to the checks of different calls ({what}): a layer has to be "
+                "called alike on every rank of its group"
+            )
+
+    def _take(self, dy: torch.Tensor) -> None:
+        """Keep what the patched backward begins with: the output's gradient, and main_grad as it is now."""
+        if self._original is None:
+            return
+        self._dy = dy.detach()
+        self._put_off = self._deferred()
+        if self._layer.gradient_accumulation_fusion and self._weight.requires_grad:
+            self._main_grad = getattr(self._weight, "main_grad", None)
+            self._before = None if self._main_grad is None else self._main_grad.clone()
+
+    def _deferred(self) -> int:
+        """Return how many of the layer's weight gradients wait to be computed."""
+        return len(getattr(self._layer, "grad_output_buffer", None) or ())
+
+    def _weight_gradient(self, dw: torch.Tensor | None, expected: torch.Tensor) -> tuple[torch.Tensor | None, float]:
+        """Return the patched layer's weight gradient and how far main_grad's rounding may have moved it."""
+        if self._deferred() > self._put_off:
+            return self._unknown("is deferred (defer_embedding_wgrad_compute)")
+        if not self._layer.gradient_accumulation_fusion:
+            return _or_zeros(dw, expected), 0.0
+        main, before = self._main_grad, self._before
+        if hasattr(self._weight, "__fsdp_param__"):
+            return self._unknown("goes to a buffer of Megatron-FSDP")
+        if main is None or before is None:
+            return self._unknown("has no main_grad to go to")
+        if self._weight.main_grad is not main:
+            return self._unknown("went to another main_grad than the weight had before")
+        magnitude = max(float(bound.abs()) for bound in torch.aminmax(before))
+        if not math.isfinite(magnitude):
+            return self._unknown("was added to a main_grad that was not finite")
+        wide = torch.promote_types(main.dtype, torch.float32)
+        return main.to(wide) - before, torch.finfo(main.dtype).eps * magnitude
+
+    def _unknown(self, why: str) -> tuple[None, float]:
+        LEDGER.note(f"{self._record.layer}: the weight gradient {why} and is not checked", dist.get_rank())
+        return None, 0.0
+
+    def _judge(self, direction: str, found: dict[str, Pair]) -> None:
+        """Compare, tell the other ranks, and raise on all of them if one found an error over the limit."""
+        apart = {quantity: difference(*pair) for quantity, pair in found.items()}
+        for quantity, one in apart.items():
+            if one.skipped:
+                which = f"{self._record.layer}: where the original's {quantity} is not finite"
+                LEDGER.note(f"{which} it is not compared", dist.get_rank())
+        errors = {quantity: one.error for quantity, one in apart.items()}
+        over = {quantity: error for quantity, error in errors.items() if not error <= self._limit}
+        worst = max(over, key=lambda quantity: over[quantity], default=None)
+        failure = None if worst is None else self._failure(direction, worst, found[worst], apart[worst])
+        what = f"the {direction} of call {self._number} of {self._record.layer}"
+        told = exchange(self._group, what, {"errors": errors, "failure": failure})
+        self._record.add(direction, [value["errors"] for value in told.values()], self._limit)
+        failed = [value for value in told.values() if value["failure"]]
+        if failed:
+            raise LEDGER.fail(max(failed, key=lambda value: max(value["errors"].values()))["failure"])
+
+    def _failure(self, direction: str, quantity: str, pair: Pair, apart: Difference) -> str:
+        found, expected, _ = pair
+        sequence_parallel = ", sequence parallel" if self._layer.sequence_parallel else ""
+        if found.shape == expected.shape:
+            place, value, original = worst_place(found, expected)
+            wrong = (
+                f"its error is {apart.error:.2e} of the largest magnitude {apart.scale:.3g}, more than {self._limit:g} "
+                f"(verify_limit); worst at {place} of {list(found.shape)}: {value:.6g}, by megatron-core's own "
+                f"{original:.6g}"
+            )
+        else:
+            wrong = f"its shape is {list(found.shape)}, by megatron-core's own {list(expected.shape)}"
+        return (
+            f"{self._record.layer} ({self._record.kind}, {self._path}{sequence_parallel}): the {quantity} of call "
+            f"{self._number} is wrong on rank {dist.get_rank()} of {describe(self._group)}: {wrong}. Called with "
+            f"{self._operands()}. {self._operators(direction)}"
+        )
+
+    def _operands(self) -> str:
+        return f"input {list(self._shape)}, weight {list(self._weight.shape)}, {self._dtype}"
+
+    def _operators(self, direction: str) -> str:
+        """Say with which kernels and in which chunks the pass ran its operators."""
+        column, sequence_parallel, settings = self._path == "column", self._layer.sequence_parallel, self._settings
+        assert settings is not None
+        (n, k), m = self._weight.shape, self._shape[:-1].numel()
+        passes = (column_passes if column else row_passes)(m, k, n, self._group.size(), sequence_parallel)
+        if direction == "backward":
+            settings = column_backward_settings(settings) if column else backward_settings(settings)
+            unreduced = column and not sequence_parallel and self._layer.disable_grad_reduce
+            passes = passes if self._wants_dx and not unreduced else []
+        ran = [self._operator(one, settings) for one in passes if one.run == direction]
+        return f"Its {direction} ran {', '.join(ran) or 'no operator'}"
+
+    def _operator(self, one: Pass, settings: Settings) -> str:
+        problem = Problem(one.operator, one.m, one.k, one.n, self._dtype, self._device, self._group.size())
+        int8 = int8_weight(self._layer)
+        if int8 is not None and one.operator == ALL_REDUCE:
+            problem = with_scales(problem, int8)
+        if settings.fused and self._device == "cpu":
+            problem = replace(problem, shm=shm.reach(self._group))  # known, since the operator has run
+        elif settings.fused and self._device == "npu":
+            problem = replace(problem, soc=npu.soc_name())
+        choice = choose(problem, settings)
+        return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
+
+
+class _Watch(torch.autograd.Function):
+    """Hands input and weight on, and their gradients to the check, together, before anybody accumulates them."""
+
+    @staticmethod
+    def forward(ctx: Any, check: Check, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.check = check
+        ctx.set_materialize_grads(False)  # a weight gradient in main_grad is none to autograd
+        handed = x.view_as(x), weight.view_as(weight)
+        needs = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(one for one, need in zip(handed, needs, strict=True) if not need))
+        return handed
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor | None, dw: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.check.backward(dx, dw)
+        return None, dx, dw
+
+
+def _or_zeros(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return the gradient; none at all is one of zeros."""
+    return torch.zeros_like(like) if gradient is None else gradient

@@ -1,0 +1,89 @@
+"""Megatron-core's own forward and backward of one call, run beside a patched layer without leaving a trace.
+
+It runs on aliases of the same input and weight. Its weight gradient is returned instead of accumulated,
+its gradients go nowhere else, and buffers and random states are afterwards as they were.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from ascend_parallel.linear import _autocast as cast_by_autocast
+from ascend_parallel.ops.operators import without_autocast
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
+Forward = Callable[[Any, torch.Tensor, torch.Tensor], Output]
+
+
+class Original:
+    """One call of a layer as Megatron-core computes it."""
+
+    def __init__(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Take aliases of x and weight, cast as autocast casts them, which want the gradients that those want."""
+        self._x, self._weight = (cast_by_autocast(operand).detach() for operand in (x, weight))
+        if torch.is_grad_enabled():
+            self._x.requires_grad_(x.requires_grad)
+            self._weight.requires_grad_(weight.requires_grad)
+        self._layer = StandIn(
+            layer,
+            weight=self._weight,
+            # In the operands' dtype too: the original's backward under CPU autocast takes no other.
+            bias=None if layer.bias is None else cast_by_autocast(layer.bias).detach(),
+            gradient_accumulation_fusion=False,
+            config=StandIn(layer.config, defer_embedding_wgrad_compute=False),
+        )
+        self._output: GradientEdge | None = None
+
+    def forward(self, forward: Forward) -> torch.Tensor:
+        """Return the output; of its graph only what a backward needs is kept, which is x and the weight."""
+        with leaving_no_trace(self._x.device), saved_tensors_hooks(_as_it_is, _as_it_is):
+            y = without_autocast(forward)(self._layer, self._x, self._weight)[0]
+        self._output = get_gradient_edge(y) if y.requires_grad else None
+        return y.detach()
+
+    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of input and weight, None for one that is not wanted; once."""
+        assert self._output is not None
+        wanted = [alias for alias in (self._x, self._weight) if alias.requires_grad]
+        with leaving_no_trace(self._x.device):
+            gradients = iter(torch.autograd.grad([self._output], wanted, [dy], allow_unused=True))
+        dx, dw = (next(gradients) if alias.requires_grad else None for alias in (self._x, self._weight))
+        return dx, dw
+
+
+class StandIn:
+    """Has the attributes of another object, some of them replaced; what is set on it stays on it."""
+
+    def __init__(self, other: Any, **replaced: Any) -> None:
+        """Stand in for `other`."""
+        vars(self).update(replaced, _stands_for=other)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what was not replaced."""
+        return getattr(vars(self)["_stands_for"], name)
+
+
+@contextmanager
+def leaving_no_trace(device: torch.device) -> Iterator[None]:
+    """Put back the random states of the CPU and `device`, and lend Megatron another global buffer, for a while."""
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    buffer = state._GLOBAL_MEMORY_BUFFER
+    devices = [] if device.type == "cpu" else [device.index]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        if buffer is not None:
+            state._GLOBAL_MEMORY_BUFFER = type(buffer)()
+        try:
+            yield
+        finally:
+            state._GLOBAL_MEMORY_BUFFER = buffer
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    """Save a tensor as it is, past the hooks of a checkpoint or an offloader, which count and move what is saved."""
+    return saved

@@ -1,0 +1,262 @@
+"""The npu kernel run with the real torch_npu wheel, whose operators here run on CPU.
+
+Nothing here ran on an NPU. What is shown is that our calls fit the wheel's schemas and the documented
+limits, and that the layers built on them are right if the operators do what their documentation says.
+"""
+
+import gc
+import itertools
+from dataclasses import replace
+
+import npu_wheel
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+from test_linear import part, whole_layer
+from test_npu import A2, BF16, DTYPES
+from truth import close
+
+from ascend_parallel import QuantisedWeight, Settings, column_linear, quantise_weight, quantised_row_linear, row_linear
+from ascend_parallel.ops import npu
+
+GRAINS = [("tensor", 0), ("channel", 0), ("group", 32), ("group", 192)]
+MM_ALL_REDUCE = "npu_mm_all_reduce_base"
+
+
+@pytest.fixture(scope="module")
+def with_torch_npu(tmp_path_factory):
+    """Give ``run(function)``: it runs a function of this file on 2 ranks that have the real torch_npu."""
+    try:
+        environ = npu_wheel.environment(tmp_path_factory.mktemp("stubs"))
+    except npu_wheel.Missing as reason:
+        pytest.skip(str(reason))
+
+    def run(function):
+        code = f"import test_npu_wheel as tests; tests.on_a_rank(tests.{function.__name__})"
+        for rank, finished in enumerate(launch(code, [environ] * 2)):
+            assert finished.returncode == 0, f"rank {rank}:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
+            assert "every check was made" in finished.stdout
+
+    return run
+
+
+def on_a_rank(function):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    kernels = npu_wheel.CpuKernels()
+    kernels.groups["tensor parallel"] = dist.group.WORLD
+    npu.set_hccl_name(dist.group.WORLD, "tensor parallel")
+    function(kernels, dist.group.WORLD)
+    print("every check was made")
+    # A gloo group that lives on to the interpreter's end may abort the process, with torch_npu and without.
+    kernels.groups.clear()
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def operands(group, m, k, n, dtype):
+    """Every rank's x and w [R, ...] in float64 but of `dtype`'s precision, and this rank's in `dtype`."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((group.size(), m, k), (group.size(), k, n))
+    x, w = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).double() for size in sizes)
+    return x, w, x[group.rank()].to(dtype), w[group.rank()].to(dtype)
+
+
+def layouts(x, w):
+    """The same operands in every layout that a layer may hand over."""
+    yield x, w
+    yield x, w.t().contiguous().t()  # a forward: the weight's transposed view
+    yield x.t().contiguous().t(), w
+    yield torch.cat([x, x], 1)[:, : x.shape[1]], torch.cat([w, w], 1)[:, : w.shape[1]]
+
+
+def operators(kernels, group):
+    ranks, rank = group.size(), group.rank()
+    for dtype, (m, k, n) in itertools.product(DTYPES, [(40, 256, 24), (2, 384, 512)]):
+        xs, ws, x_r, w_r = operands(group, m, k, n, dtype)
+        total, y_gathered = (xs @ ws).sum(0), xs.flatten(0, 1) @ ws[rank]
+        for x, w in layouts(x_r, w_r):
+            meta = x.to("meta"), w.to("meta"), group, ()
+            reduced = npu.matmul_all_reduce(x, w, group, ()).wait()
+            close(reduced, total, dtype)
+            assert npu.matmul_all_reduce(*meta).wait().shape == reduced.shape
+            scattered = npu.matmul_reduce_scatter(x, w, group, ()).wait()
+            close(scattered, total.chunk(ranks)[rank], dtype)
+            assert npu.matmul_reduce_scatter(*meta).wait().shape == scattered.shape
+            y, gathered = npu.all_gather_matmul(x, w, group, ())
+            close(y, y_gathered, dtype)
+            assert torch.equal(gathered.double(), xs.flatten(0, 1))
+            assert [t.shape for t in npu.all_gather_matmul(*meta)] == [y.shape, gathered.shape]
+    kernels.wrong = True  # the same checks notice one rank's missing part
+    for wrong, truth in (
+        (npu.matmul_all_reduce(x, w, group, ()).wait(), total),
+        (npu.matmul_reduce_scatter(x, w, group, ()).wait(), total.chunk(ranks)[rank]),
+    ):
+        with pytest.raises(AssertionError, match="relative error"):
+            close(wrong, truth, dtype)
+
+
+def test_operators_match_the_truth_in_every_layout(with_torch_npu):
+    with_torch_npu(operators)
+
+
+def arguments(kernels, group):
+    import torch_npu
+
+    _, _, x, w = operands(group, 8, 256, 16, BF16)
+    for keep_gathered, comm_mode in itertools.product((True, False), (None, "ai_cpu", "aiv")):
+        kernels.calls.clear()
+        npu.matmul_all_reduce(x, w, group, (), comm_mode=comm_mode)
+        npu.matmul_reduce_scatter(x, w, group, (), comm_mode=comm_mode)
+        _, gathered = npu.all_gather_matmul(x, w, group, (), keep_gathered=keep_gathered, comm_mode=comm_mode)
+        assert [operator for operator, _ in kernels.calls] == list(npu_wheel.ALLOWED)
+        assert [options.get("comm_mode") for _, options in kernels.calls] == [comm_mode] * 3
+        assert kernels.calls[2][1].get("gather_output", True) is keep_gathered
+        assert (gathered is not None) is keep_gathered
+    with pytest.raises(RuntimeError, match="Unknown keyword argument 'chunks'"):  # the schemas are the wheel's own
+        torch_npu.npu_mm_all_reduce_base(x, w, "tensor parallel", chunks=4)
+    with pytest.raises(RuntimeError, match=r"missing value for argument 'input'"):
+        torch_npu.npu_mm_reduce_scatter_base(x1=x, x2=w, hcom="tensor parallel", world_size=2)
+
+    other = kernels.groups["another"] = dist.new_group()
+    npu.set_hccl_name(other, "another")
+    assert npu.hccl_name(group) == "tensor parallel" and npu.hccl_name(other) == "another"
+    npu.matmul_all_reduce(x, w, other, ())
+    names_are_asked_once()
+
+
+def names_are_asked_once():
+    class Backend:
+        asked = 0
+
+        def get_hccl_comm_name(self, rank):
+            Backend.asked += 1
+            return f"name of rank {rank}"
+
+    class Group:
+        def _get_backend(self, device):
+            assert device.type == "npu"
+            return Backend()
+
+    group = Group()
+    assert npu.hccl_name(group) is npu.hccl_name(group) == f"name of rank {dist.get_rank()}"
+    assert Backend.asked == 1
+
+
+def test_arguments_are_what_the_schemas_and_the_documentation_ask_for(with_torch_npu):
+    with_torch_npu(arguments)
+
+
+def layers(kernels, group):
+    """All four layers; every matmul next to a collective contracts over 256 at least."""
+    as_if_on_an_npu()
+    for dtype, sequence_parallel, shape in itertools.product(DTYPES, (False, True), [(64, 256), (36, 2, 256)]):
+        for recompute in (True, False):
+            settings = Settings(
+                fused=True, strict=True, enable_coc_in_column_backward=True, recompute_all_gather=recompute
+            )
+            kernels.calls.clear()
+            check_column(group, shape, dtype, settings, sequence_parallel)
+            called = ["npu_all_gather_base_mm", "npu_mm_reduce_scatter_base"]
+            expected = called if sequence_parallel else ["npu_mm_all_reduce_base"]
+            assert [operator for operator, _ in kernels.calls] == expected, kernels.calls
+        kernels.calls.clear()
+        check_row(group, (*shape[:-1], 512), dtype, settings, sequence_parallel)
+        expected = called[::-1] if sequence_parallel else ["npu_mm_all_reduce_base"]
+        assert [operator for operator, _ in kernels.calls] == expected, kernels.calls
+
+
+def check_column(group, shape, dtype, settings, sequence_parallel):
+    x, weight, bias, y, dy = whole_layer(shape, 512, dtype)
+    x_r = (part(x, group, 0) if sequence_parallel else x.detach()).to(dtype).requires_grad_()
+    w_r, b_r = (part(t, group, 0).to(dtype).requires_grad_() for t in (weight, bias))
+    y_r = column_linear(x_r, w_r, b_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
+    y_r.backward(part(dy, group, -1).to(dtype))
+    close(y_r, part(y, group, -1), dtype)
+    close(x_r.grad, part(x.grad, group, 0) if sequence_parallel else x.grad, dtype)
+    close(w_r.grad, part(weight.grad, group, 0), dtype)
+    close(b_r.grad, part(bias.grad, group, 0), dtype)
+
+
+def check_row(group, shape, dtype, settings, sequence_parallel):
+    x, weight, bias, y, dy = whole_layer(shape, 256, dtype)
+    x_r, w_r = (part(t, group, -1).to(dtype).requires_grad_() for t in (x, weight))
+    y_r = row_linear(x_r, w_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
+    y_r.backward((part(dy, group, 0) if sequence_parallel else dy).to(dtype))
+    y = (y - bias).detach()
+    close(y_r, part(y, group, 0) if sequence_parallel else y, dtype)
+    close(x_r.grad, part(x.grad, group, -1), dtype)
+    close(w_r.grad, part(weight.grad, group, -1), dtype)
+
+
+def test_all_four_layers_match_the_truth_forward_and_backward(with_torch_npu):
+    with_torch_npu(layers)
+
+
+def as_if_on_an_npu():
+    """Have every operator of this process choose as on an NPU, with the tensors where they are."""
+    from ascend_parallel.ops import operators
+
+    describe = operators.problem_of
+    operators.problem_of = lambda *call: replace(describe(*call), device="npu")
+    npu.soc_name = lambda: A2
+
+
+def int8_weights(kernels, group):
+    """Every grain, with and without offset, in both layouts: the operator alone, and the layer by its choice."""
+    as_if_on_an_npu()
+    for dtype, (grain, size), symmetric in itertools.product(DTYPES, GRAINS, (True, False)):
+        xs, ws, x, w = operands(group, 40, 200, 24, dtype)
+        weights = [quantise_weight(one.to(dtype), grain, group_size=size, symmetric=symmetric) for one in ws]
+        truth = sum(one @ w.dequantise(torch.float64) for one, w in zip(xs, weights, strict=True))
+        for laid_out in (w, w.t().contiguous().t()):
+            w_r = quantise_weight(laid_out, grain, group_size=size, symmetric=symmetric)
+            kernels.calls.clear()
+            close(npu.matmul_all_reduce(x, w_r, group, ()).wait(), truth, dtype)
+            assert npu.matmul_all_reduce(x.to("meta"), on_meta(w_r), group, ()).wait().shape == truth.shape
+            x_r = x.clone().requires_grad_()
+            settings = Settings(fused=True, strict=True)
+            y = quantised_row_linear(x_r.view(4, 10, 200), w_r, group=group, settings=settings)
+            y.sum().backward()
+            close(y, truth.view(4, 10, 24), dtype)
+            close(x_r.grad, torch.ones(40, 24).double() @ w_r.dequantise(torch.float64).t(), dtype)
+            given = {"antiquant_scale", *(() if symmetric else ("antiquant_offset",))}
+            given |= {"antiquant_group_size"} if size else set()
+            assert [(call, given <= set(options)) for call, options in kernels.calls] == [(MM_ALL_REDUCE, True)] * 2
+    kernels.calls.clear()
+    wide = [quantise_weight(one.float(), "channel") for one in ws]  # scales in fp32, which the operator does not take
+    y = quantised_row_linear(x, wide[group.rank()], group=group, settings=Settings(fused=True))
+    close(y, sum(one @ w.dequantise(torch.float64) for one, w in zip(xs, wide, strict=True)), dtype)
+    assert kernels.calls == []
+
+
+def on_meta(w):
+    offset = None if w.offset is None else w.offset.to("meta")
+    return QuantisedWeight(w.values.to("meta"), w.scale.to("meta"), offset, w.group_size)
+
+
+def test_int8_weights_reach_the_operator(with_torch_npu):
+    with_torch_npu(int8_weights)
+
+
+def comm_modes(kernels, group):
+    """Settings.comm_mode from a layer's call to the operator's keyword argument; None is not passed at all."""
+    as_if_on_an_npu()
+    x, w = torch.randn(8, 512).to(BF16), torch.randn(256, 512).to(BF16)
+    for comm_mode, sequence_parallel in itertools.product((None, "ai_cpu", "aiv"), (False, True)):
+        settings = Settings(fused=True, enable_coc_in_column_backward=True, strict=True, comm_mode=comm_mode)
+        kernels.calls.clear()
+        for layer in (column_linear, row_linear):
+            x_r, w_r = x.clone().requires_grad_(), w.clone().requires_grad_()
+            layer(x_r, w_r, group=group, settings=settings, sequence_parallel=sequence_parallel).sum().backward()
+        called = [operator for operator, _ in kernels.calls]
+        scatter, gather = "npu_mm_reduce_scatter_base", "npu_all_gather_base_mm"
+        assert called == ([gather, scatter, scatter, gather] if sequence_parallel else [MM_ALL_REDUCE] * 2), called
+        for _, options in kernels.calls:
+            assert options.get("comm_mode", "not passed") == (comm_mode or "not passed")
+
+
+def test_comm_mode_reaches_every_operator(with_torch_npu):
+    with_torch_npu(comm_modes)

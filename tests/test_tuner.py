@@ -1,0 +1,157 @@
+"""COC_TUNE and COC_PARALLEL_NUM=auto: what is found in a run, alike on every rank."""
+
+import json
+import logging
+
+import pytest
+import torch
+from layers import Layers
+
+import ascend_parallel
+from ascend_parallel import Settings
+from ascend_parallel.planning import measure, plan, tuner
+from ascend_parallel.planning.measure import Case, Parts
+from ascend_parallel.planning.tuner import Tuner, decide, predicted
+
+
+@pytest.mark.parametrize(
+    ("ours", "sizes"),
+    [([0.5, 0.5, 0.5], (32, 32)), ([0.99, 0.99, 0.99], (64,)), ([1.5, 0.5, 1.5], (64,)), ([0.9, 1.2, 0.9], (32, 32))],
+)
+def test_overlap_has_to_win_in_most_rounds(ours, sizes):
+    times = {(64,): [1.0, 1.0, 1.0], (32, 32): ours}
+    found = decide(times, (64,), (32, 32))
+    assert found.sizes == sizes
+    assert found.serial == 1.0
+
+
+CASE = Case(kind="row", rows=1024, n=64, k=64, dtype=torch.float32, device="cpu", sequence_parallel=False)
+
+
+def parts(matmul, collective, latency):
+    return Parts(1024, matmul, matmul, collective, latency + (collective - latency) / 2, collective)
+
+
+def test_what_the_model_makes_of_the_parts():
+    (one,) = CASE.passes(2)
+    balanced = predicted(CASE, one, parts(10e-3, 10e-3, 50e-6), 2)
+    assert len(balanced.sizes) > 2
+    assert balanced.chosen < 0.7 * balanced.serial
+    assert predicted(CASE, one, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
+    assert predicted(CASE, one, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
+    bound = predicted(CASE, one, parts(10e-3, 30e-3, 50e-6), 2)
+    assert bound.sizes[0] < bound.sizes[-1]  # communication-bound: a short first chunk
+
+
+def cases(group):
+    """Every kind of layer, measured and predicted; the sizes have to be the same on every rank."""
+    found = {}
+    for kind in ("column", "row"):
+        for sequence_parallel in (False, True):
+            for tune in ("nowhere.json", None):
+                settings = Settings(tune=tune, auto=tune is None)
+                one = Tuner(settings)
+                one._save = lambda *_: None
+                case = Case(
+                    kind=kind,
+                    rows=192,
+                    n=48,
+                    k=64,
+                    dtype=torch.float32,
+                    device="cpu",
+                    sequence_parallel=sequence_parallel,
+                )
+                torch.manual_seed(3)
+                before = torch.get_rng_state()
+                chosen = one.settings_for(case, group, backward=True)
+                assert torch.equal(before, torch.get_rng_state())
+                assert one.settings_for(case, group, backward=True) is chosen
+                found[kind, sequence_parallel, tune] = [(e.run, e.operator, e.sizes) for e in chosen.plan.entries]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
+    first, *others = ranks(count).run(cases)
+    assert all(other == first for other in others)
+    runs = {key: [(run, operator) for run, operator, _ in entries] for key, entries in first.items()}
+    assert runs["column", False, None] == [("backward", "matmul_all_reduce")]
+    assert runs["row", True, "nowhere.json"] == [
+        ("forward", "matmul_reduce_scatter"),
+        ("backward", "all_gather_matmul"),
+    ]
+
+
+def overlap_always_wins(group, path):
+    """A run of a real layer with COC_TUNE, in which every chunked call is made to look faster."""
+    kept = measure.Layer.time_sizes
+    measure.Layer.time_sizes = lambda self, one, candidates, rounds: {
+        sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
+    }
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ascend_parallel").addHandler(handler)
+    try:
+        with Layers(group.size()) as layers:
+            ascend_parallel.configure(tune=path)
+            layer = layers.make("RowParallelLinear", (64, 96))
+            torch.manual_seed(1)
+            x = torch.randn(256, 32, requires_grad=True)
+            ascend_parallel.ops.COUNTS.clear()
+            y = layer(x)[0]
+            tuned = ascend_parallel.ops.COUNTS.as_dict()
+            ascend_parallel.configure(plan=path)
+            ascend_parallel.ops.COUNTS.clear()
+            again = layer(x)[0]
+            planned = ascend_parallel.ops.COUNTS.as_dict()
+            ascend_parallel.configure(num_chunks=1)
+            plain = layer(x)[0]
+    finally:
+        measure.Layer.time_sizes = kept
+        logging.getLogger("ascend_parallel").removeHandler(handler)
+    return tuned, planned, torch.equal(y, again) and torch.equal(y, plain)
+
+
+def test_a_run_writes_a_plan_and_the_next_one_uses_it(ranks, tmp_path):
+    path = tmp_path / "plan.json"
+    for tuned, planned, equal in ranks(2).run(overlap_always_wins, str(path)):
+        assert equal
+        assert tuned["matmul_all_reduce"]["calls"] >= 1
+        assert planned["matmul_all_reduce"]["calls"] == 1
+        assert planned["matmul_all_reduce"]["chunks"] >= 8
+    raw = json.loads(path.read_text())
+    assert [entry["operator"] for entry in raw["entries"]] == ["matmul_all_reduce"]
+    assert raw["machine"]["ranks"] == 2
+    assert sum(raw["entries"][0]["sizes"]) == 256
+
+
+def foreign(group, path):
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(tune=path)
+        layer = layers.make("RowParallelLinear", (64, 96))
+        with pytest.raises(plan.PlanError) as error:
+            layer(torch.randn(256, 32))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_foreign_or_broken_file_is_neither_used_nor_overwritten(ranks, tmp_path, broken):
+    path = tmp_path / "plan.json"
+    machine = plan.Machine(hardware="another", torch="2.0", backend="gloo", threads=1, ranks=2)
+    plan.Plan(machine).save(path)
+    if broken:
+        path.write_text("{")
+    before = path.read_text()
+    messages = ranks(2).run(foreign, str(path))
+    assert messages[0] == messages[1]
+    assert ("not valid JSON" if broken else "hardware is") in messages[0]
+    assert path.read_text() == before
+
+
+def test_the_cache_has_a_file_for_each_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=2)
+    other = plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=4)
+    assert tuner.cached_plan(machine) != tuner.cached_plan(other)
+    assert tuner.cached_plan(machine).is_relative_to(tmp_path)
