@@ -182,6 +182,9 @@ def summary(lines: list[Line]) -> str:
     errors = sorted(abs(line.error) for line in lines)
     text = [f"{len(lines)} passes and cuts: median error {100 * median(errors):.1f} %, nine of ten below "]
     text[0] += f"{100 * errors[int(0.9 * len(errors))]:.1f} %."
+    for rate in dict.fromkeys(line.rate for line in lines):
+        own = median(abs(line.error) for line in lines if line.rate == rate)
+        text.append(f"{rate}: median error {100 * own:.1f} %.")
     overlapped = [line for line in lines if line.name != SERIAL]
     equal = {key: min(found) for key, found in _by_pass(overlapped, lambda line: line.name != "model").items()}
     model = {key: found[0] for key, found in _by_pass(overlapped, lambda line: line.name == "model").items()}
@@ -194,7 +197,7 @@ def summary(lines: list[Line]) -> str:
             text.append(
                 f"T_comm / T_mm from {low:g} to {high:g}: median E_bound {middle:.2f} over {len(found)} passes."
             )
-    return "\n".join(text)
+    return "\n".join(f"- {line}" for line in text)
 
 
 def _by_pass(lines: list[Line], wanted: Any) -> dict[tuple[Any, ...], list[float]]:

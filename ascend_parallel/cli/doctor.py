@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ascend_parallel.doctor import Report, examine
 
+WIDTH = 120  # where the output is no terminal
 MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 
 
@@ -43,7 +44,7 @@ def doctor(
 
 
 def _print(report: Report) -> None:
-    console = Console()
+    console = Console() if Console().is_terminal else Console(width=WIDTH)
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "found", "what to do"):
         table.add_column(column, overflow="fold")

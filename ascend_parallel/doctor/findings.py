@@ -181,7 +181,8 @@ def _patches() -> Iterator[Finding]:
         status = ascend_parallel.status()
     yield Finding(section, "state", status.state)
     for patch in status.patches:
-        yield Finding(section, patch.target, patch.reason or "replaced", GOOD if patch.applied else BAD)
+        name = ".".join(patch.target.split(".")[-2:])
+        yield Finding(section, name, patch.reason or "replaced", GOOD if patch.applied else BAD)
     for package, why in OTHER_LAYERS.items():
         if importlib.util.find_spec(package):
             yield Finding(section, package, "installed", NOTE, why)

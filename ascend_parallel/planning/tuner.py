@@ -57,7 +57,8 @@ class Tuner:
     """Finds chunk sizes for the layers of one process, and keeps them in a plan, group by group.
 
     With COC_TUNE what is not known yet is measured and kept in its file; with COC_PARALLEL_NUM=auto it is
-    predicted from a few measurements of its parts, beside what `ascend-parallel tune` left in the cache.
+    predicted from a few measurements of its parts and timed once beside one chunk; what `ascend-parallel
+    tune` left in the cache is taken first.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -122,7 +123,7 @@ class Tuner:
     def _entry(self, case: Case, one: Pass, group: dist.ProcessGroup, machine: Machine) -> Entry:
         layer = Layer(case, group, self._settings, machine)
         parts = layer.parts(one, ROUNDS)
-        found = measured(layer, one, parts) if self._measure else predicted(case, one, parts, group.size())
+        found = measured(layer, one, parts) if self._measure else confirmed(layer, one, parts)
         dtype = str(case.dtype).removeprefix("torch.")
         if group.rank() == 0:
             log.info(
@@ -176,6 +177,13 @@ def decide(times: Times, whole: Sizes, best: Sizes) -> Found:
     return Found(best, serial, median(times[best]))
 
 
+def confirmed(layer: Layer, one: Pass, parts: Parts) -> Found:
+    """Time what the model finds best once beside one chunk: a wrong prediction must not make a run slower."""
+    whole, best = (parts.rows,), predicted(layer.case, one, parts, layer.group.size()).sizes
+    times = layer.time_sizes(one, tuple(dict.fromkeys((whole, best))), ROUNDS)
+    return decide(times, whole, best)
+
+
 def predicted(case: Case, one: Pass, parts: Parts, ranks: int) -> Found:
     """Return what the model finds best from the parts alone."""
     best = best_sizes(parts.rows, lambda sizes: seconds(case, one, parts, ranks, sizes), most_chunks=MOST_CHUNKS)
@@ -189,7 +197,7 @@ def seconds(case: Case, one: Pass, parts: Parts, ranks: int, sizes: Sequence[int
     slope = max(2 * (parts.collective - parts.half) / parts.rows, 0.0)
     latency = max(parts.collective - slope * parts.rows, 0.0)
     gathers = one.operator == ALL_GATHER
-    own = parts.matmul / ranks if gathers else 0.0
+    own = parts.matmul / ranks if gathers and len(sizes) > 1 else 0.0  # whole, the gather goes first
     regathers = one.run == "backward" and case.kind == "column" and case.sequence_parallel
     call = Call(
         compute=tuple((parts.matmul - own) * size / parts.rows for size in sizes),
