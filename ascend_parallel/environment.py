@@ -43,10 +43,10 @@ def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
     warn_of_near_misses(environ)
     values: dict[str, Any] = {}
     if CONFIG_VARIABLE in environ:
-        values.update(read_file(environ[CONFIG_VARIABLE]))
-    values.update(_read_variables(environ))
-    values.update(_known(overrides, "configure()"))
-    return Settings(**_with_plan(_with_auto(values)))
+        values.update(_with_auto(read_file(environ[CONFIG_VARIABLE])))
+    values.update(_with_auto(_read_variables(environ)))
+    values.update(_with_auto(_known(overrides, "configure()")))
+    return Settings(**_with_plan(values))
 
 
 def read_file(name: str) -> dict[str, Any]:
@@ -84,8 +84,11 @@ def near_misses(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_auto(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn ``num_chunks="auto"`` into the field that says so."""
-    return {**values, "num_chunks": 1, "auto": True} if values.get("num_chunks") == "auto" else values
+    """Turn ``num_chunks="auto"`` into the field that says so; a count beats an "auto" that was read before."""
+    chunks = values.get("num_chunks")
+    if isinstance(chunks, str) and chunks.strip().lower() == "auto":
+        return {**values, "num_chunks": 1, "auto": True}
+    return values if chunks is None else {"auto": False, **values}
 
 
 def _with_plan(values: dict[str, Any]) -> dict[str, Any]:

@@ -70,11 +70,23 @@ def row_choices(
     return _choices(passes, x, ranks, settings, backward_settings(settings))
 
 
+def operand_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a layer multiplies x: autocast's, where it is on for it."""
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def possible(problem: Problem, settings: Settings) -> list[Choice]:
+    """Return every choice that a call may get: whether its group can share memory is not asked here."""
+    settings = replace(settings, strict=False)
+    asked = [None, problem.shm] if settings.fused else [problem.shm]
+    return [choose(replace(problem, shm=shm), settings) for shm in asked]
+
+
 def _choices(passes: list[Pass], x: torch.Tensor, ranks: int, forward: Settings, backward: Settings) -> list[Choice]:
-    return [
-        choose(
-            Problem(one.operator, one.m, one.k, one.n, x.dtype, x.device.type, ranks),
-            forward if one.run == "forward" else backward,
-        )
-        for one in passes
-    ]
+    found = []
+    for one in passes:
+        problem = Problem(one.operator, one.m, one.k, one.n, operand_dtype(x), x.device.type, ranks)
+        found += possible(problem, forward if one.run == "forward" else backward)
+    return found

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.layer_choices import backward_settings, column_backward_settings
+from ascend_parallel.layer_choices import backward_settings, column_backward_settings, operand_dtype
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -103,7 +103,7 @@ def column_linear(
         before_communicating=before_communicating,
     )
     y: torch.Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
-        _autocast(x), _autocast(weight_shard_n), bias_shard_n, layer
+        cast_by_autocast(x), cast_by_autocast(weight_shard_n), bias_shard_n, layer
     )
     return y
 
@@ -134,7 +134,7 @@ def row_linear(
         before_communicating=before_communicating,
     )
     y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
-        _autocast(x_shard_k), _autocast(weight_shard_k), layer
+        cast_by_autocast(x_shard_k), cast_by_autocast(weight_shard_k), layer
     )
     return y
 
@@ -279,12 +279,10 @@ def _add_bias(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
 
 
-def _autocast(x: torch.Tensor) -> torch.Tensor:
+def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
     """Cast as autocast casts the operands of a matmul: before the collective, which then moves less."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    dtype = operand_dtype(x)
+    return x if dtype == x.dtype else x.to(dtype)
 
 
 def _input_gradient(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
-from ascend_parallel.layer_choices import backward_settings, row_choices
-from ascend_parallel.linear import _autocast as cast_by_autocast
+from ascend_parallel.layer_choices import backward_settings, operand_dtype, possible, row_choices
+from ascend_parallel.linear import cast_by_autocast
 from ascend_parallel.ops.operators import (
     rows_of,
     run_all_gather_matmul,
@@ -32,7 +32,7 @@ from ascend_parallel.ops.operators import (
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
-from ascend_parallel.ops.registry import Choice, choose
+from ascend_parallel.ops.registry import Choice
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -77,6 +77,7 @@ def quantised_row_linear(
         before_communicating=before_communicating,
     )
     w = weight_shard_k
+    w.refuse_gradients()
     y: torch.Tensor = _QuantisedRowLinear.apply(  # type: ignore[no-untyped-call]
         cast_by_autocast(x_shard_k), w.values, w.scale, w.offset, call
     )
@@ -207,8 +208,8 @@ def quantised_row_choices(
     m, (k, n) = x.shape[:-1].numel(), weight.shape
     if sequence_parallel:
         return row_choices(x, weight.values.t(), ranks, True, settings)
-    problem = with_scales(Problem(ALL_REDUCE, m, k, n, x.dtype, x.device.type, ranks), weight)
-    return [choose(problem, settings)]
+    problem = with_scales(Problem(ALL_REDUCE, m, k, n, operand_dtype(x), x.device.type, ranks), weight)
+    return possible(problem, settings)
 
 
 def _refuse_sharded_state_dict(*args: object, **kwargs: object) -> object:

@@ -206,7 +206,7 @@ class Settings:
         require("timeline", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
         kept = self.timeline_passes
         require("timeline_passes", kept, type(kept) is int and 1 <= kept <= MOST_PASSES, f"1 to {MOST_PASSES}")
-        require("plan", self.plan, self.plan is None or hasattr(self.plan, "find"), "the path of a plan, or a plan")
+        require("plan", self.plan, self.plan is None or hasattr(self.plan, "digest"), "the path of a plan, or a plan")
         if self.plan is not None and (self.tune or self.auto):
             raise SettingsError(
                 "COC_PLAN cannot be set together with COC_TUNE or COC_PARALLEL_NUM=auto: give one of them"
@@ -221,6 +221,10 @@ class Settings:
             known = hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
             object.__setattr__(self, "_hash", known)
         return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the hash, which differs from process to process."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
     def effective_mode(self) -> int:

@@ -32,6 +32,10 @@ class Counts:
         """Return the totals by operator name."""
         return {operator: asdict(count) for operator, count in self._by_operator.items()}
 
+    def restore(self, totals: dict[str, dict[str, int]]) -> None:
+        """Put back what `as_dict` returned before."""
+        self._by_operator = {operator: OperatorCount(**count) for operator, count in totals.items()}
+
     def clear(self) -> None:
         """Start from zero again."""
         self._by_operator.clear()

@@ -183,6 +183,7 @@ def matmul_all_reduce(
     """
     kinds, name = torch.ops.ascend_parallel, _name(group)
     if isinstance(w, QuantisedWeight):
+        w.refuse_gradients()
         y: torch.Tensor = kinds.matmul_all_reduce_int8(
             x, w.values, w.scale, w.offset, w.group_size, name, _listed(num_chunks)
         )
@@ -214,7 +215,13 @@ def all_gather_matmul(
 
 
 def _listed(num_chunks: int | Sequence[int]) -> list[int]:
-    return [num_chunks] if isinstance(num_chunks, int) else list(num_chunks)
+    if isinstance(num_chunks, int):
+        return [num_chunks]
+    if len(num_chunks) < 2:
+        raise ValueError(
+            f"num_chunks={list(num_chunks)} is not allowed: give a number, or the rows of two or more chunks"
+        )
+    return list(num_chunks)
 
 
 def _name(group: dist.ProcessGroup | None) -> str:

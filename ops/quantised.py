@@ -63,6 +63,12 @@ class QuantisedWeight:
                 f"not {self.offset.dtype} {list(self.offset.shape)}"
             )
 
+    def refuse_gradients(self) -> None:
+        """Raise `ValueError` if a scale or an offset wants a gradient, which no operator computes."""
+        for name, tensor in (("scale", self.scale), ("offset", self.offset)):
+            if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"the {name} of an int8 weight wants a gradient, and it is frozen: detach() it")
+
     @property
     def grain(self) -> str:
         """Return "tensor", "channel" or "group"."""

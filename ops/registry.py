@@ -108,7 +108,8 @@ def _choose(problem: Problem, settings: Settings) -> Choice:
         why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {ROW_TILE} {unit})"
     if problem.deterministic and len(sizes) > 1 and not _keeps_matmul(problem, len(sizes)):
         sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and the cut could change bits"
-    unmet = why if refusals or (asked > 1 and len(sizes) == 1) else ""
+    unplanned = settings.plan is not None and "no entry" in why
+    unmet = why if refusals or unplanned or (asked > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     refusal = KERNELS[plain].supports(problem)
     if refusal is not None:
@@ -141,6 +142,10 @@ def _asked_chunks(problem: Problem, settings: Settings, refusals: dict[str, str 
     if isinstance(own, int):
         return own, f"customized_coc: {own} chunks for [{problem.m}, {problem.k}, {problem.n}]"
     chunks = usual_chunks(settings)
+    if not refusals and settings.plan is not None:
+        return chunks, f"the plan has no entry for this call: COC_PARALLEL_NUM={chunks}"
+    if not refusals and (settings.auto or settings.tune):
+        return chunks, "one chunk, until a layer's first call finds out (COC_TUNE, COC_PARALLEL_NUM=auto)"
     if not refusals:
         return chunks, f"COC_PARALLEL_NUM={chunks}"
     refused = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())

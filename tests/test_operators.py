@@ -279,6 +279,8 @@ def given_sizes(group):
     close(y, truth_reduce_scatter(x, w, group.rank()), torch.float64)
     y, _ = ops.all_gather_matmul(x_r, w_r, group, num_chunks=[32, 128])
     close(y, truth_all_gather(x, w, group.rank()), torch.float64)
+    with pytest.raises(ValueError, match=r"num_chunks=\[160\] is not allowed"):
+        ops.matmul_all_reduce(x_r, w_r, group, num_chunks=[160])
     with pytest.raises(ValueError, match="150 rows together"):
         ops.matmul_all_reduce(x_r, w_r, group, num_chunks=[80, 70])
     with pytest.raises(ValueError, match="all but the last multiples of 16"):

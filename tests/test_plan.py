@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import stat
 from dataclasses import replace
 
@@ -80,6 +81,10 @@ def change_entry(**changes):
         (change_entry(run="sideways"), "entry 0"),
         (change_entry(serial=0), "entry 0"),
         (change_entry(m=None), "entry 0"),
+        (change_entry(sizes=[5, 507]), "entry 0"),
+        (change_entry(sizes=[16] * 65 + [0]), "entry 0"),
+        (change_entry(sizes=[256, 128]), "entry 0"),
+        (change_entry(dtype=["float32"]), "entry 0"),
     ],
 )
 def test_broken_plans_are_refused_as_a_whole(tmp_path, damage, message):
@@ -122,8 +127,9 @@ def test_a_plan_decides_and_switches_on(tmp_path):
     assert choice.reason == "plan: 3 chunks, 25% faster than one"
     backward = choose(problem(), replace(settings, plan=settings.plan.of("backward")))
     assert (backward.kernel, backward.reason) == ("reference", "plan: one chunk, because overlap lost")
-    for other in (problem(m=1024), problem(dtype=torch.float64)):  # not measured: one chunk
+    for other in (problem(m=1024), problem(dtype=torch.float64)):  # not measured: one chunk, and that is said
         assert choose(other, settings).kernel == "reference"
+        assert choose(other, settings).unmet == "the plan has no entry for this call: COC_PARALLEL_NUM=1"
     with pytest.raises(PlanError, match="measured on 2 ranks and is of no use to a group of 3"):
         choose(problem(ranks=3), settings)
 
@@ -153,6 +159,21 @@ def test_a_plan_beside_a_search_for_one_is_refused():
             Settings(plan=PLAN, **other)
     with pytest.raises(SettingsError, match=r"tune='x.toml' .*path to a .json"):
         read_settings({"COC_TUNE": "x.toml"})
+
+
+def test_values_travel_without_their_hashes():
+    settings = Settings(plan=PLAN)
+    assert hash(settings) == hash(pickle.loads(pickle.dumps(settings)))
+    assert not {"_hash", "_by_key", "digest"} & set(vars(pickle.loads(pickle.dumps(settings)).plan))
+
+
+def test_a_count_beats_an_auto_that_was_read_before(tmp_path):
+    file = tmp_path / "coc.json"
+    file.write_text('{"num_chunks": "auto"}')
+    assert read_settings({"COC_CONFIG": str(file)}).auto
+    assert not read_settings({"COC_CONFIG": str(file), "COC_PARALLEL_NUM": "4"}).auto
+    assert not read_settings({"COC_PARALLEL_NUM": "auto"}, num_chunks=4).auto
+    assert not read_settings({"COC_PARALLEL_NUM": "auto"}, auto=False).auto
 
 
 def test_auto():

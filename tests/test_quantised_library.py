@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from int8 import DTYPES, GRAINS, N, exact, operands
 from truth import close
@@ -32,6 +33,18 @@ def public(group):
         ),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+def frozen_scales(group):
+    x, _, weights = operands(group, (5, 3, 70), "channel", True, torch.float32)
+    weights[0].scale.requires_grad_()
+    with pytest.raises(ValueError, match="scale of an int8 weight wants a gradient"):
+        ops.matmul_all_reduce(x[0].float(), weights[0], group)
+    return True
+
+
+def test_scales_that_want_a_gradient_are_refused(ranks):
+    assert ranks(2).run(frozen_scales) == [True, True]
 
 
 def test_the_public_operator_takes_an_int8_weight(ranks):

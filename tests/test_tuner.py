@@ -117,7 +117,7 @@ def test_a_run_writes_a_plan_and_the_next_one_uses_it(ranks, tmp_path):
     path = tmp_path / "plan.json"
     for tuned, planned, equal in ranks(2).run(overlap_always_wins, str(path)):
         assert equal
-        assert tuned["matmul_all_reduce"]["calls"] >= 1
+        assert tuned["matmul_all_reduce"]["calls"] == 1  # the run's own, and none of those that were measured
         assert planned["matmul_all_reduce"]["calls"] == 1
         assert planned["matmul_all_reduce"]["chunks"] >= 8
     raw = json.loads(path.read_text())
@@ -155,3 +155,110 @@ def test_the_cache_has_a_file_for_each_machine(monkeypatch, tmp_path):
     other = plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=4)
     assert tuner.cached_plan(machine) != tuner.cached_plan(other)
     assert tuner.cached_plan(machine).is_relative_to(tmp_path)
+
+
+def deterministic(group):
+    """What runs, not what was asked for, has to keep the bits under Megatron's deterministic_mode."""
+    messages = []
+    kept = measure.Layer.time_sizes, Tuner._save
+    measure.Layer.time_sizes = lambda self, one, candidates, rounds: {
+        sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
+    }
+    Tuner._save = lambda *_: None
+    try:
+        with Layers(group.size()) as layers:
+            for settings in (
+                {"tune": "nowhere.json"},
+                {"fused": True},
+                {"fused": True, "customized_coc": {(500, 96 // group.size(), 96): 1}},
+            ):
+                ascend_parallel.configure(**settings)
+                layer = layers.make("RowParallelLinear", config={"deterministic_mode": True})
+                with pytest.raises(ascend_parallel.ConflictError) as error:
+                    layer(torch.randn(500, layer.weight.shape[1]))
+                messages.append(str(error.value))
+    finally:
+        measure.Layer.time_sizes, Tuner._save = kept
+    return messages
+
+
+def test_deterministic_mode_judges_what_runs(ranks):
+    for tuned, fused, one_chunk in ranks(3).run(deterministic):
+        assert "COC_DETERMINISTIC=1" in tuned
+        assert "customized_coc" not in fused
+        assert "cannot be used together with matmul_all_reduce" in one_chunk
+
+
+def alone(group):
+    """A forward that communicates nothing is no reason to ask the other ranks."""
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(num_chunks="auto")
+        if group.rank() == 0:
+            with torch.no_grad():
+                layers.make("ColumnParallelLinear")(torch.randn(64, 96))
+        torch.distributed.barrier(group)
+        none = layers.make("RowParallelLinear")(torch.randn(0, 96 // group.size()))[0]
+    return tuple(none.shape)
+
+
+def test_what_does_not_communicate_is_not_measured(ranks):
+    assert ranks(2).run(alone) == [(0, 96)] * 2
+
+
+def checkpointed(group):
+    """torch's checkpoint counts the tensors that are saved: none of those are the tuner's."""
+    from torch.utils.checkpoint import checkpoint
+
+    found = []
+    with Layers(group.size()) as layers:
+        for settings in ({"num_chunks": 1, "mode": 2}, {"num_chunks": "auto"}):
+            ascend_parallel.configure(**settings)
+            layer = layers.make("RowParallelLinear", (64, 96))
+            torch.manual_seed(group.rank())
+            x = torch.randn(256, 32, requires_grad=True)
+            checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False).square().sum().backward()
+            found.append((x.grad, layer.weight.grad))
+    return all(map(torch.equal, *found))
+
+
+def test_a_checkpoint_does_not_see_what_is_measured(ranks):
+    assert ranks(2).run(checkpointed) == [True, True]
+
+
+def no_home(group):
+    kept = tuner.cached_plan
+
+    def missing(machine):
+        raise RuntimeError("Could not determine home directory.")
+
+    tuner.cached_plan = missing
+    try:
+        with pytest.raises(plan.PlanError, match="Could not determine home directory"):
+            Tuner(Settings(auto=True)).settings_for(CASE, group, backward=False)
+    finally:
+        tuner.cached_plan = kept
+    return True
+
+
+def test_a_failure_of_one_rank_is_told_to_all(ranks):
+    assert ranks(2).run(no_home) == [True, True]
+
+
+def test_stages_keep_each_others_entries(tmp_path):
+    machine = plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=2)
+    entry = plan.Entry(
+        run="forward",
+        operator="matmul_all_reduce",
+        m=32,
+        k=8,
+        n=8,
+        dtype="float32",
+        sizes=(32,),
+        serial=1.0,
+        chosen=1.0,
+    )
+    path = tmp_path / "plan.json"
+    for k in (8, 16):  # two stages, each of which knows its own shapes alone
+        own = plan.Plan(machine, (plan.Entry(**{**vars(entry), "k": k}),))
+        Tuner(Settings(tune=str(path)))._save(own)
+    assert [found.k for found in plan.load_plan(str(path)).entries] == [8, 16]

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from ascend_parallel.bench.show import plot, show
 from ascend_parallel.measuring.link import End, LinkError, shaped_link
 from ascend_parallel.measuring.ranks import RankError, call_on_ranks
 from ascend_parallel.planning.models import Batch, find_model
-from ascend_parallel.planning.plan import cached_plan, load_plan
+from ascend_parallel.planning.plan import cached_plan, differences, load_plan
 from ascend_parallel.planning.plan import read_plan as plan_of
 from ascend_parallel.planning.tables import PlanningError, lookup
 
@@ -59,7 +59,7 @@ class Request:
     @property
     def limit(self) -> float:
         """Seconds after which the ranks are ended."""
-        return 60 + SECONDS_A_PASS * 2 * len(self.cases)
+        return 60 + SECONDS_A_PASS * 2 * len(self.cases) * max(1.0, self.rounds / 15)
 
 
 def bench(
@@ -99,12 +99,12 @@ def bench(
         )
         measured = _measure(request)
         rows = rows_of(request.names, measured["passes"])
+        if as_json:
+            typer.echo(json.dumps(_report(request, measured, rows), indent=1))
+        else:
+            show(rows, _conditions(request, measured), _console(), every=every)
         if plot_file is not None:
             plot(rows, _conditions(request, measured), plot_file)
-    if as_json:
-        typer.echo(json.dumps(_report(request, measured, rows), indent=1))
-        return
-    show(rows, _conditions(request, measured), _console(), every=every)
 
 
 def tune(
@@ -137,11 +137,15 @@ def tune(
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
+        if out is None and link is not None:
+            raise PlanningError("--link needs --out: the cache is for this machine's own links")
         if out is not None and out.exists():
             load_plan(str(out), "--out")  # what is no plan is not overwritten
-        measured = _measure(request)
+        measured = _measure(replace(request, fused=False))
         plan = plan_of(measured["plan"])
         path = out if out is not None else cached_plan(plan.machine)
+        if path.exists() and not differences(known := load_plan(str(path), "--out"), plan.machine):
+            plan = known.with_entries(plan.entries)
         plan.save(path)
     if as_json:
         typer.echo(json.dumps(plan.as_dict(), indent=1))
@@ -230,7 +234,7 @@ def _errors(command: str) -> Iterator[None]:
     """End with 2 for what the user can put right, with 1 if a rank failed."""
     try:
         yield
-    except (PlanningError, LinkError, ValueError) as error:
+    except (PlanningError, LinkError, ValueError, OSError) as error:
         typer.echo(f"{command}: {error}", err=True)
         raise typer.Exit(2) from error
     except RankError as error:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 
-from ascend_parallel.layer_choices import Pass, column_passes, row_passes
+from ascend_parallel.layer_choices import Pass, backward_settings, column_passes, row_passes
 from ascend_parallel.linear import column_linear, row_linear
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
+from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.planning.plan import Entry, Machine, Plan
 from ascend_parallel.settings import Settings
@@ -86,7 +91,7 @@ class Layer:
         y_rows = self._output_rows()
 
         def drawn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(case.device, case.dtype)
+            return torch.randn(shape, generator=generator, device="cpu").to(case.device, case.dtype)
 
         self.x = drawn(case.rows, case.k).requires_grad_()
         self.weight = drawn(case.n, case.k).requires_grad_()
@@ -121,11 +126,13 @@ class Layer:
             lambda: torch.mm(dy.t(), x),
             self._collective(one.operator, rows, columns),
             self._collective(one.operator, max(rows // 2, 1), columns),
-            self._collective(ALL_GATHER, rows, self.case.k),
         ]
+        regathers = one.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
+        if regathers:
+            calls.append(self._collective(ALL_GATHER, rows, self.case.k))
         times = [[self._clock(call) for call in calls] for _ in range(rounds + 1)]
         medians = self._slowest(times[1:]).median(dim=0).values.tolist()
-        return Parts(rows, *medians)
+        return Parts(rows, *medians, *([] if regathers else [0.0]))
 
     def _collective(self, operator: str, rows: int, columns: int) -> Callable[[], object]:
         """Return a call of the operator's collective alone, on `rows` of its rows."""
@@ -158,6 +165,13 @@ class Layer:
         ranks = self.group.size()
         return self.case.rows * ranks if self.case.kind == "column" else self.case.rows // ranks
 
+    def takes(self, one: Pass, sizes: Sizes) -> bool:
+        """Tell whether a call would really be cut so (COC_DETERMINISTIC=1 keeps some rows whole)."""
+        case = self.case
+        problem = Problem(one.operator, one.m, one.k, one.n, case.dtype, case.device, self.group.size())
+        settings = self.with_sizes(one, sizes)
+        return choose(problem, settings if one.run == "forward" else backward_settings(settings)).sizes == sizes
+
     def with_sizes(self, one: Pass, sizes: Sizes) -> Settings:
         """Return settings by which this pass is cut so."""
         dtype = str(self.case.dtype).removeprefix("torch.")
@@ -172,9 +186,15 @@ class Layer:
             serial=1.0,
             chosen=1.0,
         )
-        return replace(self._settings, plan=Plan(self._machine, (entry,)), mode=2, fused=False, strict=False)
+        changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
+        return replace(self._settings, customized_coc={}, **changes)
 
     def _once(self, one: Pass, settings: Settings) -> float:
+        # Whatever the call stands in (a checkpoint, an offload) must not see the tensors saved here.
+        with saved_tensors_hooks(_as_it_is, _as_it_is), unseen():
+            return self._timed(one, settings)
+
+    def _timed(self, one: Pass, settings: Settings) -> float:
         run: Callable[..., torch.Tensor] = column_linear if self.case.kind == "column" else row_linear
         options: dict[str, Any] = {
             "group": self.group,
@@ -199,6 +219,22 @@ class Layer:
         return time.perf_counter() - start
 
 
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep what is measured out of the run's counts and of its timeline."""
+    counts, recorder = COUNTS.as_dict(), RECORDING.recorder
+    RECORDING.recorder = None
+    try:
+        yield
+    finally:
+        RECORDING.recorder = recorder
+        COUNTS.restore(counts)
+
+
 def _synchronize(device: str) -> None:
     if device != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.current_stream().synchronize()  # this stream's work: another may wait for other ranks

@@ -1,7 +1,8 @@
 """A saved plan: for the matmuls that were measured, the chunk sizes that were fastest.
 
-A plan belongs to one kind of machine, one version of torch and one number of ranks. One that belongs
-to another, is of another schema or cannot be read is refused as a whole: half a plan is none.
+A plan belongs to one kind of machine, one version of torch and one number of ranks. One that is of
+another schema, has an entry that makes no sense or cannot be read is refused as a whole when it is read,
+one that belongs to another machine when a group first uses it: half a plan is none.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.problem import OPERATORS, Problem
-from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.settings import SettingsError
+from ascend_parallel.ops.problem import ALL_REDUCE, OPERATORS, Problem
+from ascend_parallel.ops.rows import ROW_TILE, Sizes
+from ascend_parallel.settings import MAX_CHUNKS, SettingsError
 
 SCHEMA = 1
 PASSES = ("forward", "backward")
@@ -107,6 +108,10 @@ class Plan:
     def _hash(self) -> int:
         return hash((self.machine, self.entries, self.run))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was computed: hashes of texts differ from process to process."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def of(self, run: str) -> Plan:
         """Return the same plan for the other pass, "forward" or "backward"."""
         return Plan(self.machine, self.entries, run)
@@ -157,7 +162,7 @@ def this_machine(ranks: int, device: torch.device, backend: str) -> Machine:
 
 def cached_plan(machine: Machine) -> Path:
     """Return where the plan of a kind of machine is kept for COC_PARALLEL_NUM=auto."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return folder / "ascend_parallel" / "plans" / f"{Plan(machine).digest}.json"
 
 
@@ -194,14 +199,17 @@ def read_plan(raw: Any) -> Plan:
         wanted = int if f.name in ("threads", "ranks") else str
         if type(getattr(machine, f.name)) is not wanted:
             raise ValueError(f"machine.{f.name} is {getattr(machine, f.name)!r}")
-    return Plan(machine, tuple(_entry(index, entry) for index, entry in enumerate(raw["entries"])))
+    return Plan(machine, tuple(_entry(index, entry, machine.ranks) for index, entry in enumerate(raw["entries"])))
 
 
-def _entry(index: int, raw: Mapping[str, Any]) -> Entry:
+def _entry(index: int, raw: Mapping[str, Any], ranks: int) -> Entry:
     entry = Entry(**{**raw, "sizes": tuple(raw["sizes"])})
     positive = all(type(value) is int and value > 0 for value in (entry.m, entry.k, entry.n, *entry.sizes))
     timed = all(isinstance(value, float) and value > 0 for value in (entry.serial, entry.chosen))
-    if entry.run not in PASSES or entry.operator not in OPERATORS or not positive or not timed or not entry.sizes:
+    cut = len(entry.sizes) in range(1, MAX_CHUNKS + 1) and all(size % ROW_TILE == 0 for size in entry.sizes[:-1])
+    known = entry.run in PASSES and entry.operator in OPERATORS and isinstance(entry.dtype, str)
+    rows = entry.m if entry.operator == ALL_REDUCE else entry.m / ranks if positive else 0
+    if not (known and positive and timed and cut and sum(entry.sizes) == rows):
         raise ValueError(f"entry {index} is {dict(raw)!r}")
     return entry
 

@@ -7,7 +7,7 @@ was fastest, or one chunk if overlap loses. Every decision is made from numbers 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -70,17 +70,25 @@ class Tuner:
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
 
-    def settings_for(self, case: Case, group: dist.ProcessGroup, *, backward: bool) -> Settings:
-        """Return settings whose plan has this layer's passes; the first call of a case communicates on `group`."""
+    def settings_for(
+        self, case: Case, group: dist.ProcessGroup, *, backward: bool, agree: Callable[[], None] = lambda: None
+    ) -> Settings:
+        """Return settings whose plan has this layer's passes.
+
+        The first call of a case communicates on `group`, after `agree`, unless none of its passes does.
+        """
         known = self._known.setdefault(group, {})
         if (case, backward) not in known:
-            plan = self._plan(group, case.device)
             passes = [one for one in case.passes(group.size()) if backward or one.run == "forward"]
+            if not passes or not case.rows:
+                return self._settings
+            agree()
+            plan = self._plan(group, case.device)
             missing = [one for one in passes if not _has(plan, one, case)]
             if missing:
                 plan = plan.with_entries(tuple(self._entry(case, one, group, plan.machine) for one in missing))
                 self._plans[group] = plan
-                if self._measure and dist.get_rank() == 0:
+                if self._measure and group.rank() == 0:
                     self._save(plan)
             known[case, backward] = replace(self._settings, plan=plan)
         return known[case, backward]
@@ -105,14 +113,15 @@ class Tuner:
 
     def _read(self, here: Machine) -> Plan | str:
         """Return the plan of the file, an empty one if there is no file, or why the file is not taken."""
-        path = self._path(here)
-        if not path.exists():
-            return Plan(here)
-        variable = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto, whose plan"
+        variable = "COC_TUNE" if self._measure else "the cache of COC_PARALLEL_NUM=auto"
         try:
+            path = self._path(here)
+            path.stat()
             plan = load_plan(str(path), variable)
-        except PlanError as error:
-            return str(error)
+        except FileNotFoundError:
+            return Plan(here)
+        except (PlanError, OSError, RuntimeError) as error:  # told to the other ranks, who wait for it
+            return f"{variable}: {error}"
         if different := differences(plan, here):
             return (
                 f"{variable}={str(path)!r} was measured elsewhere: {'; '.join(different)}. "
@@ -145,7 +154,8 @@ class Tuner:
     def _save(self, plan: Plan) -> None:
         path = self._path(plan.machine)
         try:
-            plan.save(path)
+            saved = self._read(plan.machine)  # a stage of the pipeline may have added its shapes meanwhile
+            (plan if isinstance(saved, str) else saved.with_entries(plan.entries)).save(path)
         except OSError as error:  # the other ranks go on: the run matters more than the file
             log.warning("the plan could not be written to %s: %s", path, error.strerror)
 
@@ -156,7 +166,7 @@ def measured(layer: Layer, one: Pass, parts: Parts) -> Found:
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
     model = best_sizes(parts.rows, lambda sizes: seconds(layer.case, one, parts, layer.group.size(), sizes))
     candidates += [model.sizes, model.equal]
-    tried = tuple(dict.fromkeys([whole, *candidates]))
+    tried = tuple(dict.fromkeys([whole, *(sizes for sizes in candidates if layer.takes(one, sizes))]))
     if len(tried) == 1:
         times = layer.time_sizes(one, tried, ROUNDS)
         return Found(whole, median(times[whole]), median(times[whole]))
@@ -180,6 +190,8 @@ def decide(times: Times, whole: Sizes, best: Sizes) -> Found:
 def confirmed(layer: Layer, one: Pass, parts: Parts) -> Found:
     """Time what the model finds best once beside one chunk: a wrong prediction must not make a run slower."""
     whole, best = (parts.rows,), predicted(layer.case, one, parts, layer.group.size()).sizes
+    if best == whole or not layer.takes(one, best):
+        best = whole
     times = layer.time_sizes(one, tuple(dict.fromkeys((whole, best))), ROUNDS)
     return decide(times, whole, best)
 

@@ -20,7 +20,7 @@ from ascend_parallel.layer_choices import (
     column_passes,
     row_passes,
 )
-from ascend_parallel.linear import _autocast as cast_by_autocast
+from ascend_parallel.linear import cast_by_autocast
 from ascend_parallel.ops import npu, shm
 from ascend_parallel.ops.pending import describe
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales

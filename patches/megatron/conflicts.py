@@ -38,7 +38,7 @@ def refuse_conflicts(config: Any) -> None:
                 )
 
 
-def refuse_inexact(choices: list[Choice]) -> None:
+def refuse_inexact(choices: list[Choice], settings: Settings) -> None:
     """Raise `ConflictError` under Megatron's deterministic_mode unless every choice keeps the bits."""
     for choice in choices:
         if not choice.bit_exact:
@@ -48,7 +48,7 @@ def refuse_inexact(choices: list[Choice]) -> None:
                 f"[{problem.m}, {problem.k}, {problem.n}] in {len(choice.sizes)} chunks on {problem.ranks} ranks "
                 f"({problem.device}): its bits are not known to be those of the plain layer. Export "
                 f"COC_DETERMINISTIC=1, which sums in rank order, or switch deterministic_mode or overlap off"
-                f"{_one_chunk(choice)}"
+                f"{'' if settings.fused else _one_chunk(choice)}"
             )
 
 

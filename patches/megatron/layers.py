@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,9 @@ from ascend_parallel.ops import Choice, UnmetRequestError
 from ascend_parallel.patches.base import Function, defined_in
 from ascend_parallel.patches.megatron.check import Call
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts, refuse_inexact
+from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
-from ascend_parallel.planning.measure import Case
-from ascend_parallel.planning.tuner import Tuner
 from ascend_parallel.quantised import int8_weight, quantised_row_choices, quantised_row_linear
 from ascend_parallel.settings import Settings
 
@@ -56,7 +56,8 @@ class Megatron:
         # Since 0.13 groups are handed down and main_grad is taken in forward.
         self.groups_handed_down = version >= (0, 13)
         self._agreement = Agreement(settings)
-        self._tuner = Tuner(settings) if settings.tune or settings.auto else None
+        self._tuner = tuner_of(settings)
+        self._fits: WeakSet[dist.ProcessGroup] = WeakSet()  # groups of the kind that the plan was measured on
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
         self._said: set[str] = set()
 
@@ -112,33 +113,31 @@ class Megatron:
         method = getattr(type(layer), "_forward_impl", None)
         return method is None or defined_in(method, self.layers)
 
-    def prepare(self, layer: Any, x: torch.Tensor, weight: Any, choices: Choices) -> dist.ProcessGroup:
-        """Refuse what conflicts with overlap, tell the other ranks of this one's settings, and return the group."""
+    def prepare(
+        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, choices: Choices, **options: Any
+    ) -> tuple[dist.ProcessGroup, Settings]:
+        """Refuse what conflicts with overlap, tell the other ranks of this one's settings; return group and settings.
+
+        With COC_TUNE or COC_PARALLEL_NUM=auto the settings are those found for the call's shapes.
+        """
         group = self.group_of(layer)
         refuse_conflicts(layer.config)
-        if layer.config.deterministic_mode and not self.settings.deterministic:
-            refuse_inexact(choices(x, weight, group.size(), layer.sequence_parallel, self.settings))
+        if group not in self._fits:
+            refuse_foreign_plan(self.settings, group, x.device)
+            self._fits.add(group)
         self._agreement.publish(group)
-        return group
+        settings = self.settings_for(layer, kind, x, weight, **options)
+        if layer.config.deterministic_mode and not settings.deterministic:
+            refuse_inexact(choices(x, weight, group.size(), layer.sequence_parallel, settings), settings)
+        return group, settings
 
-    def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Settings:
-        """Return the settings for one call; with COC_TUNE or COC_PARALLEL_NUM=auto, those found for its shapes."""
-        if self._tuner is None:
+    def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
+        """Return the settings of one call; those found for its shapes, but for an int8 weight, if that is asked for."""
+        if self._tuner is None or not isinstance(weight, torch.Tensor):
             return self.settings
-        group = self.group_of(layer)
-        self._agreement.confirm(group)  # finding them communicates
-        case = Case(
-            kind=kind,
-            rows=x.shape[:-1].numel(),
-            n=weight.shape[0],
-            k=weight.shape[1],
-            dtype=weight.dtype,
-            device=x.device.type,
-            sequence_parallel=layer.sequence_parallel,
-            **options,
-        )
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        return self._tuner.settings_for(case, group, backward=backward)
+        group, case = self.group_of(layer), case_of(layer, kind, x, weight, **options)
+        return self._tuner.settings_for(case, group, backward=backward, agree=self.confirm(group))
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return what has the group's ranks agree; to be called before they communicate."""
@@ -210,7 +209,7 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
             weight=used,
             patched=lambda x, watched: _row(self, x, megatron, used, watched),
             original=lambda layer, x, _: original(layer, x),
-            settings=lambda: _row_settings(self, input_, used, megatron),
+            settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
         )
         return megatron.verifier.run(call)
 
@@ -238,7 +237,8 @@ def _column(
     watched: torch.Tensor | None = None,
 ) -> Output:
     """Run a column layer; `watched` is an alias of the weight for a check to see its gradient."""
-    group = megatron.prepare(layer, input_, weight, column_choices)
+    reduces = _reduces(layer)
+    group, settings = megatron.prepare(layer, "column", input_, weight, column_choices, reduce_input_grad=reduces)
     if layer.config.defer_embedding_wgrad_compute:
         limit = layer.config.wgrad_deferral_limit
         if limit == 0 or len(layer.embedding_activation_buffer) < limit:
@@ -248,9 +248,9 @@ def _column(
         weight if watched is None else watched,
         None if layer.skip_bias_add else layer.bias,
         group=group,
-        settings=megatron.settings_for(layer, "column", input_, weight, reduce_input_grad=_reduces(layer)),
+        settings=settings,
         sequence_parallel=layer.sequence_parallel,
-        reduce_input_grad=_reduces(layer),
+        reduce_input_grad=reduces,
         before_communicating=megatron.confirm(group),
         weight_gradient=megatron.weight_gradient(layer, weight, deferrable=True),
     )
@@ -266,13 +266,14 @@ def _row(
     int8 = int8_weight(layer)
     if int8 is not None or weight is None:
         weight = layer.weight if int8 is None else int8  # read once: a parametrised weight computes anew
-    group = megatron.prepare(layer, input_, weight, row_choices if int8 is None else quantised_row_choices)
+    choices = row_choices if int8 is None else quantised_row_choices
+    group, settings = megatron.prepare(layer, "row", input_, weight, choices)
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
     common: dict[str, Any] = {
         "group": group,
-        "settings": _row_settings(layer, input_, weight, megatron),
+        "settings": settings,
         "sequence_parallel": layer.sequence_parallel,
         "before_communicating": megatron.confirm(group),
     }
@@ -284,11 +285,6 @@ def _row(
     if layer.skip_bias_add:
         return y, layer.bias
     return (y if layer.bias is None else y + layer.bias), None
-
-
-def _row_settings(layer: Any, x: torch.Tensor, weight: Any, megatron: Megatron) -> Settings:
-    """Return the settings for one call of a row layer; an int8 weight is not tuned for."""
-    return megatron.settings if int8_weight(layer) else megatron.settings_for(layer, "row", x, weight)
 
 
 def _reduces(layer: Any) -> bool:

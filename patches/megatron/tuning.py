@@ -1,0 +1,56 @@
+"""What the tuner needs to know of a Megatron layer's call, and when there is anything to tune."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.layer_choices import operand_dtype
+from ascend_parallel.planning.measure import Case
+from ascend_parallel.planning.plan import PlanError, differences, this_machine
+from ascend_parallel.planning.tuner import Tuner
+from ascend_parallel.settings import Settings
+
+log = logging.getLogger("ascend_parallel")
+
+
+def tuner_of(settings: Settings) -> Tuner | None:
+    """Return what finds chunk sizes, if the settings ask for it and chunks are what will run."""
+    if not settings.tune and not settings.auto:
+        return None
+    asked = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
+    if settings.fused or settings.effective_mode != 2:
+        why = "USE_COC_FUSED_KERNEL=1 runs without chunks" if settings.fused else f"COC_MODE={settings.mode}"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.warning("%s finds nothing: %s", asked, why)
+        return None
+    return Tuner(settings)
+
+
+def case_of(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Case:
+    """Describe a call of `layer`, of kind "row" or "column", as the tuner measures it."""
+    return Case(
+        kind=kind,
+        rows=x.shape[:-1].numel(),
+        n=weight.shape[0],
+        k=weight.shape[1],
+        dtype=operand_dtype(weight),
+        device=x.device.type,
+        sequence_parallel=layer.sequence_parallel,
+        **options,
+    )
+
+
+def refuse_foreign_plan(settings: Settings, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise `PlanError` if the plan in `settings` was measured on another kind of machine or group than this one."""
+    if settings.plan is None:
+        return
+    here = this_machine(group.size(), device, group._get_backend(device).name())
+    if different := differences(settings.plan, here):  # type: ignore[arg-type]
+        raise PlanError(
+            f"the plan was measured elsewhere: {'; '.join(different)}. Measure one here with COC_TUNE, or unset "
+            "COC_PLAN"
+        )
