@@ -6,6 +6,8 @@ right after Megatron-core is imported; otherwise nothing is touched. See docs/se
 """
 
 import os as _os
+import sys as _sys
+from pathlib import Path as _Path
 from typing import Any as _Any
 
 from ascend_parallel import ops, timeline
@@ -100,4 +102,16 @@ def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
     return _explain(problem, _switch.status().settings if settings is None else settings)
 
 
-configure()
+def _is_the_command() -> bool:
+    """Tell whether the program is this package's own command, which reports a bad setting in a line of its own."""
+    words = _sys.orig_argv
+    module = any(words[i : i + 2] == ["-m", "ascend_parallel"] for i in range(len(words)))
+    return module or _Path(_sys.argv[0]).name == "ascend-parallel"
+
+
+try:
+    configure()
+except SettingsError as _error:
+    if not _is_the_command():
+        raise
+    _switch.refused = _error

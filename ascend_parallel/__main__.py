@@ -32,6 +32,12 @@ errors goes to the log of rank 0. Start it as the training is started, on every 
 
 def main() -> None:
     """Run the command named on the command line."""
+    import ascend_parallel
+
+    refused = ascend_parallel._switch.refused
+    if refused is not None and sys.argv[1:2] in (["run"], ["verify"], ["status"]):
+        sys.stderr.write(f"ascend-parallel: {refused}\n")
+        raise SystemExit(2)
     if sys.argv[1:2] == ["run"]:
         run(sys.argv[2:])
     elif sys.argv[1:2] == ["verify"]:

@@ -71,12 +71,15 @@ class Switch:
         self._patches: PatchSet | None = None
         self._variables: dict[str, str] = {}
         self._hooked = False
+        # What the environment was refused for, where the command is to say so instead of an error at import.
+        self.refused: SettingsError | None = None
         self._verifies = False
         self._timeline = Variable()
 
     def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
         """Read the settings and put them in force: applied now or when Megatron-core is imported, or off."""
         settings = read_settings(environ, **overrides)
+        self.refused = None
         Refusal.withdraw()
         self.revert()
         self._settings = settings

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from ascend_parallel.doctor import trial
@@ -39,6 +40,25 @@ def test_a_misspelt_variable_is_bad_and_said_in_words():
     assert ended.returncode == 1
     assert "COC_PARALLEL_NUM" in ended.stdout
     assert "1 thing to put right: variables" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [({"COC_PARALLEL_NUM": "abc"}, "COC_PARALLEL_NUM='abc'"), ({"COC_PLAN": "none.json"}, "cannot be read")],
+)
+def test_a_bad_setting_is_a_finding_and_no_traceback(variables, message):
+    ended = doctor("--json", **variables)
+    assert ended.returncode == 1
+    bad = [finding["found"] for finding in json.loads(ended.stdout)["findings"] if finding["verdict"] == "bad"]
+    assert message in bad[0]
+    words = [sys.executable, "-m", "ascend_parallel", "status"]
+    status = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    assert status.returncode == 2
+    assert message in status.stderr
+    assert "Traceback" not in status.stderr
+    code = "import ascend_parallel"  # a program of the user's has to stop
+    own = subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, timeout=60)
+    assert own.returncode == 1
 
 
 def test_one_rank_is_refused():

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -135,7 +136,11 @@ def _compiler() -> str | None:
     name = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if name is None:
         return None
-    asked = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    try:
+        words = [*shlex.split(name), "--version"]
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{name}, which does not run: {error}"
     return asked.stdout.partition("\n")[0] or None
 
 
@@ -159,6 +164,8 @@ def _devices() -> Iterator[Finding]:
 def _settings() -> Iterator[Finding]:
     section = "settings"
     status = ascend_parallel.status()
+    if ascend_parallel._switch.refused is not None:
+        yield Finding(section, "variables", str(ascend_parallel._switch.refused), BAD, "correct or unset it")
     ours = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("COC_", "USE_COC_"))}
     yield Finding(section, "variables", ", ".join(f"{k}={v}" for k, v in ours.items()) or "none set")
     for note in status.notes:
