@@ -38,7 +38,7 @@ compat: $(MEGATRON_VERSIONS:%=compat-%)  ## the Megatron tests on every supporte
 compat-%: $(VENV)/ready
 	test -d .compat/$* || $(BIN)/python -m pip install --quiet --no-deps --target .compat/$* megatron-core==$*
 	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/test_megatron_layers.py tests/test_megatron_seams.py tests/test_megatron_training.py \
-		tests/test_patches.py tests/test_verify.py $(ARGS)
+		tests/test_patches.py tests/test_verify.py tests/test_verify_faults.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
 
 bench: $(VENV)/ready  ## E_bound of every layer on a link of 1 Gbit/s (needs root for network namespaces)

@@ -7,9 +7,11 @@ publishes its settings and the package's version through the group's store and r
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -73,7 +75,7 @@ def _publish(group: dist.ProcessGroup, settings: Settings) -> dict[int, str]:
 
 def _compare(group: dist.ProcessGroup, keys: dict[int, str]) -> None:
     store = c10d._get_process_group_store(group)
-    _wait(store, keys, group)
+    wait_for_ranks(group, keys, DisagreementError, functools.partial(_absence, group))
     published = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
     names = {name: None for settings in published.values() for name in settings}
     differences = [_difference(name, published) for name in names if _differs(name, published)]
@@ -84,7 +86,18 @@ def _compare(group: dist.ProcessGroup, keys: dict[int, str]) -> None:
         )
 
 
-def _wait(store: Any, keys: dict[int, str], group: dist.ProcessGroup) -> None:
+def wait_for_ranks(
+    group: dist.ProcessGroup,
+    keys: dict[int, str],
+    error: type[RuntimeError],
+    absence: Callable[[list[int], float], str],
+) -> None:
+    """Wait until every rank has set its key, by global rank, in the group's store.
+
+    Says so every `PATIENCE` seconds, and after the time limit of the group or its store, the shorter, raises
+    `error`; ``absence(missing ranks, seconds)`` is what is said.
+    """
+    store: Any = c10d._get_process_group_store(group)
     limit = _time_limit(group).total_seconds()
     end = time.monotonic() + limit
     missing = list(keys)
@@ -96,8 +109,9 @@ def _wait(store: Any, keys: dict[int, str], group: dist.ProcessGroup) -> None:
         except RuntimeError:  # time is up for this round of waiting, or the store is gone, which check() then raises
             missing = [rank for rank in missing if not store.check([keys[rank]])]
         if missing and left <= PATIENCE:
-            raise DisagreementError(_absence(missing, group, limit))
-        log.warning("%s", _absence(missing, group, PATIENCE))
+            raise error(absence(missing, limit))
+        if missing:
+            log.warning("%s", absence(missing, PATIENCE))
 
 
 def _time_limit(group: dist.ProcessGroup) -> timedelta:
@@ -108,7 +122,7 @@ def _time_limit(group: dist.ProcessGroup) -> timedelta:
     return min(limit, getattr(options, "_timeout", None) or limit)
 
 
-def _absence(missing: list[int], group: dist.ProcessGroup, seconds: float) -> str:
+def _absence(group: dist.ProcessGroup, missing: list[int], seconds: float) -> str:
     return (
         f"rank {', '.join(map(str, missing))} of {describe(group)} has not come to its first overlapped layer within "
         f"{seconds:g} s: it has stopped, or runs without overlap (is COC_PARALLEL_NUM exported there?)"

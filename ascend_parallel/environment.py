@@ -124,7 +124,10 @@ def _parse(variable: str, name: str, text: str) -> Any:
         return "auto"
     elif name == "mode":
         require(
-            variable, text, number in MODES, "-1 (the other two decide), 0 (original), 1 (no chunks) or 2 (overlapped)"
+            variable,
+            text,
+            number in MODES,
+            "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)",
         )
     else:
         require(

@@ -115,7 +115,7 @@ class Settings:
         Prefer a fused operator; wins over ``num_chunks``. USE_COC_FUSED_KERNEL.
     mode
         0 the original layers, 1 our autograd functions without chunks (to debug), 2 overlapped,
-        -1 chooses 0 or 2 by the two settings above. COC_MODE.
+        -1 chooses 2 if anything here asks for overlap, else 0. COC_MODE.
     matmul_soc_friendly, k_min, k_max
         Bring matmul operands to 512-byte rows on Ascend; ``k_min <= K <= k_max`` is the window, in
         elements of K, in which padding is worth it.
@@ -129,7 +129,7 @@ class Settings:
     auto
         Chunk sizes from what was measured on this machine before, else from a model. COC_PARALLEL_NUM=auto.
     enable_coc_in_column_backward
-        Fused operators also in the column layer's backward; of no effect before a fused operator exists.
+        Fused operators also in the column layer's backward; of no effect without ``fused``.
     recompute_all_gather
         Gather the column layer's input again in backward instead of keeping the gathered copy.
     deterministic

@@ -100,16 +100,11 @@ def _choose(problem: Problem, settings: Settings) -> Choice:
             options = _options(name, settings)
             exact = _bit_exact_fused(problem)
             return Choice(problem, name, (problem.cut,), exact, "USE_COC_FUSED_KERNEL=1", "", options)
-    sizes, why = _given_sizes(problem, settings)
-    asked, why = (len(sizes), why) if sizes else _asked_chunks(problem, settings, refusals)
-    sizes = sizes or split_rows(problem.cut, asked)
-    if len(sizes) < asked:
-        unit = "columns" if problem.antiquant else "rows"
-        why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {ROW_TILE} {unit})"
+    asked = _given_sizes(problem, settings) or _asked_count(problem, settings, refusals)
+    sizes, why = asked.sizes, asked.why
     if problem.deterministic and len(sizes) > 1 and not _keeps_matmul(problem, len(sizes)):
         sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and the cut could change bits"
-    unplanned = settings.plan is not None and "no entry" in why
-    unmet = why if refusals or unplanned or (asked > 1 and len(sizes) == 1) else ""
+    unmet = why if not asked.met or (asked.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     refusal = KERNELS[plain].supports(problem)
     if refusal is not None:
@@ -118,38 +113,59 @@ def _choose(problem: Problem, settings: Settings) -> Choice:
     return Choice(problem, kernel, sizes, _bit_exact(problem, len(sizes)), why, unmet)
 
 
-def _given_sizes(problem: Problem, settings: Settings) -> tuple[Sizes, str]:
-    """Return the sizes that customized_coc or the plan has for this problem, and which, or none."""
+@dataclass(frozen=True)
+class _Asked:
+    """How many chunks were asked for, the sizes that come of it, why, and whether that is what the settings ask for."""
+
+    chunks: int
+    sizes: Sizes
+    why: str
+    met: bool = True
+
+
+def _given_sizes(problem: Problem, settings: Settings) -> _Asked | None:
+    """Return the sizes that customized_coc or the plan has for this problem, if either has."""
     shape = (problem.m, problem.k, problem.n)
     own = settings.customized_coc.get(shape)
     if settings.effective_mode == 1 or isinstance(own, int):
-        return (), ""
+        return None
     if own is not None:
         if sum(own) != problem.cut:
             raise ValueError(
                 f"customized_coc for {list(shape)} has chunks of {sum(own)} rows together, and {name_of(problem)} "
                 f"cuts {problem.cut}"
             )
-        return own, f"customized_coc: {list(own)} rows for {list(shape)}"
+        return _Asked(len(own), own, f"customized_coc: {list(own)} rows for {list(shape)}")
     planned = settings.plan.find(problem) if settings.plan and not problem.antiquant else None
-    return planned or ((), "")
+    return None if planned is None else _Asked(len(planned[0]), *planned)
 
 
-def _asked_chunks(problem: Problem, settings: Settings, refusals: dict[str, str | None]) -> tuple[int, str]:
+def _asked_count(problem: Problem, settings: Settings, refusals: dict[str, str | None]) -> _Asked:
+    """Return the sizes for the number of chunks that the settings ask for, or fewer where rows are too few."""
+    chunks, why, met = _count(problem, settings, refusals)
+    sizes = split_rows(problem.cut, chunks)
+    if len(sizes) < chunks:
+        unit = "columns" if problem.antiquant else "rows"
+        why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {ROW_TILE} {unit})"
+    return _Asked(chunks, sizes, why, met)
+
+
+def _count(problem: Problem, settings: Settings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:
     if settings.effective_mode == 1:
-        return 1, "COC_MODE=1: no chunks"
+        return 1, "COC_MODE=1: no chunks", True
     own = settings.customized_coc.get((problem.m, problem.k, problem.n))
+    met = not refusals
     if isinstance(own, int):
-        return own, f"customized_coc: {own} chunks for [{problem.m}, {problem.k}, {problem.n}]"
+        return own, f"customized_coc: {own} chunks for [{problem.m}, {problem.k}, {problem.n}]", met
     chunks = usual_chunks(settings)
-    if not refusals and settings.plan is not None:
-        return chunks, f"the plan has no entry for this call: COC_PARALLEL_NUM={chunks}"
-    if not refusals and (settings.auto or settings.tune):
-        return chunks, "one chunk, until a layer's first call finds out (COC_TUNE, COC_PARALLEL_NUM=auto)"
-    if not refusals:
-        return chunks, f"COC_PARALLEL_NUM={chunks}"
-    refused = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-    return chunks, f"USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead"
+    if refusals:
+        refused = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        return chunks, f"USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead", met
+    if settings.plan is not None:
+        return chunks, f"the plan has no entry for this call: COC_PARALLEL_NUM={chunks}", False
+    if settings.auto or settings.tune:
+        return chunks, "one chunk, until a layer's first call finds out (COC_TUNE, COC_PARALLEL_NUM=auto)", True
+    return chunks, f"COC_PARALLEL_NUM={chunks}", True
 
 
 def _options(name: str, settings: Settings) -> tuple[tuple[str, object], ...]:

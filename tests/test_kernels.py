@@ -1,6 +1,8 @@
 """Every kernel that runs on this machine, through the whole matrix, against the truth."""
 
 import itertools
+import shutil
+import sys
 
 import pytest
 import torch
@@ -84,6 +86,13 @@ def test_the_matrix(ranks, count, dtype, name):
     for taken, worst in ranks(count).run(matrix, name, dtype):
         assert name in taken or (name == "ordered" and count == 2)  # two ranks have one order anyway
         assert worst <= LIMIT[dtype]
+
+
+def test_the_extension_is_there_where_a_compiler_is():
+    """Else all tests of the shared-memory kernel would be skipped, and nobody would know."""
+    if not sys.platform.startswith("linux") or not shutil.which("c++"):
+        pytest.skip("the extension needs Linux and a C++ compiler, and there is none here")
+    assert NO_EXTENSION == ""
 
 
 def test_every_kernel_is_in_the_matrix_or_has_one_of_its_own():

@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from shm_cases import DTYPES, OPERATORS, check_call, pieces_of, same, segments
 from test_linear import SHAPES, check_column, check_row
-from test_megatron_training import both
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import COUNTS, Problem, choose, shm
-from ascend_parallel.ops.operators import start_matmul_all_reduce
 from ascend_parallel.ops.registry import SMALLEST_16_BIT_PRODUCT
 from ascend_parallel.ops.rows import ROW_TILE
 
@@ -160,35 +158,6 @@ def groups_in_turn(group):
 def test_several_groups_in_turn(ranks):
     assert ranks(4).run(groups_in_turn) == [[0, 1, 2, 3]] * 4
     assert segments() == []
-
-
-def trained(group):
-    return both(group, {"settings": {"fused": True, "num_chunks": 1}, "sequence_parallel": True})
-
-
-def trained_all_reduce(group):
-    return both(group, {"settings": {"fused": True, "num_chunks": 1, "enable_coc_in_column_backward": True}})
-
-
-@pytest.mark.parametrize("train", [trained, trained_all_reduce])
-def test_a_gpt_trains_with_megatrons_bits_on_two_ranks(ranks, train):
-    for found in ranks(2).run(train):
-        assert found["losses"][0] == found["losses"][1]
-        assert found["different"] == []
-        assert found["counts"]
-
-
-@pytest.mark.parametrize("count", [3, 4])
-def test_two_runs_are_alike_on_more_ranks(ranks, count):
-    first, second = ranks(count).run(bits_of_a_run), ranks(count).run(bits_of_a_run)
-    assert first == second
-    assert len(set(first)) == 1  # and alike on all ranks
-
-
-def bits_of_a_run(group):
-    torch.manual_seed(group.rank())
-    x, w = torch.randn(200, 32), torch.randn(32, 64)
-    return start_matmul_all_reduce(x, w, group, FUSED).wait().double().sum().item().hex()
 
 
 @pytest.mark.parametrize(

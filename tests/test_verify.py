@@ -1,67 +1,13 @@
-"""Checks inside a run: silent on every path, without effect on it, and raised on every rank with its name."""
+"""Checks inside a run: silent on every path, and without effect on it."""
 
 import itertools
-import logging
 import math
 import types
-from contextlib import contextmanager
 
 import pytest
 import torch
-from layers import Layers, same
-
-
-@contextmanager
-def lines():
-    """Collect what is logged."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ascend_parallel").addHandler(handler)
-    yield said
-    logging.getLogger("ascend_parallel").removeHandler(handler)
-
-
-@contextmanager
-def verifying(group, **settings):
-    """Real layers with verification, reports from scratch."""
-    import ascend_parallel
-    from ascend_parallel.verify import LEDGER
-
-    with Layers(group.size()) as layers:
-        LEDGER.clear()
-        ascend_parallel.configure(**{"num_chunks": 4, "verify_every": 1, **settings})
-        yield layers
-        LEDGER.clear()
-
-
-def run(layer, shape, seed=0, backward=True, call=None, dtype=torch.float32):
-    """Call a layer on reproducible numbers and return all results by name."""
-    torch.manual_seed(seed)
-    x = torch.randn(shape, dtype=dtype).requires_grad_(backward)
-    y, bias = (call or type(layer).__call__)(layer, x)
-    if backward:
-        torch.manual_seed(seed + 1)
-        (y * torch.randn(y.shape, dtype=y.dtype)).sum().backward()
-    grads = {name: p.grad for name, p in layer.named_parameters()}
-    return {"y": y, "returned bias": bias, "dx": x.grad, "main_grad": getattr(layer.weight, "main_grad", None), **grads}
-
-
-def with_and_without(group, kind, shape, options, settings, prepare=None, **how):
-    """Run two layers alike, verified and not; return what differs and the report."""
-    import ascend_parallel
-    from ascend_parallel.verify import LEDGER
-
-    runs = []
-    with verifying(group, **settings) as layers:
-        for every in (0, 1):
-            ascend_parallel.configure(**{"num_chunks": 4, **settings, "verify_every": every})
-            LEDGER.clear()
-            layer = layers.make(kind, **{"sizes": (96, 96), **options})
-            if prepare is not None:
-                prepare(layer)
-            runs.append(run(layer, shape, seed=group.rank(), **how))
-        found = ascend_parallel.verification()
-    return [name for name in runs[0] if not same(runs[0][name], runs[1][name])], found
+from layers import same
+from verified import lines, planted, run, verifying, with_and_without
 
 
 def every_path(group):
@@ -322,97 +268,6 @@ def test_recomputed_layers_are_verified(ranks):
         assert found[0] is None
         for every in (1, 2, 3):
             assert found[every][1] >= 6 // every, found
-
-
-@contextmanager
-def planted(module, name, change):
-    """Replace a function of a module, for the time of a test, by one whose result is changed."""
-    original = getattr(module, name)
-    setattr(module, name, lambda *args, **kwargs: change(original(*args, **kwargs)))
-    yield
-    setattr(module, name, original)
-
-
-def caught(group, where, sequence_parallel, kind, dtype):
-    """Plant a fault on one rank after some calls; return how many later it was caught, and the message."""
-    import ascend_parallel
-    from ascend_parallel import linear
-
-    faulty, every = group.size() - 1, 3
-
-    def scaled(pending):
-        if group.rank() == faulty:
-            pending.wait().mul_(1.5)
-        return pending
-
-    def wrong_row(pending):
-        if group.rank() == faulty:
-            pending.wait()[37] += 100
-        return pending
-
-    def wrong_weight_gradient(dw):
-        return dw + 100 * (group.rank() == faulty) * torch.eye(*dw.shape, dtype=dw.dtype)
-
-    def missing(_):
-        return None
-
-    change = {"scale": scaled, "row": wrong_row, "weight": wrong_weight_gradient, "missing": missing}[where]
-    target = {
-        "scale": (linear, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
-        "row": (linear, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
-        "weight": (linear, "_weight_gradient"),
-        "missing": (linear, "_input_gradient"),
-    }[where]
-    with verifying(group, verify_every=every) as layers:
-        model = torch.nn.Module()
-        model.mlp = torch.nn.Module()
-        config = {"sequence_parallel": sequence_parallel, "params_dtype": dtype}
-        model.mlp.linear = layer = layers.make(kind, (96, 96), config=config)
-        rows = 192 // group.size() if sequence_parallel and kind[0] == "C" else 192
-        shape = (rows, 2, 96 if kind[0] == "C" else 96 // group.size())
-        for _ in range(every + 2):
-            run(layer, shape, seed=group.rank(), dtype=dtype)
-        with planted(*target, change):
-            for calls in range(1, every + 1):
-                try:
-                    run(layer, shape, seed=group.rank(), dtype=dtype)
-                except ascend_parallel.VerificationError as error:
-                    failures = ascend_parallel.verification().failures
-                    return calls, str(error), failures == [str(error)]
-    return None
-
-
-FAULTS = [
-    # fault, sequence parallel, layer, dtype, ranks, path, quantity
-    ("scale", True, "ColumnParallelLinear", torch.float32, 2, "column, sequence parallel", "input gradient"),
-    ("scale", False, "ColumnParallelLinear", torch.bfloat16, 3, "column", "input gradient"),
-    ("row", True, "RowParallelLinear", torch.float32, 3, "row, sequence parallel", "output"),
-    ("row", False, "RowParallelLinear", torch.bfloat16, 2, "row", "output"),
-    ("weight", True, "ColumnParallelLinear", torch.float32, 2, "column, sequence parallel", "weight gradient"),
-    ("weight", False, "RowParallelLinear", torch.float32, 2, "row", "weight gradient"),
-    ("missing", False, "RowParallelLinear", torch.float32, 2, "row", "input gradient"),
-]
-
-
-@pytest.mark.parametrize(("where", "sequence_parallel", "kind", "dtype", "count", "path", "quantity"), FAULTS)
-def test_a_fault_on_one_rank_is_caught_within_n_calls_and_named_on_all(
-    ranks, where, sequence_parallel, kind, dtype, count, path, quantity
-):
-    results = ranks(count).run(caught, where, sequence_parallel, kind, dtype)
-    assert len(set(results)) == 1, results
-    calls, message, kept = results[0]
-    assert calls <= 3 and kept
-    worst = "rank " if where == "missing" else f"rank {count - 1} of "
-    assert message.startswith(f"mlp.linear ({kind}, {path}): the {quantity} of call 7 is wrong on {worst}")
-    assert str(dtype) in message and "weight [" in message and "worst at [" in message
-    if where in ("weight", "missing"):
-        # The input gradient's operator of a row layer without sequence parallel is a plain matmul.
-        assert ("ran no operator" in message) == (path == "row")
-    else:
-        operator = "matmul_reduce_scatter" if sequence_parallel else "matmul_all_reduce"
-        assert f"ran {operator} [384, " in message and "by kernel chunked in chunks of rows [" in message
-    if where == "row":
-        assert "worst at [18, 1, " in message  # row 37 of [96 or less, 2, 96]: its 19th, second of the batch
 
 
 def nothing_left_behind(group):

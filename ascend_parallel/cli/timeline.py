@@ -40,7 +40,7 @@ def timeline(
 ) -> None:
     """Merge the ranks' files into trace.json (Perfetto), report.html and timeline.png, and show the table.
 
-    Example: COC_PARALLEL_NUM=4 COC_TIMELINE=/tmp/t torchrun ... ; ascend-parallel timeline /tmp/t
+    Example: COC_PARALLEL_NUM=4 COC_TIMELINE=spans torchrun ... ; ascend-parallel timeline spans
     """
     try:
         merged = merge(folder, run, against)

@@ -6,20 +6,16 @@ meet one of the run's own, which gives wrong numbers or a hang. The store tells 
 
 from __future__ import annotations
 
+import functools
 import json
-import logging
-import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.agreement import PATIENCE, _time_limit
+from ascend_parallel.agreement import wait_for_ranks
 from ascend_parallel.ops.pending import describe
 from ascend_parallel.verify.report import VerificationError
-
-log = logging.getLogger("ascend_parallel")
 
 PLACE = "ascend_parallel/verify"
 
@@ -38,31 +34,14 @@ def exchange(group: dist.ProcessGroup, what: str, value: dict[str, Any]) -> dict
     number = store.add(f"{PLACE}/number/{me}", 1)
     keys = {rank: f"{PLACE}/{number}/{rank}" for rank in dist.get_process_group_ranks(group)}
     store.set(keys[me], json.dumps(value))
-    _wait(store, keys, group, what)
+    wait_for_ranks(group, keys, VerificationError, functools.partial(_absence, group, what))
     told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
     # Every rank that has come this far has read the last exchange's, so nobody will read those before.
     store.delete_key(f"{PLACE}/{number - 2}/{me}")
     return told
 
 
-def _wait(store: Any, keys: dict[int, str], group: dist.ProcessGroup, what: str) -> None:
-    limit = _time_limit(group).total_seconds()
-    end = time.monotonic() + limit
-    missing = list(keys)
-    while missing:
-        left = end - time.monotonic()
-        try:
-            store.wait([keys[rank] for rank in missing], timedelta(seconds=max(min(left, PATIENCE), 0.01)))
-            return
-        except RuntimeError:  # time is up for this round of waiting, or the store is gone, which check() then raises
-            missing = [rank for rank in missing if not store.check([keys[rank]])]
-        if missing and left <= PATIENCE:
-            raise VerificationError(_absence(missing, group, what, limit))
-        if missing:
-            log.warning("%s", _absence(missing, group, what, PATIENCE))
-
-
-def _absence(missing: list[int], group: dist.ProcessGroup, what: str, seconds: float) -> str:
+def _absence(group: dist.ProcessGroup, what: str, missing: list[int], seconds: float) -> str:
     ranks = ", ".join(map(str, missing))
     return (
         f"rank {ranks} of {describe(group)} has not come to the check of {what} within {seconds:g} s: it has stopped, "
