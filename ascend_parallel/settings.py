@@ -201,7 +201,7 @@ class Settings:
         require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)
         allowed = error is None or (type(error) in (int, float) and 0 <= error < 1)
         require("verify_limit", error, allowed, "a number from 0 to less than 1, such as 0.02")
-        _require_path("tune", self.tune)
+        _require_path(option_name("tune"), self.tune)
         folder = self.timeline
         require("timeline", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
         kept = self.timeline_passes

@@ -1,11 +1,12 @@
 """Set the model's prediction of every pass beside its measurement, on links of several rates.
 
-    python benchmarks/prediction.py --json prediction.json     about 12 minutes; needs root for the links
-    python benchmarks/prediction.py --table prediction.json    the table of docs/predict.md from what was measured
+    python benchmarks/prediction.py --json prediction.json     about 20 minutes; needs root for the links
+    python benchmarks/prediction.py --table prediction.json    the tables of docs/predicted-and-measured.md from it
 
-The prediction knows the times of a pass's parts alone (its matmul, its weight gradient, its collective whole and
-half), and nothing of how they run together. Shapes are chosen so that communication takes about 2, 1.5 and 1
-times as long as the matmul of forward.
+The prediction knows the times of a pass's parts alone (its matmuls, its collective whole, in pieces and of a few rows)
+and how much of its speed each lane keeps beside the other; it has seen no overlapped call. Parts and calls are timed in
+the same rounds. Then the fastest of all cuts, the fastest of equal chunks and one chunk are timed again, alone.
+Shapes are chosen so that communication takes about 2, 1.5 and 1 times as long as the matmul of forward.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ascend_parallel.bench.passes import SERIAL
 from ascend_parallel.layer_choices import Pass
 from ascend_parallel.measuring.link import LinkError, shaped_link
 from ascend_parallel.measuring.ranks import RankError, call_on_ranks
-from ascend_parallel.planning.measure import Case, Parts
-from ascend_parallel.planning.tuner import seconds
+from ascend_parallel.ops.rows import ROW_TILE
+from ascend_parallel.planning.parts import Parts, seconds
 
 RANKS = 2
 M, N = 2048, 1024
@@ -41,8 +41,9 @@ RATES: dict[str, tuple[int, ...]] = {
     "loopback": (128, 256, 512),
 }
 LAYERS = (("row", False), ("row", True), ("column", True))
+ROUNDS = {"500mbit": 7, "1gbit": 9, "2gbit": 11, "4gbit": 15, "loopback": 15}
 CHUNKS = [2, 4, 8]
-SECONDS_A_RATE = 600
+SECONDS_A_RATE = 1200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,10 @@ class Line:
 
     rate: str
     layer: str
-    run: str
-    m: int
-    k: int
-    n: int
+    one: Pass
     name: str
     sizes: tuple[int, ...]
-    matmul: float
-    comm: float
+    parts: Parts
     serial: float
     measured: float
     predicted: float
@@ -71,8 +68,28 @@ class Line:
     @property
     def e_bound(self) -> float | None:
         """How much of what could be hidden was; None where there is less than 3 % to hide."""
-        to_hide = self.serial - max(self.matmul, self.comm)
+        to_hide = self.serial - max(self.parts.computation, self.parts.communication)
         return (self.serial - self.measured) / to_hide if to_hide > 0.03 * self.serial else None
+
+    @property
+    def cells(self) -> list[str]:
+        """The columns of the pass, and the cut."""
+        name = self.name if not self.name.startswith("model") else f"{self.name}: {' '.join(map(str, self.sizes))}"
+        shape = f"{self.one.m},{self.one.k},{self.one.n}"
+        times = [f"{1e3 * value:.1f}" for value in (self.parts.computation, self.parts.communication)]
+        return [self.rate, self.layer, self.one.run, shape, *times, name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Final:
+    """One pass timed again: the fastest cut over one chunk, the best uneven chunks over the best equal ones."""
+
+    line: Line
+    over_serial: float
+    equal: str | None
+    uneven: Line | None
+    over_equal: float | None
+    kept: bool
 
 
 def main() -> int:
@@ -81,15 +98,20 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("prediction.json"), help="where to keep what is measured")
     parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing, print the table of this file")
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, help="of every call; 7 on the slowest link to 15 on the fastest")
     options = parser.parse_args()
     if options.table is None:
-        found = {rate: measure(rate, options.rounds) for rate in options.rates}
+        found = {rate: measure(rate, options.rounds or ROUNDS[rate]) for rate in options.rates}
         options.json.write_text(json.dumps(found) + "\n")
     else:
         found = json.loads(options.table.read_text())
-    lines = [line for rate, result in found.items() for line in lines_of(rate, result["passes"])]
-    sys.stdout.write(markdown(lines) + "\n\n" + summary(lines) + "\n")
+    lines, finals = [], []
+    for rate, result in found.items():
+        for one in result["passes"]:
+            own = lines_of(rate, one)
+            lines += own
+            finals.append(final_of(own, one))
+    sys.stdout.write(f"{summary(lines, finals)}\n\n{tuned(finals)}\n\n{markdown(lines)}\n")
     return 0
 
 
@@ -120,100 +142,119 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
             chunks=CHUNKS,
             fused=False,
             rounds=rounds,
+            equal=True,
         )
     return found
 
 
-def lines_of(rate: str, passes: list[dict[str, Any]]) -> list[Line]:
-    """Predict each variant of each pass from its parts."""
-    lines = []
-    for found in passes:
-        parts = Parts(**found["parts"])
-        one = Pass(*(found[name] for name in ("run", "operator", "m", "k", "n")))
-        case = Case(
-            kind=found["kind"],
-            rows=0,
-            n=0,
-            k=0,
-            dtype=torch.float32,
-            device="cpu",
-            sequence_parallel=found["sequence_parallel"],
+def lines_of(rate: str, found: dict[str, Any]) -> list[Line]:
+    """Predict each variant of a pass from its parts."""
+    parts = Parts(**found["parts"])
+    one = Pass(*(found[name] for name in ("run", "operator", "m", "k", "n")))
+    layer = found["kind"] + (", sequence" if found["sequence_parallel"] else ", all-reduce")
+    return [
+        Line(
+            rate=rate,
+            layer=layer,
+            one=one,
+            name=name,
+            sizes=tuple(sizes),
+            parts=parts,
+            serial=median(found["times"][SERIAL]),
+            measured=median(found["times"][name]),
+            predicted=seconds(one, parts, RANKS, sizes),
         )
-        backward = one.run == "backward"
-        regathers = backward and case.kind == "column" and case.sequence_parallel
-        for name, sizes in found["sizes"].items():
-            lines.append(
-                Line(
-                    rate=rate,
-                    layer=case.kind + (", sequence" if case.sequence_parallel else ", all-reduce"),
-                    run=one.run,
-                    m=one.m,
-                    k=one.k,
-                    n=one.n,
-                    name=name,
-                    sizes=tuple(sizes),
-                    matmul=parts.matmul + (parts.weight_gradient if backward else 0.0),
-                    comm=parts.collective + (parts.gather if regathers else 0.0),
-                    serial=median(found["times"][SERIAL]),
-                    measured=median(found["times"][name]),
-                    predicted=seconds(case, one, parts, RANKS, sizes),
-                )
-            )
-    return lines
+        for name, sizes in found["sizes"].items()
+    ]
+
+
+def final_of(lines: list[Line], found: dict[str, Any]) -> Final:
+    """Compare what was timed again, round by round."""
+    again, by_name = found["again"], {line.name: line for line in lines}
+    names = [name for name in again if name != SERIAL]
+    best = min(names, key=lambda name: median(again[name]))
+    equal = next((name for name in names if is_equal(by_name[name])), None)
+    uneven = next((name for name in names if not is_equal(by_name[name])), None)
+    return Final(
+        line=by_name[best],
+        over_serial=_gain(again[SERIAL], again[best]),
+        equal=equal,
+        uneven=uneven and by_name[uneven],
+        over_equal=_gain(again[equal], again[uneven]) if equal and uneven else None,
+        kept=len(found["kept"]) > 1,
+    )
+
+
+def is_equal(line: Line) -> bool:
+    """Tell whether all chunks have the same rows, to a tile."""
+    return max(line.sizes) - min(line.sizes) <= ROW_TILE
+
+
+def _gain(theirs: list[float], ours: list[float]) -> float:
+    return median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
 def markdown(lines: list[Line]) -> str:
     """Return the table: a line per pass and cut."""
-    columns = ("link", "layer", "pass", "M,K,N", "T_mm", "T_comm", "cut", "measured", "predicted", "error")
-    columns = (*columns, "serial / measured", "E_bound")
-    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = table("measured", "predicted", "error", "serial / measured", "E_bound")
     for line in lines:
         e_bound = "" if line.e_bound is None else f"{line.e_bound:.2f}"
-        cut = line.name if line.name != "model" else "model: " + " ".join(map(str, line.sizes))
-        cells = [line.rate, line.layer, line.run, f"{line.m},{line.k},{line.n}"]
-        cells += [f"{1e3 * value:.1f}" for value in (line.matmul, line.comm)]
-        cells += [cut, f"{1e3 * line.measured:.1f}", f"{1e3 * line.predicted:.1f}", f"{100 * line.error:+.0f} %"]
-        rows.append(f"| {' | '.join([*cells, f'{line.serial / line.measured:.2f}', e_bound])} |")
+        cells = [f"{1e3 * line.measured:.1f}", f"{1e3 * line.predicted:.1f}", f"{100 * line.error:+.0f} %"]
+        rows.append(f"| {' | '.join([*line.cells, *cells, f'{line.serial / line.measured:.2f}', e_bound])} |")
     return "\n".join(rows)
 
 
-def summary(lines: list[Line]) -> str:
-    """Return the figures that the table comes to."""
+def tuned(finals: list[Final]) -> str:
+    """Return the table of what was timed again: a line per pass."""
+    rows = table("serial / ours", "kept", "best uneven", "best equal", "equal / uneven")
+    for final in finals:
+        uneven = final.uneven.cells[-1] if final.uneven else ""
+        ratio = "" if final.over_equal is None else f"{final.over_equal:.2f}"
+        cells = [f"{final.over_serial:.2f}", "yes" if final.kept else "one chunk", uneven, final.equal or "", ratio]
+        rows.append(f"| {' | '.join([*final.line.cells, *cells])} |")
+    return "\n".join(rows)
+
+
+def table(*columns: str) -> list[str]:
+    """Return the two lines that begin a table."""
+    names = ("link", "layer", "pass", "M,K,N", "T_mm", "T_comm", "cut", *columns)
+    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+
+
+def summary(lines: list[Line], finals: list[Final]) -> str:
+    """Return the figures that the tables come to."""
     errors = sorted(abs(line.error) for line in lines)
     text = [f"{len(lines)} passes and cuts: median error {100 * median(errors):.1f} %, nine of ten below "]
     text[0] += f"{100 * errors[int(0.9 * len(errors))]:.1f} %."
     for rate in dict.fromkeys(line.rate for line in lines):
         own = median(abs(line.error) for line in lines if line.rate == rate)
         text.append(f"{rate}: median error {100 * own:.1f} %.")
-    overlapped = [line for line in lines if line.name != SERIAL]
-    equal = {key: min(found) for key, found in _by_pass(overlapped, lambda line: line.name != "model").items()}
-    model = {key: found[0] for key, found in _by_pass(overlapped, lambda line: line.name == "model").items()}
-    better = sum(model[key] <= equal[key] for key in model if key in equal)
-    text.append(f"The model's sizes were as fast as the best count or faster in {better} of {len(model)} passes.")
+    kept = [final for final in finals if final.kept]
+    text.append(
+        f"Kept after the second timing: {len(kept)} of {len(finals)} passes are overlapped, from "
+        f"{min(final.over_serial for final in kept):.2f} to {max(final.over_serial for final in kept):.2f} times as "
+        "fast as one chunk; the others keep one chunk."
+    )
+    compared = [final.over_equal for final in finals if final.over_equal is not None]
+    text.append(
+        f"The best uneven chunks are faster than the best equal ones in {sum(gain > 1 for gain in compared)} of "
+        f"{len(compared)} passes, round by round; median {median(compared):.3f} times as fast."
+    )
     for low, high in ((2.0, 99.0), (1.5, 2.0), (0.9, 1.1)):
-        found = [best for best in _best_e_bounds(overlapped) if low <= best[0] < high]
-        if found:
-            middle = median(e_bound for _, e_bound in found)
-            text.append(
-                f"T_comm / T_mm from {low:g} to {high:g}: median E_bound {middle:.2f} over {len(found)} passes."
-            )
+        best = [found for found in _best_e_bounds(lines) if low <= found[0] < high]
+        if best:
+            middle = median(e_bound for _, e_bound in best)
+            text.append(f"T_comm / T_mm from {low:g} to {high:g}: median E_bound {middle:.2f} over {len(best)} passes.")
     return "\n".join(f"- {line}" for line in text)
-
-
-def _by_pass(lines: list[Line], wanted: Any) -> dict[tuple[Any, ...], list[float]]:
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for line in filter(wanted, lines):
-        found.setdefault((line.rate, line.layer, line.run, line.m, line.k, line.n), []).append(line.measured)
-    return found
 
 
 def _best_e_bounds(lines: list[Line]) -> list[tuple[float, float]]:
     """Return T_comm / T_mm and the best E_bound of every pass."""
-    best: dict[tuple[Any, ...], tuple[float, float]] = {}
+    best: dict[tuple[str, str, Pass], tuple[float, float]] = {}
     for line in lines:
-        key = (line.rate, line.layer, line.run, line.m, line.k, line.n)
+        key = (line.rate, line.layer, line.one)
         if line.e_bound is not None and (key not in best or line.e_bound > best[key][1]):
-            best[key] = line.comm / line.matmul, line.e_bound
+            best[key] = line.parts.communication / line.parts.computation, line.e_bound
     return list(best.values())
 
 

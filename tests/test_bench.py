@@ -106,7 +106,8 @@ def test_tune_overwrites_no_strangers_file(tmp_path):
 
 
 def found(times, **parts):
-    defaults = {"rows": 64, "matmul": 1.0, "weight_gradient": 1.0, "collective": 2.0, "half": 1.0, "gather": 0.5}
+    defaults = {"rows": 64, "count": 8, "matmul": 1.0, "matmul_piece": 0.2, "weight_gradient": 1.0, "latency": 0.1}
+    defaults |= {"collective": 2.0, "pieces": 2.5, "gather": 0.6, "gather_pieces": 0.5}
     shape = {"operator": "matmul_reduce_scatter", "m": 128, "k": 8, "n": 8}
     return {
         "case": 0,

@@ -1,6 +1,7 @@
 """The cost model: closed forms against event simulation, bounds, the search, and times as others measured them."""
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from ascend_parallel.planning.cost import CostModel
 from ascend_parallel.planning.hardware import all_hardware, find_hardware
 from ascend_parallel.planning.models import Batch, all_models, layer_linears
 from ascend_parallel.planning.passes import passes
-from ascend_parallel.planning.pipeline import Call, makespan, tasks
+from ascend_parallel.planning.pipeline import Call, makespan, makespan_beside, tasks
 from ascend_parallel.planning.search import best_sizes, equal_sizes
 from ascend_parallel.planning.simulation import Task, length, simulate
 from ascend_parallel.planning.step import pipeline_tasks, pipeline_time
@@ -55,6 +56,62 @@ def problems(draw):
 @given(calls())
 def test_closed_form_is_what_the_simulation_finds(call):
     assert makespan(call) == pytest.approx(length(simulate(tasks(call))), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=400, deadline=None)
+@given(calls())
+def test_lanes_at_full_speed_take_what_the_closed_form_says(call):
+    call = replace(call, issue=0.0)
+    assert makespan_beside(call, 1.0, 1.0) == pytest.approx(makespan(call), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(), st.integers(1, 4), st.integers(1, 4))
+def test_lanes_that_slow_each_other_down_against_exact_fractions(call, compute_quarters, collective_quarters):
+    """The same call exactly: each lane goes at four quarters alone, and at fewer beside the other."""
+    whole = replace(
+        call,
+        issue=0.0,
+        own=float(round(8 * call.own)),
+        tail=float(round(8 * call.tail)),
+        compute=tuple(float(round(8 * time)) for time in call.compute),
+        collective=tuple(float(round(8 * time)) for time in call.collective),
+        before=tuple(float(round(8 * time)) for time in call.before),
+    )
+    found = makespan_beside(whole, compute_quarters / 4, collective_quarters / 4)
+    assert found == pytest.approx(exactly(whole, compute_quarters, collective_quarters), abs=1e-6)
+
+
+def exactly(call, compute_quarters, collective_quarters):
+    """Run the list that `tasks` gives, in fractions: its names, lanes and dependencies, none of the code tested."""
+    left = {task.name: round(48 * task.seconds) for task in tasks(call)}
+    after = {task.name: set(task.after) for task in tasks(call)}
+    lanes = {lane: [task.name for task in tasks(call) if task.lane == lane] for lane in ("compute", "communicate")}
+    left = {name: ticks for name, ticks in left.items() if not name.startswith("issue")}
+    speed = {"compute": compute_quarters, "communicate": collective_quarters}
+    elapsed = 0.0
+    while True:
+        while ended := [name for name in heads(lanes) if not left[name] and ready(after, name)]:
+            for queue in lanes.values():
+                queue[:] = [name for name in queue if name not in ended]
+            for waits in after.values():
+                waits.difference_update(ended)
+        running = {lane: queue[0] for lane, queue in lanes.items() if queue and ready(after, queue[0])}
+        if not running:
+            return elapsed
+        rate = {lane: speed[lane] if len(running) == 2 else 4 for lane in running}
+        step = min(Fraction(left[name], rate[lane]) for lane, name in running.items())
+        for lane, name in running.items():
+            left[name] -= step * rate[lane]
+        elapsed += float(step) * 4 / 48
+
+
+def heads(lanes):
+    return [queue[0] for queue in lanes.values() if queue]
+
+
+def ready(after, name):
+    return not {one for one in after[name] if not one.startswith("issue")}
 
 
 @settings(deadline=None)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from layers import Layers
 import ascend_parallel
 from ascend_parallel import Settings
 from ascend_parallel.planning import measure, plan, tuner
-from ascend_parallel.planning.measure import Case, Parts
+from ascend_parallel.planning.measure import Case
+from ascend_parallel.planning.parts import Parts, rates, repeats, seconds
 from ascend_parallel.planning.tuner import Tuner, decide, predicted
 
 
@@ -29,18 +31,57 @@ CASE = Case(kind="row", rows=1024, n=64, k=64, dtype=torch.float32, device="cpu"
 
 
 def parts(matmul, collective, latency):
-    return Parts(1024, matmul, matmul, collective, latency + (collective - latency) / 2, collective)
+    """Return parts whose pieces cost what they should."""
+    return Parts(
+        rows=1024,
+        count=8,
+        matmul=matmul,
+        matmul_piece=matmul / 8,
+        latency=latency,
+        collective=collective,
+        pieces=max(collective, 8 * latency),
+    )
 
 
 def test_what_the_model_makes_of_the_parts():
     (one,) = CASE.passes(2)
-    balanced = predicted(CASE, one, parts(10e-3, 10e-3, 50e-6), 2)
+    balanced = predicted(one, parts(10e-3, 10e-3, 50e-6), 2)
     assert len(balanced.sizes) > 2
     assert balanced.chosen < 0.7 * balanced.serial
-    assert predicted(CASE, one, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
-    assert predicted(CASE, one, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
-    bound = predicted(CASE, one, parts(10e-3, 30e-3, 50e-6), 2)
+    assert predicted(one, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
+    assert predicted(one, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
+    bound = predicted(one, parts(10e-3, 30e-3, 50e-6), 2)
     assert bound.sizes[0] < bound.sizes[-1]  # communication-bound: a short first chunk
+
+
+def test_one_chunk_is_predicted_as_its_parts_in_turn():
+    (one,) = CASE.passes(2)
+    assert seconds(one, parts(10e-3, 4e-3, 50e-6), 2, (1024,)) == pytest.approx(14e-3)
+
+
+def test_lanes_that_slow_each_other_down_hide_less():
+    (one,) = CASE.passes(2)
+    free = parts(10e-3, 10e-3, 50e-6)
+    equal = (256,) * 4
+    slowed = replace(free, compute_rate=0.6, collective_rate=0.8)
+    in_turn = replace(free, compute_rate=0.5, collective_rate=0.5)
+    assert seconds(one, free, 2, equal) < seconds(one, slowed, 2, equal) < seconds(one, in_turn, 2, equal)
+    # Lanes at half their speed move nothing sooner than one after the other.
+    assert seconds(one, in_turn, 2, equal) >= seconds(one, in_turn, 2, (1024,))
+    assert predicted(one, in_turn, 2).sizes == (1024,)
+
+
+@pytest.mark.parametrize(("piece", "pieces"), [(1e-3, 20e-3), (1e-3, 1e-4), (5e-3, 5e-3)])
+@pytest.mark.parametrize(("compute", "collective"), [(0.5, 0.9), (0.7, 0.4), (1.0, 1.0)])
+def test_rates_are_found_from_what_was_timed(piece, pieces, compute, collective):
+    """What two lanes at these rates would take gives the rates back, as long as the collectives outlast the matmuls."""
+    matmuls, collectives = repeats(piece, pieces)
+    alone, whole = matmuls * piece, collectives * pieces
+    beside = alone / compute
+    if beside * collective > whole:
+        return  # more collectives than MOST_AT_ONCE would be needed
+    until = beside + (whole - beside * collective)
+    assert rates(alone, whole, beside, until) == pytest.approx((compute, collective))
 
 
 def cases(group):
@@ -223,6 +264,23 @@ def checkpointed(group):
 
 def test_a_checkpoint_does_not_see_what_is_measured(ranks):
     assert ranks(2).run(checkpointed) == [True, True]
+
+
+def unlike(group):
+    """Ranks that come to a layer with different needs of gradients would measure different passes."""
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(num_chunks="auto")
+        layer = layers.make("RowParallelLinear", (64, 96))
+        with pytest.raises(ascend_parallel.DisagreementError) as error, torch.set_grad_enabled(group.rank() == 0):
+            layer(torch.randn(256, 32))
+    return str(error.value)
+
+
+def test_ranks_that_come_to_different_calls_are_told_apart(ranks):
+    first, second = ranks(2).run(unlike)
+    assert first == second
+    assert "rank 0: Case(kind='row', rows=256" in first
+    assert "with gradients; rank 1: Case" in first
 
 
 def no_home(group):

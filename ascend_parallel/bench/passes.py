@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from ascend_parallel.measuring.ranks import report
 from ascend_parallel.ops import shm
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import choose
-from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.planning.measure import Case, Layer, Parts
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
+from ascend_parallel.planning.measure import Case, Layer
+from ascend_parallel.planning.parts import Parts
 from ascend_parallel.planning.plan import Entry, Plan, this_machine
-from ascend_parallel.planning.search import best_sizes
-from ascend_parallel.planning.tuner import decide, seconds
+from ascend_parallel.planning.search import equal_sizes
+from ascend_parallel.planning.tuner import FEW, MOST_CHUNKS, ROUNDS, best_of_model, decide
 from ascend_parallel.settings import Settings
 
 SERIAL = "serial"
@@ -25,9 +28,17 @@ PLAIN = Settings(mode=2)
 
 
 def measure(
-    group: dist.ProcessGroup, cases: list[dict[str, Any]], chunks: list[int], fused: bool, rounds: int
+    group: dist.ProcessGroup,
+    cases: list[dict[str, Any]],
+    chunks: list[int],
+    fused: bool,
+    rounds: int,
+    equal: bool = False,
 ) -> dict[str, Any]:
-    """Time every pass of `cases`; return, for each, the times by variant and the plan they make."""
+    """Time every pass of `cases`; return, for each, the times by variant and the plan they make.
+
+    equal: also chunks of equal rows, by the names "2 equal", "4 equal" ...
+    """
     machine = this_machine(group.size(), torch.device("cpu"), "gloo")
     found, entries = [], []
     for index, raw in enumerate(cases):
@@ -35,23 +46,22 @@ def measure(
         layer = Layer(case, group, PLAIN, machine)
         for one in case.passes(group.size()):
             report(f"{index + 1}/{len(cases)}  {case.kind} {one.run} [{one.m}, {one.k}] x [{one.k}, {one.n}]")
-            result = _measure_pass(layer, one, chunks, fused, rounds)
+            result = _measure_pass(layer, one, chunks, fused, rounds, equal)
             entries.append(result.pop("entry"))
             found.append({"case": index, **result})
     return {"passes": found, "plan": Plan(machine, tuple(entries)).as_dict(), "torch": torch.__version__}
 
 
-def _measure_pass(layer: Layer, one: Pass, chunks: list[int], fused: bool, rounds: int) -> dict[str, Any]:
-    parts = layer.parts(one, rounds)
-    ways = _ways(layer, one, parts, chunks)
+def _measure_pass(layer: Layer, one: Pass, chunks: list[int], fused: bool, rounds: int, equal: bool) -> dict[str, Any]:
+    ways = _ways(one, layer.parts(one, ROUNDS), layer.group.size(), chunks, equal)
     variants = {name: layer.with_sizes(one, sizes) for name, sizes in ways.items()}
     if fused and _takes_shm(layer, one):
         variants["shm"] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
-    times = layer.time(one, variants, rounds)
-    best = min(ways, key=lambda name: sorted(times[name])[rounds // 2])
-    # Once more, the two alone: a lucky median among many must not decide.
-    again = layer.time_sizes(one, tuple(dict.fromkeys((ways[SERIAL], ways[best]))), rounds)
-    kept = decide(again, ways[SERIAL], ways[best])
+    parts, times = layer.time_with_parts(one, variants, rounds)
+    # Once more, the best alone: a lucky median among many must not decide.
+    again = layer.time(one, {name: variants[name] for name in _finalists(ways, times, equal)}, rounds)
+    best = min((name for name in again if name != SERIAL), key=lambda name: median(again[name]), default=SERIAL)
+    kept = decide({ways[name]: values for name, values in again.items()}, ways[SERIAL], ways[best])
     dtype = str(layer.case.dtype).removeprefix("torch.")
     entry = Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **vars(kept))
     return {
@@ -61,20 +71,34 @@ def _measure_pass(layer: Layer, one: Pass, chunks: list[int], fused: bool, round
         "parts": asdict(parts),
         "sizes": {name: list(sizes) for name, sizes in ways.items()},
         "times": times,
+        "again": again,
+        "kept": list(kept.sizes),
         "entry": entry,
     }
 
 
-def _ways(layer: Layer, one: Pass, parts: Parts, chunks: list[int]) -> dict[str, Sizes]:
+def _finalists(ways: Mapping[str, Sizes], times: Mapping[str, Sequence[float]], equal: bool) -> list[str]:
+    """Name one chunk and the fastest cut; with `equal`, the fastest of equal chunks and of those that differ."""
+    ranked = sorted(set(ways) - {SERIAL}, key=lambda name: median(times[name]))
+    if not equal:
+        return [SERIAL, *ranked[:1]]
+    alike = [name for name in ranked if max(ways[name]) - min(ways[name]) <= ROW_TILE]
+    return [SERIAL, *alike[:1], *[name for name in ranked if name not in alike][:1]]
+
+
+def _ways(one: Pass, parts: Parts, ranks: int, chunks: list[int], equal: bool) -> dict[str, Sizes]:
     """Name the ways to cut the rows: one chunk, the counts asked for, and what the model finds best."""
     ways: dict[str, Sizes] = {SERIAL: (parts.rows,)}
     for count in chunks:
-        sizes = split_rows(parts.rows, count)
-        if len(sizes) == count:
-            ways[f"{count} chunks"] = sizes
-    model = best_sizes(parts.rows, lambda sizes: seconds(layer.case, one, parts, layer.group.size(), sizes)).sizes
-    if model not in ways.values():
-        ways["model"] = model
+        cuts = {f"{count} equal": equal_sizes(parts.rows, count)} if equal else {}
+        cuts[f"{count} chunks"] = split_rows(parts.rows, count)
+        for name, sizes in cuts.items():
+            if len(sizes) == count and sizes not in ways.values():
+                ways[name] = sizes
+    for name, most in (("model", MOST_CHUNKS), (f"model, {FEW} at most", FEW)):
+        sizes = best_of_model(one, parts, ranks, most).sizes
+        if sizes not in ways.values():
+            ways[name] = sizes
     return ways
 
 

@@ -3,7 +3,8 @@
     E_bound = (T_serial - T) / (T_serial - max(T_matmul, T_comm))
 
 is 1 where the shorter of computation and communication has vanished, 0 where nothing was won. T_matmul
-and T_comm are those of the pass, each alone: in backward the weight gradient counts as matmul.
+and T_comm are those of the pass, each alone and timed in the same rounds: in backward the weight gradient counts
+as matmul; T_comm is the collective's whole or in pieces, as it is faster.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ascend_parallel.bench.passes import SERIAL
+from ascend_parallel.planning.parts import Parts
 
 RESAMPLES = 2000
 # Less to hide than this share of the serial time drowns in noise: no quotient is given.
@@ -23,7 +25,8 @@ LEAST_SHARE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run a pass: median seconds, the serial time over its own with the 95 % interval, and E_bound."""
+    """One way to run a pass: median seconds, the median of serial over its own time in each round with the 95 %
+    interval, and E_bound."""
 
     name: str
     seconds: float
@@ -71,11 +74,8 @@ def rows_of(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
 
 
 def _row(name: str, found: dict[str, Any]) -> Row:
-    parts, times = found["parts"], found["times"]
-    backward = found["run"] == "backward"
-    regathers = backward and found["kind"] == "column" and found["sequence_parallel"]
-    matmul = parts["matmul"] + (parts["weight_gradient"] if backward else 0.0)
-    comm = parts["collective"] + (parts["gather"] if regathers else 0.0)
+    parts, times = Parts(**found["parts"]), found["times"]
+    matmul, comm = parts.computation, parts.communication
     serial = median(times[SERIAL])
     variants = [
         _variant(other, times[other], times[SERIAL], max(matmul, comm), found["sizes"].get(other, []))
@@ -88,11 +88,12 @@ def _row(name: str, found: dict[str, Any]) -> Row:
 
 def _variant(name: str, ours: list[float], serial: list[float], bound: float, sizes: list[int]) -> Variant:
     seconds, whole = median(ours), median(serial)
-    low, high = interval(np.array(serial) / np.array(ours))
+    ratios = np.array(serial) / np.array(ours)
+    low, high = interval(ratios)
     to_hide = whole - bound
     e_bound = (whole - seconds) / to_hide if to_hide > LEAST_SHARE * whole else None
     return Variant(
-        name=name, seconds=seconds, speedup=whole / seconds, low=low, high=high, e_bound=e_bound, sizes=sizes
+        name=name, seconds=seconds, speedup=float(np.median(ratios)), low=low, high=high, e_bound=e_bound, sizes=sizes
     )
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.layer_choices import Pass, backward_settings, column_passes, row_passes
 from ascend_parallel.linear import column_linear, row_linear
-from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
+from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.planning.parts import Calls, Parts, part_calls, rates, repeats
 from ascend_parallel.planning.plan import Entry, Machine, Plan
 from ascend_parallel.settings import Settings
 
@@ -60,26 +62,6 @@ class Case:
         return [one for one in passes if one.run == "forward" or self.kind == "row" or reduces]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Median seconds of what a pass is made of, each alone, on the slowest rank.
-
-    rows
-        Rows that are cut.
-    half
-        The collective of half the rows, from which its latency follows.
-    gather
-        Gathering the layer's input, as a column layer's sequence-parallel backward does.
-    """
-
-    rows: int
-    matmul: float
-    weight_gradient: float
-    collective: float
-    half: float
-    gather: float
-
-
 class Layer:
     """A case with random operands, ready to be timed."""
 
@@ -106,51 +88,61 @@ class Layer:
 
         Returns the slowest rank's seconds by variant and round.
         """
-        times: list[list[float]] = []
-        order = list(enumerate(variants.values()))
-        for index in range(rounds + 1):
-            random.Random(index).shuffle(order)  # alike on every rank
-            took = {place: self._once(one, settings) for place, settings in order}
-            times.append([took[place] for place in range(len(order))])
-        return dict(zip(variants, self._slowest(times[1:]).t().tolist(), strict=True))
+        return self._rounds({name: partial(self._once, one, settings) for name, settings in variants.items()}, rounds)
 
     def parts(self, one: Pass, rounds: int) -> Parts:
-        """Time what the pass is made of, each alone."""
-        like = self.x.detach()
-        operands = like.new_zeros(one.m, one.k), like.new_zeros(one.k, one.n)
-        rows = one.m if one.operator == ALL_REDUCE else one.m // self.group.size()
-        dy, x = like.new_zeros(one.m, self.case.n), like.new_zeros(one.m, self.case.k)
-        columns = one.k if one.operator == ALL_GATHER else one.n
-        calls: list[Callable[[], object]] = [
-            lambda: torch.mm(*operands),
-            lambda: torch.mm(dy.t(), x),
-            self._collective(one.operator, rows, columns),
-            self._collective(one.operator, max(rows // 2, 1), columns),
-        ]
+        """Time what the pass is made of, each alone, and the two lanes beside each other."""
+        return self.time_with_parts(one, {}, rounds)[0]
+
+    def time_with_parts(
+        self, one: Pass, variants: Mapping[Name, Settings], rounds: int
+    ) -> tuple[Parts, dict[Name, list[float]]]:
+        """Time variants and parts in the same rounds: a machine that is slow for a while is so for all of them."""
         regathers = one.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
-        if regathers:
-            calls.append(self._collective(ALL_GATHER, rows, self.case.k))
-        times = [[self._clock(call) for call in calls] for _ in range(rounds + 1)]
-        medians = self._slowest(times[1:]).median(dim=0).values.tolist()
-        return Parts(rows, *medians, *([] if regathers else [0.0]))
+        calls = part_calls(one, self.group, self.x.detach(), self.case.k if regathers else None)
+        runs: dict[Any, Callable[[], float]] = {
+            name: partial(self._once, one, settings) for name, settings in variants.items()
+        }
+        runs |= {(name,): partial(self._clock, call) for name, call in calls.timed.items()}
+        times = self._rounds(runs, rounds)
+        alone = {name: median(times.pop((name,))) for name in calls.timed}
+        matmuls, collectives = repeats(alone["matmul_piece"], alone["pieces"])
+        both = self._rounds(
+            {until: partial(self._beside, calls, matmuls, collectives, until) for until in (False, True)}, rounds
+        )
+        compute_rate, collective_rate = rates(
+            matmuls * alone["matmul_piece"], collectives * alone["pieces"], median(both[False]), median(both[True])
+        )
+        parts = Parts(
+            rows=calls.rows, count=calls.count, compute_rate=compute_rate, collective_rate=collective_rate, **alone
+        )
+        return parts, times
 
-    def _collective(self, operator: str, rows: int, columns: int) -> Callable[[], object]:
-        """Return a call of the operator's collective alone, on `rows` of its rows."""
-        group, ranks = self.group, self.group.size()
-        # Zeros, because reducing the same tensor again and again would overflow.
-        piece = self.x.detach().new_zeros(rows, columns)
-        if operator == ALL_REDUCE:
-            return lambda: dist.all_reduce(piece, group=group)
-        whole = piece.new_zeros(ranks * rows, columns)
-        if operator == ALL_GATHER:
-            return lambda: all_gather_single(whole, piece, group).wait()
+    def _rounds(self, runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+        """Time each of `runs` once a round, in an order drawn anew; the slowest rank's seconds by round."""
+        times: list[list[float]] = []
+        order = list(enumerate(runs.values()))
+        for index in range(rounds + 1):
+            random.Random(index).shuffle(order)  # alike on every rank
+            took = {place: run() for place, run in order}
+            times.append([took[place] for place in range(len(order))])
+        return dict(zip(runs, self._slowest(times[1:]).t().tolist(), strict=True))
 
-        def scatter() -> None:
-            (one,) = reduce_scatters(piece, (rows,), group)
-            one.expect()
-            one.start(whole).wait()
-
-        return scatter
+    def _beside(self, calls: Calls, matmuls: int, collectives: int, until: bool) -> float:
+        """Time matmuls beside collectives that take longer: the matmuls alone, or `until` the collectives are done."""
+        _synchronize(self.case.device)
+        dist.barrier(self.group)
+        start = time.perf_counter()
+        waits = [calls.start() for _ in range(collectives)]
+        for _ in range(matmuls):
+            calls.piece()
+        if until:
+            _wait(waits)
+        _synchronize(self.case.device)
+        seconds = time.perf_counter() - start
+        if not until:
+            _wait(waits)
+        return seconds
 
     def _slowest(self, times: list[list[float]]) -> torch.Tensor:
         """Return seconds by round and call as the slowest rank had them, on the CPU."""
@@ -217,6 +209,11 @@ class Layer:
         call()
         _synchronize(self.case.device)
         return time.perf_counter() - start
+
+
+def _wait(waits: Sequence[Callable[[], object]]) -> None:
+    for wait in waits:
+        wait()
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

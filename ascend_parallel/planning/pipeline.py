@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 from ascend_parallel.planning.simulation import Task
 
@@ -50,6 +51,46 @@ class Call:
 def makespan(call: Call) -> float:
     """Return the seconds from the first task's start to the last one's end, in closed form."""
     return _communicate_first(call) if call.communicate_first else _compute_first(call)
+
+
+def makespan_beside(call: Call, compute_rate: float, collective_rate: float) -> float:
+    """Return the makespan where each lane goes at its rate (a share of its own speed) while both run.
+
+    Step by step: between two ends of tasks nothing changes. Launches are not issued by a lane of their own here:
+    where they cost, they belong to the tasks. With rates of 1 it is `makespan` of a call whose issue is 0.
+    """
+    computing, communicating = _lanes(call)
+    i = j = 0  # tasks that each lane has ended
+    left, right = computing[0][0], communicating[0][0]
+    end = 0.0
+    while i < len(computing) or j < len(communicating):
+        runs = i < len(computing) and computing[i][1] <= j
+        moves = j < len(communicating) and communicating[j][1] <= i
+        both = runs and moves and left > 0 and right > 0
+        slow, drag = (compute_rate, collective_rate) if both else (1.0, 1.0)
+        computed, moved = left / slow if runs else inf, right / drag if moves else inf
+        step = min(computed, moved)
+        end += step
+        if runs:
+            i, left = (i + 1, _length(computing, i + 1)) if computed == step else (i, left - step * slow)
+        if moves:
+            j, right = (j + 1, _length(communicating, j + 1)) if moved == step else (j, right - step * drag)
+    return end
+
+
+def _lanes(call: Call) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """Return what computes and what communicates: seconds, and how many tasks of the other lane go before."""
+    pieces = len(call.before)
+    computing = [(call.own, 0)] if call.communicate_first else []
+    communicating = [(time, 0) for time in call.before]
+    for i, (compute, collective) in enumerate(zip(call.compute, call.collective, strict=True)):
+        computing.append((compute, pieces + i + 1 if call.communicate_first else 0))
+        communicating.append((collective, 0 if call.communicate_first else i + 1))
+    return [*computing, (call.tail, pieces)], communicating
+
+
+def _length(tasks: Sequence[tuple[float, int]], index: int) -> float:
+    return tasks[index][0] if index < len(tasks) else 0.0
 
 
 def flow_shop(

@@ -7,7 +7,7 @@ was fastest, or one chunk if overlap loses. Every decision is made from numbers 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,11 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.agreement import DisagreementError
+from ascend_parallel.exchange import exchange
 from ascend_parallel.layer_choices import Pass
-from ascend_parallel.ops.problem import ALL_GATHER
+from ascend_parallel.ops.pending import describe
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.planning.measure import Case, Layer, Parts, Times
-from ascend_parallel.planning.pipeline import Call, makespan
+from ascend_parallel.planning.measure import Case, Layer, Times
+from ascend_parallel.planning.parts import Parts, seconds
 from ascend_parallel.planning.plan import (
     Entry,
     Machine,
@@ -32,7 +34,7 @@ from ascend_parallel.planning.plan import (
     load_plan,
     this_machine,
 )
-from ascend_parallel.planning.search import best_sizes
+from ascend_parallel.planning.search import Best, best_sizes
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -41,7 +43,7 @@ COUNTS = (2, 4, 8)  # chunks tried first
 ROUNDS = 7  # of every candidate
 LEAST_GAIN = 0.02  # of the serial time: overlap has to win more than this, in the median of the rounds
 MOST_CHUNKS = 16
-ISSUE = 20e-6  # host seconds per launch, as benchmarks/host_cost.py measures it on a CPU
+FEW = 4  # chunks: what the model finds with no more of them is tried too, for it knows little of what a chunk costs
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Tuner:
             if not passes or not case.rows:
                 return self._settings
             agree()
+            _meet(group, f"{case}, {'with' if backward else 'without'} gradients")
             plan = self._plan(group, case.device)
             missing = [one for one in passes if not _has(plan, one, case)]
             if missing:
@@ -135,7 +138,8 @@ class Tuner:
         found = measured(layer, one, parts) if self._measure else confirmed(layer, one, parts)
         dtype = str(case.dtype).removeprefix("torch.")
         if group.rank() == 0:
-            log.info(
+            log.log(
+                logging.WARNING if self._measure else logging.INFO,  # asked for by COC_TUNE, so it is to be seen
                 "tuned %s %s [%d, %d, %d]: %s, %.3f ms, one chunk %.3f ms",
                 one.run,
                 one.operator,
@@ -160,12 +164,24 @@ class Tuner:
             log.warning("the plan could not be written to %s: %s", path, error.strerror)
 
 
+def _meet(group: dist.ProcessGroup, call: str) -> None:
+    """Make sure that every rank of the group has come to tune the same call."""
+    told = exchange(group, f"the tuning of {call}", {"call": call}, DisagreementError)
+    if any(value["call"] != call for value in told.values()):
+        what = "; ".join(f"rank {rank}: {value['call']}" for rank, value in told.items())
+        raise DisagreementError(
+            f"ranks of {describe(group)} came to tune different calls ({what}): a layer has to be called alike, with "
+            "the same need of gradients, on every rank of its group"
+        )
+
+
 def measured(layer: Layer, one: Pass, parts: Parts) -> Found:
     """Time equal steps first, then what the model makes of the parts; return the fastest, or one chunk."""
     whole = (parts.rows,)
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
-    model = best_sizes(parts.rows, lambda sizes: seconds(layer.case, one, parts, layer.group.size(), sizes))
-    candidates += [model.sizes, model.equal]
+    for most in (MOST_CHUNKS, FEW):
+        model = best_of_model(one, parts, layer.group.size(), most)
+        candidates += [model.sizes, model.equal]
     tried = tuple(dict.fromkeys([whole, *(sizes for sizes in candidates if layer.takes(one, sizes))]))
     if len(tried) == 1:
         times = layer.time_sizes(one, tried, ROUNDS)
@@ -189,38 +205,24 @@ def decide(times: Times, whole: Sizes, best: Sizes) -> Found:
 
 def confirmed(layer: Layer, one: Pass, parts: Parts) -> Found:
     """Time what the model finds best once beside one chunk: a wrong prediction must not make a run slower."""
-    whole, best = (parts.rows,), predicted(layer.case, one, parts, layer.group.size()).sizes
+    whole, best = (parts.rows,), predicted(one, parts, layer.group.size()).sizes
     if best == whole or not layer.takes(one, best):
         best = whole
     times = layer.time_sizes(one, tuple(dict.fromkeys((whole, best))), ROUNDS)
     return decide(times, whole, best)
 
 
-def predicted(case: Case, one: Pass, parts: Parts, ranks: int) -> Found:
+def predicted(one: Pass, parts: Parts, ranks: int) -> Found:
     """Return what the model finds best from the parts alone."""
-    best = best_sizes(parts.rows, lambda sizes: seconds(case, one, parts, ranks, sizes), most_chunks=MOST_CHUNKS)
+    best = best_of_model(one, parts, ranks)
     if best.seconds > best.whole * (1 - LEAST_GAIN):
         return Found((parts.rows,), best.whole, best.whole)
     return Found(best.sizes, best.whole, best.seconds)
 
 
-def seconds(case: Case, one: Pass, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
-    """Predict a pass cut into `sizes` from the times of its parts: latency and slope of the collective, and shares."""
-    slope = max(2 * (parts.collective - parts.half) / parts.rows, 0.0)
-    latency = max(parts.collective - slope * parts.rows, 0.0)
-    gathers = one.operator == ALL_GATHER
-    own = parts.matmul / ranks if gathers and len(sizes) > 1 else 0.0  # whole, the gather goes first
-    regathers = one.run == "backward" and case.kind == "column" and case.sequence_parallel
-    call = Call(
-        compute=tuple((parts.matmul - own) * size / parts.rows for size in sizes),
-        collective=tuple(latency + slope * size for size in sizes),
-        communicate_first=gathers,
-        own=own,
-        before=(parts.gather,) if regathers else (),
-        tail=parts.weight_gradient if one.run == "backward" else 0.0,
-        issue=ISSUE,
-    )
-    return makespan(call)
+def best_of_model(one: Pass, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
+    """Search the sizes that the model finds best, from the parts alone."""
+    return best_sizes(parts.rows, lambda sizes: seconds(one, parts, ranks, sizes), most_chunks=most_chunks)
 
 
 def _has(plan: Plan, one: Pass, case: Case) -> bool:

@@ -1,14 +1,12 @@
 """Checks inside a run: the original layer beside the patched one, on the same inputs.
 
 compare   how far a result is from the one it should be
-exchange  the ranks of a group tell each other, through its store, what they check and what they found
 report    what was found so far, layer by layer
 
 How a framework's layers are checked is the framework's business (patches/megatron/verification.py).
 """
 
 from ascend_parallel.verify.compare import Difference, default_limit, difference, worst_place
-from ascend_parallel.verify.exchange import exchange
 from ascend_parallel.verify.report import LEDGER, LayerErrors, Verification, VerificationError
 
 __all__ = [
@@ -19,6 +17,5 @@ __all__ = [
     "VerificationError",
     "default_limit",
     "difference",
-    "exchange",
     "worst_place",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.exchange import exchange
 from ascend_parallel.layer_choices import (
     Pass,
     backward_settings,
@@ -28,7 +29,7 @@ from ascend_parallel.ops.registry import choose, name_of
 from ascend_parallel.patches.megatron.original import Forward, Original, Output
 from ascend_parallel.quantised import int8_weight
 from ascend_parallel.settings import Settings
-from ascend_parallel.verify import LEDGER, Difference, default_limit, difference, exchange, worst_place
+from ascend_parallel.verify import LEDGER, Difference, VerificationError, default_limit, difference, worst_place
 
 Pair = tuple[torch.Tensor, torch.Tensor, float]  # found, expected, and how far rounding may have moved the first
 
@@ -116,7 +117,12 @@ class Check:
         graded = f"gradients of input {self._wants_dx}, of weight {self._weight.requires_grad}"
         mine = f"call {self._number} of a {self._record.kind}: {self._operands()}; "
         mine += graded if self._graded else "no gradients"
-        told = exchange(self._group, f"call {self._number} of {self._record.layer}", {"call": mine})
+        told = exchange(
+            self._group,
+            f"the check of call {self._number} of {self._record.layer}",
+            {"call": mine},
+            VerificationError,
+        )
         if any(value != told[dist.get_rank()] for value in told.values()):
             what = "; ".join(f"rank {rank}: {value['call']}" for rank, value in told.items())
             raise LEDGER.fail(
@@ -173,7 +179,7 @@ class Check:
         worst = max(over, key=lambda quantity: over[quantity], default=None)
         failure = None if worst is None else self._failure(direction, worst, found[worst], apart[worst])
         what = f"the {direction} of call {self._number} of {self._record.layer}"
-        told = exchange(self._group, what, {"errors": errors, "failure": failure})
+        told = exchange(self._group, f"the check of {what}", {"errors": errors, "failure": failure}, VerificationError)
         self._record.add(direction, [value["errors"] for value in told.values()], self._limit)
         failed = [value for value in told.values() if value["failure"]]
         if failed:
