@@ -12,6 +12,7 @@ import ascend_parallel
 from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.doctor import doctor
 from ascend_parallel.cli.predict import EXAMPLES, predict
+from ascend_parallel.cli.propagate import propagate
 from ascend_parallel.cli.timeline import timeline
 from ascend_parallel.cli.verify import verify
 
@@ -22,6 +23,7 @@ app.command()(bench)
 app.command()(tune)
 app.command()(timeline)
 app.command()(verify)
+app.command()(propagate)
 
 
 @app.callback()

@@ -1,0 +1,111 @@
+"""A model's forward as a list of operators: what strategies are chosen for, and what a rank runs its part of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from ascend_parallel.sharding.layout import Shape
+
+INPUT, PARAMETER, BUFFER, CONSTANT, CALL = "input", "parameter", "buffer", "constant", "call"
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape and dtype of a whole tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands in a call's arguments for the node's `index`-th tensor input."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor: the `index`-th output of the node of that name."""
+
+    node: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and its arguments, tensors replaced by `Ref`s: what a rule is asked about.
+
+    target
+        An overload of torch.ops, such as ``torch.ops.aten.linear.default``.
+    inputs, outputs
+        Whole tensors, before sharding.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]
+
+    @property
+    def name(self) -> str:
+        """The operator's name, such as "aten.linear.default"."""
+        return str(self.target)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A tensor that is given (input, parameter, buffer, constant) or an operator's call.
+
+    inputs
+        The call's tensors, in the order of its `Ref`s.
+    module
+        Path of the module it was called in, such as "layers.0.mlp.up".
+    source
+        Name of the input, parameter, buffer or constant in the model.
+    """
+
+    name: str
+    kind: str
+    outputs: tuple[TensorMeta, ...]
+    call: Call | None = None
+    inputs: tuple[Value, ...] = ()
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in an order in which they can run, by name.
+
+    outputs
+        What the model returns: `Value`s in the nesting (tuples, lists, dicts) that it returns them in.
+    """
+
+    nodes: Mapping[str, Node]
+    outputs: Any
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    def meta(self, value: Value) -> TensorMeta:
+        """Return shape and dtype of a tensor."""
+        return self.nodes[value.node].outputs[value.index]
+
+    def readers(self) -> dict[Value, list[tuple[str, int]]]:
+        """Return, for every tensor, the nodes that read it and as which of their inputs."""
+        found: dict[Value, list[tuple[str, int]]] = {}
+        for node in self.nodes.values():
+            found |= {Value(node.name, index): [] for index in range(len(node.outputs))}
+            for index, value in enumerate(node.inputs):
+                found[value].append((node.name, index))
+        return found

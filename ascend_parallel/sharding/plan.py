@@ -1,0 +1,195 @@
+"""A layout for every tensor of a graph, the conversions that follow, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.costs import MeshCosts
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
+from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, forward
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.redistribution import Redistribution, plan_redistribution
+
+# Bytes of optimizer state per parameter: Adam's two moments in fp32.
+ADAM = 8
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A tensor brought to another layout, and its gradient back.
+
+    reader
+        The node that reads it so, "" for what the user gets, or several nodes' names with commas.
+    ahead, back
+        The collectives of forward and, where the tensor has a gradient, of backward.
+    """
+
+    value: Value
+    reader: str
+    source: Layout
+    target: Layout
+    ahead: Redistribution
+    back: Redistribution | None
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time, both ways."""
+        return self.ahead.seconds + (self.back.seconds if self.back else 0.0)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that a rank sends, both ways."""
+        return self.ahead.nbytes + (self.back.nbytes if self.back else 0)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any rank sends anything."""
+        return self.nbytes > 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a rank holds."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """What `propagate` found.
+
+    layouts
+        In which layout every tensor is produced.
+    inputs
+        In which layouts each node reads its inputs.
+    via
+        The layout to which a tensor with several readers is converted once, and from which for each of them.
+    configured
+        Pattern of the strategy that fixed a node, by node.
+    single
+        Nodes that had no choice.
+    cost, bound
+        The least sum of the objective in seconds, and what no plan costs less than where that is not proven.
+    """
+
+    graph: Graph
+    mesh: ProcessMesh
+    costs: MeshCosts
+    objective: str
+    layouts: Mapping[Value, Layout]
+    inputs: Mapping[str, tuple[Layout, ...]]
+    via: Mapping[Value, Layout]
+    differentiable: Set[Value]
+    configured: Mapping[str, str]
+    single: Set[str]
+    cost: float
+    bound: float | None = None
+
+    @property
+    def outputs(self) -> Layout:
+        """The layout in which the user gets what the model returns."""
+        return (REPLICATE,) * self.mesh.ndim
+
+    @cached_property
+    def conversions(self) -> tuple[Conversion, ...]:
+        """Return every change of layout, in the order of the graph."""
+        return tuple(self._conversions())
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of all conversions of a step, forward and backward."""
+        return sum(one.seconds for one in self.conversions)
+
+    def collectives(self) -> dict[str, int]:
+        """Return how many collectives of each kind a step runs."""
+        found: dict[str, int] = {}
+        for one in self.conversions:
+            for way in (one.ahead, one.back):
+                for step in way.steps if way else ():
+                    if step.nbytes:
+                        found[step.kind] = found.get(step.kind, 0) + 1
+        return found
+
+    def memory(self) -> Memory:
+        """Return what a rank holds in a training step with Adam; activations are all outputs kept for backward."""
+        parameters = gradients = buffers = activations = count = 0.0
+        for node in self.graph.nodes.values():
+            for index, meta in enumerate(node.outputs):
+                value = Value(node.name, index)
+                held = self._held(meta, self.layouts[value])
+                if node.kind == PARAMETER:
+                    parameters, gradients = parameters + held, gradients + held
+                    count += held / meta.dtype.itemsize
+                elif node.kind == BUFFER:
+                    buffers += held
+                elif node.kind == CALL and value in self.differentiable:
+                    activations += held
+        return Memory(parameters + buffers, gradients, ADAM * count, activations)
+
+    def explain(self) -> str:
+        """Return the plan in words: operator by operator, what it reads and gives, why, and each collective."""
+        from ascend_parallel.sharding.explain import explain  # which reads plans
+
+        return explain(self)
+
+    def diff(self, other: ShardingPlan) -> list[str]:
+        """Return a line for every operator that `other`, of the same model, lays out differently."""
+        from ascend_parallel.sharding.explain import diff
+
+        return diff(self, other)
+
+    def to_html(self) -> str:
+        """Return a page with the graph, coloured by layout, and the collectives on its edges."""
+        from ascend_parallel.sharding.page import to_html
+
+        return to_html(self)
+
+    def why(self, node: Node) -> str:
+        """Say in a few words why the node is laid out so."""
+        if node.name in self.configured:
+            return f"configured: {self.configured[node.name]}"
+        return "only choice" if node.name in self.single else "propagated"
+
+    def _conversions(self) -> Iterator[Conversion]:
+        for value, readers in self.graph.readers().items():
+            at = self.layouts[value]
+            if value in self.via:
+                names = ", ".join(dict.fromkeys(name for name, _ in readers))
+                yield from self._conversion(value, names, at, self.via[value])
+                at = self.via[value]
+            for name, index in readers:
+                yield from self._conversion(value, name, at, self.inputs[name][index])
+        for one in pytree.tree_leaves(self.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value)):
+            if isinstance(one, Value):
+                yield from self._conversion(one, "", self.layouts[one], self.outputs)
+
+    def _conversion(self, value: Value, reader: str, source: Layout, target: Layout) -> Iterator[Conversion]:
+        if source == target:
+            return
+        back = None
+        if value in self.differentiable:
+            back = self._redistribution(value, backward(target), backward(source))
+        yield Conversion(
+            value, reader, source, target, self._redistribution(value, forward(source), forward(target)), back
+        )
+
+    def _redistribution(self, value: Value, source: Layout, target: Layout) -> Redistribution:
+        meta = self.graph.meta(value)
+        shape = tuple(self.mesh.shape)
+        return plan_redistribution(meta.shape, meta.dtype.itemsize, shape, source, target, self.costs)
+
+    def _held(self, meta: TensorMeta, layout: Layout) -> float:
+        return meta.nbytes / prod(cuts(layout, tuple(self.mesh.shape), len(meta.shape)))

@@ -1,0 +1,108 @@
+"""From a few configured operators to a layout for every tensor, at the least cost.
+
+What all conversions cost, and with the objective "time" what each rank computes, is minimised exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ascend_parallel.sharding.costs import MeshCosts
+from ascend_parallel.sharding.graph import Graph
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.search import Search
+from ascend_parallel.sharding.strategies import OperatorStrategy, StrategyError, strategy
+
+OBJECTIVES = ("redistribution", "time")
+HARDWARE = "910b"
+# Prices of a byte tried until the memory is kept, each ten times the one before, and steps of bisection after.
+FIRST_PRICE = 1e-15
+PRICES = 12
+BISECTIONS = 8
+
+
+class MemoryLimitError(ValueError):
+    """No plan keeps the limit."""
+
+
+def propagate(
+    graph: Graph,
+    mesh: ProcessMesh,
+    strategies: Mapping[str, object] | None = None,
+    *,
+    objective: str = "redistribution",
+    semi_auto: str | None = None,
+    memory_limit: float | None = None,
+    hardware: str = HARDWARE,
+    costs: MeshCosts | None = None,
+) -> ShardingPlan:
+    """Find a layout for every tensor of `graph` on `mesh`.
+
+    strategies
+        By pattern (`named_nodes`), an `OperatorStrategy` or a pair (in_strategy, out_strategy) as `strategy` reads it.
+        None at all with the objective "time" is the fully automatic mode.
+    objective
+        "redistribution": the least conversions, as MindSpore's Sharding Propagation; operators with weights have to be
+        configured, because to run them whole on every rank costs no conversion. "time": with what ranks compute.
+    semi_auto
+        The mesh dimension of data parallelism: what is not configured is cut along it or not at all, as in MindSpore's
+        semi-automatic mode; inputs are cut there along their first dimension.
+    memory_limit
+        Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` says what no plan
+        within the limit costs less than.
+    costs
+        What collectives cost; by default from `hardware`.
+
+    Raises `StrategyError` for a strategy that cannot be, `MemoryLimitError` if no plan found keeps the limit.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r}: give one of {', '.join(OBJECTIVES)}")
+    if semi_auto is not None and semi_auto not in mesh.dim_names:
+        raise ValueError(f"semi_auto={semi_auto!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}")
+    chosen = _read(strategies or {}, mesh)
+    search = Search(graph, mesh, chosen, objective, hardware, costs or MeshCosts.of(mesh, hardware), semi_auto)
+    plan = search.plan()
+    if memory_limit is None or plan.memory().total <= memory_limit:
+        return plan
+    return _within(search, memory_limit)
+
+
+def _read(strategies: Mapping[str, object], mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
+    sizes = dict(zip(mesh.dim_names, mesh.shape, strict=True))
+    read: dict[str, OperatorStrategy] = {}
+    for pattern, given in strategies.items():
+        if isinstance(given, OperatorStrategy):
+            read[pattern] = given
+        else:
+            if not isinstance(given, tuple) or len(given) != 2:
+                raise StrategyError(f"{pattern!r}: give a pair (in_strategy, out_strategy), not {given!r}")
+            read[pattern] = strategy(given[0], given[1], sizes)
+    return read
+
+
+def _within(search: Search, limit: float) -> ShardingPlan:
+    """Find the least price of a byte at which the plan keeps the limit; the dual of each price is a bound.
+
+    A plan that is best at a price p per byte costs, with its bytes, no more than any other; so a plan within the limit
+    costs at least that sum less p times the limit (Lagrangian relaxation; Everett 1963, doi:10.1287/opre.11.3.399).
+    """
+    base = search.problem()
+    best: ShardingPlan | None = None
+    bound, low, high, least = 0.0, FIRST_PRICE / 10, FIRST_PRICE, float("inf")
+    for step in range(PRICES + BISECTIONS):
+        if best is None and step == PRICES:
+            held = f"the least that was found is {least:.4g} bytes a rank"
+            raise MemoryLimitError(f"memory_limit={limit:.4g} bytes: {held}")
+        price = high if best is None else (low * high) ** 0.5
+        chosen, sum_at_price = search.solved(search.problem(price))
+        bound = max(bound, sum_at_price - price * limit)
+        plan = search.plan_of(base, chosen)
+        least = min(least, plan.memory().total)
+        if plan.memory().total <= limit:
+            best, high = plan, price
+        else:
+            low, high = price, high * 10 if best is None else high
+    assert best is not None
+    return replace(best, bound=bound)

@@ -1,0 +1,97 @@
+"""Rules: which states an operator can have on one mesh dimension, and how a rank runs its part.
+
+registry.py       the door through which rules come in
+axes.py           what rules are written in
+local.py          what a rank has when it runs its part
+pointwise.py      operators that work element by element, dropout
+matmul.py         products: linear, matmul, einsum, convolutions
+views.py          reshape, transpose, slice, split, cat, repeat
+reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling
+indexing.py       embedding, gather, index
+normalisation.py  layer, RMS, group and batch norm
+attention.py      scaled_dot_product_attention
+loss.py           cross-entropy and losses by element
+creation.py       arange, zeros, full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.layout import COPY, REPLICATE, Layout
+from ascend_parallel.sharding.rules import (
+    attention,
+    creation,
+    indexing,
+    loss,
+    matmul,
+    normalisation,
+    pointwise,
+    reductions,
+    views,
+)
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, everywhere, linear_in
+from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.registry import Strategy, find, register_rule
+
+__all__ = [
+    "Axis",
+    "Part",
+    "Strategy",
+    "arguments",
+    "cut",
+    "has_rule",
+    "linear_in",
+    "register_rule",
+    "run_local",
+    "strategies",
+]
+
+for _rules in (pointwise, matmul, views, reductions, indexing, normalisation, attention, loss, creation):
+    _rules.register()
+
+
+def strategies(call: Call) -> list[Strategy]:
+    """Return every strategy of a call on one mesh dimension: all replicated, all copied, and what its rule gives.
+
+    Sizes are not looked at, except that a dimension of size 1 is never cut: a strategy whose pieces would be uneven
+    is for the caller to leave out (`layout.is_even` of every input and output). One strategy per mesh dimension, in
+    any combination, is a strategy on the whole mesh.
+    """
+    entry = find(call)
+    found = [everywhere(call, REPLICATE), everywhere(call, COPY), *(entry.rule(call) if entry is not None else ())]
+    return list(dict.fromkeys(found))
+
+
+def has_rule(call: Call) -> bool:
+    """Tell whether the operator has a rule; without one it runs whole on every rank."""
+    return find(call) is not None
+
+
+def run_local(
+    call: Call,
+    inputs: Sequence[torch.Tensor],
+    input_layouts: Sequence[Layout],
+    output_layouts: Sequence[Layout],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[torch.Tensor, ...]:
+    """Run a rank's part of a call, and return its local outputs. Autograd sees through it.
+
+    inputs
+        Local tensors, one per `Call.inputs`, even pieces of the whole ones.
+    input_layouts, output_layouts
+        One layout per tensor: one of `strategies` on each mesh dimension.
+    coordinate
+        The rank's place on each mesh dimension.
+
+    Random operators need all ranks seeded alike: see `Part.seeded`.
+    """
+    part = Part(call, tuple(inputs), tuple(input_layouts), tuple(output_layouts), tuple(mesh_shape), tuple(coordinate))
+    entry = find(call)
+    result = part.run() if entry is None or entry.run is None else entry.run(part)
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    return tuple(one for one in results if isinstance(one, torch.Tensor))

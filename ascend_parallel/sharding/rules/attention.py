@@ -1,0 +1,61 @@
+"""scaled_dot_product_attention: batch, heads (queries' and keys' in proportion), and the queries' length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place
+from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.registry import Strategy, register_rule
+
+
+def attention(call: Call) -> list[Strategy]:
+    """query [..., Hq, L, E], key and value [..., Hkv, S, E], mask broadcast to [..., Hq, L, S].
+
+    Heads are cut in proportion: with enable_gqa a rank has Hkv / R key heads and the Hq / R query heads that use them.
+    The length L of the queries can be cut where the mask is not causal, keys and values copied.
+    """
+    named, dims = arguments(call), len(call.outputs[0].shape)
+    grouped = bool(named.get("enable_gqa"))
+    axes = [_batch_axis(call, dim, grouped and dim == dims - 3) for dim in range(dims - 2)]
+    if not named["is_causal"]:
+        mask = place(named["attn_mask"])
+        tall = [mask is not None and len(meta.shape) > 1 and meta.shape[-2] > 1 for meta in call.inputs]
+        own = [len(meta.shape) - 2 if tall[index] and index == mask else None for index, meta in enumerate(call.inputs)]
+        own[0] = len(call.inputs[0].shape) - 2
+        axes.append(Axis(tuple(own), (dims - 2,)))
+    return cut(call, axes)
+
+
+def _batch_axis(call: Call, dim: int, grouped: bool) -> Axis:
+    """Return the axis of a batch dimension or of the heads; tensors that have one there are broadcast."""
+    dims, size = len(call.outputs[0].shape), call.outputs[0].shape[dim]
+
+    def of(meta: Any) -> int | None:
+        own = dim - dims + len(meta.shape)
+        return own if own >= 0 and (meta.shape[own] == size or (grouped and meta.shape[own] > 1)) else None
+
+    return Axis(tuple(of(meta) for meta in call.inputs), (dim,))
+
+
+def flash_on_cpu(call: Call) -> list[Strategy]:
+    """The decomposed operator on a CPU: [B, H, L, E], and log-sums [B, H, L]; batch and heads."""
+    rest = [None if place(arguments(call).get("attn_mask")) == index else 0 for index in range(len(call.inputs))]
+    if None in rest:
+        return []
+    return cut(call, [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs)) for dim in (0, 1)])
+
+
+def run_attention(part: Part) -> Any:
+    """Attend; dropout's mask agrees where ranks hold the same piece."""
+    if not arguments(part.call)["dropout_p"]:
+        return part.run()
+    with part.seeded():
+        return part.run()
+
+
+def register() -> None:
+    """Register this file's rules."""
+    register_rule("aten.scaled_dot_product_attention", attention, run_attention)
+    register_rule("aten._scaled_dot_product_flash_attention_for_cpu", flash_on_cpu, run_attention)

@@ -1,0 +1,101 @@
+"""Operators that look up rows or elements by index: embedding, gather, index_select, x[ids], one_hot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.layout import SUM
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in, normal, place
+from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.registry import Strategy, register_all, register_rule
+
+
+def embedding(call: Call) -> list[Strategy]:
+    """weight [V, H], ids [...]: cut the ids, H, or the vocabulary V (partial sums: each id is one rank's)."""
+    ids = len(call.inputs[1].shape)
+    columns = Axis((1, None), (ids,))
+    if arguments(call)["scale_grad_by_freq"]:
+        return cut(call, [columns])  # frequencies are those of all ids
+    return cut(call, [*(Axis((None, dim), (dim,)) for dim in range(ids)), columns, Axis((0, None), (None,), SUM)])
+
+
+def run_embedding(part: Part) -> Any:
+    """Look up the ids that are in this rank's rows, and give zeros for the others."""
+    weight, ids = part.inputs
+    named = arguments(part.call)
+    start, stop = part.input_bounds(0)[0]
+    if stop - start == part.call.inputs[0].shape[0]:
+        return part.run()
+    elsewhere = (ids < start) | (ids >= stop)
+    padding = normal(named["padding_idx"], part.call.inputs[0].shape[0]) if named["padding_idx"] != -1 else -1
+    padding = padding - start if start <= padding < stop else -1
+    own = (ids - start).masked_fill(elsewhere, 0)
+    rows = torch.ops.aten.embedding(weight, own, padding)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def gather(call: Call) -> list[Strategy]:
+    """Cut other dimensions where tensor and index are of one size, or the index along the dimension itself."""
+    tensor, index = call.inputs[0].shape, call.inputs[1].shape
+    if not tensor:
+        return []
+    dim = normal(arguments(call)["dim"], len(tensor))
+    axes = [Axis((one, one), (one,)) for one in range(len(tensor)) if one != dim and tensor[one] == index[one]]
+    return cut(call, [*axes, Axis((None, dim), (dim,))]) + linear_in(call, [0])
+
+
+def index_select(call: Call) -> list[Strategy]:
+    """Cut other dimensions, or the ids."""
+    dims = len(call.inputs[0].shape)
+    dim = normal(arguments(call)["dim"], dims)
+    axes = [Axis((one, None), (one,)) for one in range(dims) if one != dim]
+    return cut(call, [*axes, Axis((None, 0), (dim,))] if call.inputs[1].shape else axes) + linear_in(call, [0])
+
+
+def index(call: Call) -> list[Strategy]:
+    """x[ids, ...]: cut dimensions that are not looked up, or those of the ids, which are broadcast together."""
+    dims, shape = len(call.inputs[0].shape), call.outputs[0].shape
+    given = list(arguments(call)["indices"])
+    looked = [dim for dim, one in enumerate(given) if one is not None]
+    ids = [place(one) for one in given if one is not None]
+    boolean = any(call.inputs[one].dtype in (torch.bool, torch.uint8) for one in ids if one is not None)
+    if boolean or None in ids or looked != list(range(looked[0], looked[0] + len(looked))):
+        return []  # as many elements as are true; or ids that go to the front
+    width = len(shape) - (dims - len(looked))  # dimensions of the ids
+    axes = []
+    for dim in range(dims):
+        if dim not in looked:
+            out = dim if dim < looked[0] else dim - len(looked) + width
+            axes.append(Axis((dim, *(None for _ in ids)), (out,)))
+    for one in range(width):
+        axes.append(_ids_axis(call, one, width, looked[0] + one))
+    return cut(call, axes) + linear_in(call, [0])
+
+
+def _ids_axis(call: Call, dim: int, width: int, out: int) -> Axis:
+    size = call.outputs[0].shape[out]
+    own = [dim - width + len(meta.shape) for meta in call.inputs[1:]]
+    pairs = zip(call.inputs[1:], own, strict=True)
+    return Axis((None, *(one if one >= 0 and meta.shape[one] == size else None for meta, one in pairs)), (out,))
+
+
+def one_hot(call: Call) -> list[Strategy]:
+    """Cut the ids."""
+    return cut(call, [Axis((dim,), (dim,)) for dim in range(len(call.inputs[0].shape))])
+
+
+def run_one_hot(part: Part) -> Any:
+    """Give the number of classes of the whole, where it was to be found from the ids."""
+    return part.run(num_classes=part.call.outputs[0].shape[-1])
+
+
+def register() -> None:
+    """Register this file's rules."""
+    register_rule("aten.embedding", embedding, run_embedding)
+    register_rule("aten.gather", gather)
+    register_rule("aten.index_select", index_select)
+    register_all("index.Tensor _unsafe_index.Tensor", index)
+    register_rule("aten.one_hot", one_hot, run_one_hot)

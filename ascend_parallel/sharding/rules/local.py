@@ -1,0 +1,97 @@
+"""A rank's part of an operator: its local tensors, and where they lie in the whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import Call, Ref
+from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has when it runs its part of a call.
+
+    inputs
+        Local tensors, one per `Call.inputs`.
+    input_layouts, output_layouts
+        One layout per tensor.
+    coordinate
+        The rank's place on each mesh dimension.
+    """
+
+    call: Call
+    inputs: tuple[torch.Tensor, ...]
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    def output_shape(self, index: int = 0) -> Shape:
+        """Return the shape of a local output."""
+        shape = self.call.outputs[index].shape
+        return local_shape(shape, self.output_layouts[index], self.mesh_shape, self.coordinate)
+
+    def input_bounds(self, index: int) -> list[tuple[int, int]]:
+        """Return this rank's [start, stop) of every dimension of an input."""
+        shape = self.call.inputs[index].shape
+        return bounds(shape, self.input_layouts[index], self.mesh_shape, self.coordinate)
+
+    def only_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a term to be added to an output: zeros but on the first of the ranks whose outputs are summed.
+
+        The zeros stay connected to `tensor` for autograd, for its gradient may be waited for on every rank.
+        """
+        places = zip(self.output_layouts[0], self.coordinate, strict=True)
+        if all(place == 0 for state, place in places if state == SUM):
+            return tensor
+        return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
+
+    def run(self, /, **changed: Any) -> Any:
+        """Run the operator on the local tensors, the named arguments changed.
+
+        An in-place operator works on a copy: a graph's values do not change.
+        """
+        args, kwargs = pytree.tree_map(self._replaced, (tuple(self.call.args), dict(self.call.kwargs)))
+        args = list(args)
+        for place, argument in enumerate(self._schema_arguments()):
+            at: Any = (args, place) if place < len(args) else (kwargs, argument.name)
+            if argument.name in changed:
+                at[0][at[1]] = changed[argument.name]
+            elif argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out":
+                at[0][at[1]] = pytree.tree_map_only(torch.Tensor, torch.clone, at[0][at[1]])
+        return self.call.target(*args, **kwargs)
+
+    def _replaced(self, argument: Any) -> Any:
+        return self.inputs[argument.index] if isinstance(argument, Ref) else argument
+
+    def _schema_arguments(self) -> Sequence[Any]:
+        schema = getattr(self.call.target, "_schema", None)
+        return schema.arguments if schema is not None else ()
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Give random numbers that differ between the pieces of the output and agree where ranks hold the same one.
+
+        One number of the CPU's default generator seeds them, so all ranks must have been seeded alike
+        (torch.manual_seed) and run the same operators. torch.manual_seed and recomputation work as on one rank.
+        """
+        seed = int(torch.randint(2**62, (), device="cpu")) + self._piece()
+        devices = {one.device for one in self.inputs if one.device.type not in ("cpu", "meta")}
+        kind = next(iter(devices)).type if devices else "cuda"
+        with torch.random.fork_rng([one.index for one in devices], device_type=kind):
+            torch.manual_seed(seed)
+            yield
+
+    def _piece(self) -> int:
+        """Return the number of this rank's piece among the output's pieces."""
+        number = 0
+        for state, size, place in zip(self.output_layouts[0], self.mesh_shape, self.coordinate, strict=True):
+            number = number * size + place if state.kind == "shard" else number
+        return number

@@ -1,0 +1,93 @@
+"""Cross-entropy and losses by element, with their sums and means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.layout import AVERAGE, SUM, bounds
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place
+from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.registry import Strategy, register_all
+
+NONE, MEAN, TOTAL = 0, 1, 2  # ATen's numbers for `reduction`
+REDUCED = {NONE: None, MEAN: AVERAGE, TOTAL: SUM}
+BY_ELEMENT = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+    soft_margin_loss
+"""
+BY_CLASS = "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"
+
+
+def by_element(call: Call) -> list[Strategy]:
+    """Cut any dimension of the broadcast inputs; a sum gives partial sums, a mean partial averages."""
+    reduced = REDUCED[int(arguments(call)["reduction"])]
+    dims = max(len(meta.shape) for meta in call.inputs)
+    shapes = [(1,) * (dims - len(meta.shape)) + meta.shape for meta in call.inputs]
+    axes = []
+    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+        own = [dim - dims + len(meta.shape) for meta in call.inputs]
+        inputs = (one if size == max(sizes) else None for one, size in zip(own, sizes, strict=True))
+        axes.append(Axis(tuple(inputs), (None if reduced else dim,), reduced))
+    return cut(call, axes)
+
+
+def by_class(call: Call) -> list[Strategy]:
+    """Logits [N, C, ...], targets [N, ...] (classes) or [N, C, ...] (probabilities), weight [C]: cut all but C.
+
+    The mean over classes given by number divides by the targets that count (not `ignore_index`, each with its class's
+    weight), which differ from rank to rank: each rank takes the targets whole, they are small, divides its sum by the
+    whole's count, and gives a partial sum. With probabilities it is an average.
+    """
+    named, dims = arguments(call), len(call.inputs[0].shape)
+    target, weight = place(named["target"]), place(named.get("weight"))
+    assert target is not None
+    reduction, by_number = int(named["reduction"]), not is_float(call.inputs[target])
+    if dims == 1 or (weight is not None and by_number and named.get("label_smoothing")):
+        return []  # one sample; or a weight with a gradient through some of its uses
+    reduced = SUM if reduction == MEAN and by_number else REDUCED[reduction]
+    axes = []
+    for dim in (one for one in range(dims) if one != 1):
+        own = dim - (dim > 1)  # without C
+        of_target = (None if reduction == MEAN else own) if by_number else dim
+        inputs = [dim if index == 0 else of_target if index == target else None for index in range(len(call.inputs))]
+        axes.append(Axis(tuple(inputs), (None if reduced else own,), reduced))
+    return cut(call, axes, [weight] if weight is not None and by_number else [])
+
+
+def run_by_class(part: Part) -> Any:
+    """Divide the sum over this rank's targets by the count of all."""
+    named = arguments(part.call)
+    index = place(named["target"])
+    assert index is not None
+    target = part.inputs[index]
+    if named["reduction"] != MEAN or is_float(part.call.inputs[index]) or not _has_part(part):
+        return part.run()
+    shape, layout = part.call.inputs[0].shape, part.input_layouts[0]
+    own = bounds(shape, layout, part.mesh_shape, part.coordinate)
+    piece = target[tuple(slice(*one) for dim, one in enumerate(own) if dim != 1)]
+    return part.run(target=piece, reduction=TOTAL) / _count(part, target)
+
+
+def _has_part(part: Part) -> bool:
+    """Tell whether the rank has less than all samples."""
+    return any(state.kind == "shard" for state in part.input_layouts[0])
+
+
+def _count(part: Part, target: torch.Tensor) -> torch.Tensor:
+    """Return what the mean over all targets divides by."""
+    named = arguments(part.call)
+    counted = target != named["ignore_index"]
+    weight = place(named.get("weight"))
+    if weight is None:
+        return torch.sum(counted)
+    weights = part.inputs[weight].detach()[target.masked_fill(~counted, 0)]
+    return torch.sum(weights * counted)
+
+
+def register() -> None:
+    """Register this file's rules."""
+    register_all(BY_ELEMENT, by_element)
+    register_all(BY_CLASS, by_class, run_by_class)

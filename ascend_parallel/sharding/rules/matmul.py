@@ -1,0 +1,123 @@
+"""Products: linear, matmul and its kind, einsum, convolutions.
+
+Cutting the summed axis gives partial sums; a bias is then added by the first rank alone, so its gradient is whole
+there and zero elsewhere: a partial sum as well, which is "copy".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.layout import SUM
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, lettered, linear_in, place
+from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.registry import Rule, Strategy, register_all, register_rule
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+# Operators on two tensors, and those that add a bias (their first input) to the product of the next two.
+PRODUCTS = {"mm": ("mk", "kn", "mn"), "bmm": ("bmk", "bkn", "bmn"), "mv": ("mk", "k", "m"), "outer": ("m", "n", "mn")}
+PRODUCTS |= {"dot": ("k", "k", ""), "inner": ("k", "k", "")}
+BIASED = {"addmm": ("mk", "kn", "mn"), "baddbmm": ("bmk", "bkn", "bmn"), "addmv": ("mk", "k", "m")}
+
+
+def linear(call: Call) -> list[Strategy]:
+    """x [..., K] by w [N, K] with bias [N]: leading dimensions (rows), N (columns), K (partial sums)."""
+    if len(call.inputs[1].shape) != 2:
+        return []
+    rows = LETTERS[: len(call.inputs[0].shape) - 1]
+    bias = ["N"] if len(call.inputs) == 3 else []
+    return cut(call, lettered(call, [rows + "K", "NK", *bias], rows + "N")) + linear_in(call, [0])
+
+
+def matmul(call: Call) -> list[Strategy]:
+    """x by y as torch.matmul has it: vectors, matrices, batches that are broadcast."""
+    left, right = (len(meta.shape) for meta in call.inputs)
+    batch = LETTERS[: max(left, right, 2) - 2]
+    first = "K" if left == 1 else batch[len(batch) - (left - 2) :] + "MK"
+    second = "K" if right == 1 else batch[len(batch) - (right - 2) :] + "KN"
+    output = batch + ("M" if left > 1 else "") + ("N" if right > 1 else "")
+    return cut(call, lettered(call, [first, second], output)) + linear_in(call, [0], [1])
+
+
+def product_of(letters: tuple[str, str, str]) -> Rule:
+    """Return the rule of a product of two tensors."""
+
+    def rule(call: Call) -> list[Strategy]:
+        return cut(call, lettered(call, letters[:2], letters[2])) + linear_in(call, [0], [1])
+
+    return rule
+
+
+def biased_product_of(letters: tuple[str, str, str]) -> Rule:
+    """Return the rule of a bias, broadcast to the output, plus a product of two tensors."""
+
+    def rule(call: Call) -> list[Strategy]:
+        bias = letters[2][len(letters[2]) - len(call.inputs[0].shape) :]
+        return cut(call, lettered(call, [bias, *letters[:2]], letters[2])) + linear_in(call, [1], [2])
+
+    return rule
+
+
+def einsum(call: Call) -> list[Strategy]:
+    """Any equation without an ellipsis."""
+    equation = str(arguments(call)["equation"]).replace(" ", "")
+    if "." in equation:
+        return []
+    left, arrow, output = equation.partition("->")
+    inputs = left.split(",")
+    if not arrow:
+        output = "".join(sorted(letter for letter in set(left) - {","} if left.count(letter) == 1))
+    return cut(call, lettered(call, inputs, output)) + linear_in(call, *([index] for index in range(len(inputs))))
+
+
+def run_biased(part: Part) -> Any:
+    """Add the bias on the first of the ranks whose outputs are summed."""
+    named = arguments(part.call)
+    name = "bias" if "bias" in named else "self"
+    index = place(named[name])
+    return part.run() if index is None else part.run(**{name: part.only_first(part.inputs[index])})
+
+
+def convolution(call: Call) -> list[Strategy]:
+    """Batch, output channels, input channels (partial sums); all channels at once where each is its own group."""
+    named = arguments(call)
+    weight = place(named["weight"])
+    assert weight is not None
+    dims = len(call.inputs[weight].shape)
+    if len(call.inputs[0].shape) != dims:
+        return []  # without a batch
+    groups, transposed = named.get("groups", 1), bool(named.get("transposed")) or "transpose" in call.name
+    rest = (None,) * (len(call.inputs) - 2)
+    axes = [Axis((0, None, *rest), (0,))]
+    if groups == 1:
+        into, out = (0, 1) if transposed else (1, 0)
+        axes += [Axis((None, out, *(0 for _ in rest)), (1,)), Axis((1, into, *rest), (None,), SUM)]
+    elif groups == call.inputs[0].shape[1]:
+        axes.append(Axis((1, 0, *(0 for _ in rest)), (1,)))
+    return cut(call, axes) + linear_in(call, [0])
+
+
+def run_convolution(part: Part) -> Any:
+    """Convolve with the bias on the first rank of a sum, and with as many groups as there are channels left."""
+    named = arguments(part.call)
+    changed: dict[str, Any] = {}
+    if named.get("groups", 1) > 1:
+        changed["groups"] = named["groups"] * part.inputs[0].shape[1] // part.call.inputs[0].shape[1]
+    bias = place(named.get("bias"))
+    if bias is not None:
+        changed["bias"] = part.only_first(part.inputs[bias])
+    return part.run(**changed)
+
+
+def register() -> None:
+    """Register this file's rules."""
+    register_rule("aten.linear", linear, run_biased)
+    register_rule("aten.matmul", matmul)
+    register_rule("aten.einsum", einsum)
+    for name, letters in PRODUCTS.items():
+        register_rule(f"aten.{name}", product_of(letters))
+    for name, letters in BIASED.items():
+        register_rule(f"aten.{name}", biased_product_of(letters), run_biased)
+    names = "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"
+    register_all(names, convolution, run_convolution)

@@ -1,0 +1,98 @@
+"""Operators that work element by element, with broadcasting; dropout and its kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.layout import AVERAGE, SUM
+from ascend_parallel.sharding.rules.axes import aligned, arguments, cut, is_float, linear_in, linear_in_all, place
+from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.registry import Strategy, register_all
+
+NAMES = """
+    abs acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
+    bitwise_left_shift bitwise_right_shift ceil celu clamp clamp_max clamp_min clip copysign cos cosh elu eq erf erfc
+    erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu greater gt hardshrink
+    hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp less lgamma log log10 log1p
+    log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt max.other maximum
+    min.other minimum mish nan_to_num ne nextafter not_equal polar pow reciprocal relu relu6 remainder
+    round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_expit sqrt square
+    tan tanh threshold trunc xlogy zeros_like ones_like full_like empty_like __and__ __or__ __xor__
+    copy
+"""
+UNARY_LINEAR = """
+    alias clone contiguous detach imag lift_fresh lift_fresh_copy neg negative positive real to _to_copy type_as
+    conj resolve_conj resolve_neg deg2rad rad2deg
+"""
+RANDOM = "dropout native_dropout rand_like randn_like bernoulli"
+
+
+def pointwise(call: Call) -> list[Strategy]:
+    """Cut any dimension of the output; inputs that are broadcast along it are copied."""
+    return cut(call, aligned(call))
+
+
+def unary_linear(call: Call) -> list[Strategy]:
+    """An operator linear in its first input, which any other input only lends its type."""
+    return pointwise(call) + linear_in(call, [0], states=(SUM, AVERAGE))
+
+
+def added(call: Call) -> list[Strategy]:
+    """x + y, x - y: partial if both are; a number would be added once per rank, which an average allows."""
+    both = all(place(arguments(call)[name]) is not None for name in ("self", "other"))
+    return pointwise(call) + linear_in_all(call, states=(SUM, AVERAGE) if both else (AVERAGE,))
+
+
+def broadcast(call: Call) -> list[Strategy]:
+    """Several tensors, each expanded to the shape of all."""
+    return pointwise(call) + linear_in_all(call)
+
+
+def multiplied(call: Call) -> list[Strategy]:
+    """x * y: linear in each factor while the other is whole."""
+    return pointwise(call) + linear_in(call, *([index] for index in range(len(call.inputs))), states=(SUM, AVERAGE))
+
+
+def divided(call: Call) -> list[Strategy]:
+    """x / y: linear in x, if not rounded."""
+    linear = arguments(call).get("rounding_mode") is None and place(arguments(call)["self"]) == 0
+    return pointwise(call) + (linear_in(call, [0], states=(SUM, AVERAGE)) if linear else [])
+
+
+def chosen(call: Call) -> list[Strategy]:
+    """where(condition, x, y): linear in x and y at once."""
+    named = arguments(call)
+    tensors = [place(named.get(name)) for name in ("self", "other")]
+    passing = linear_in_all(call) if None not in tensors else []
+    return pointwise(call) + passing
+
+
+def filled(call: Call) -> list[Strategy]:
+    """masked_fill: linear if it fills with the number 0."""
+    value = arguments(call)["value"]
+    linear = place(value) is None and value == 0
+    return pointwise(call) + (linear_in(call, [0], states=(SUM, AVERAGE)) if linear else [])
+
+
+def run_random(part: Part) -> Any:
+    """Run with random numbers that agree where ranks hold the same piece."""
+    named = arguments(part.call)
+    draws = named.get("train", True) is not False and is_float(part.call.outputs[0])
+    if not draws:
+        return part.run()
+    with part.seeded():
+        return part.run()
+
+
+def register() -> None:
+    """Register this file's rules."""
+    register_all(NAMES, pointwise)
+    register_all(UNARY_LINEAR, unary_linear)
+    register_all("add sub subtract", added)
+    register_all("mul multiply", multiplied)
+    register_all("broadcast_tensors", broadcast)
+    register_all("div divide true_divide", divided)
+    register_all("where", chosen)
+    register_all("masked_fill", filled)
+    register_all(RANDOM, pointwise, run_random)

@@ -1,0 +1,175 @@
+"""Operators that move elements: reshape, transpose, expand, slice, split, cat, stack, repeat, pad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.layout import Shape
+from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal
+from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.registry import Strategy, register_all
+
+RESHAPES = "view.default reshape _unsafe_view flatten unflatten unsqueeze squeeze _reshape_copy"
+
+
+def merged(before: Shape, after: Shape) -> list[tuple[int, int]]:
+    """Return the (dimension before, dimension after) that start a group of a reshape.
+
+    A group is a shortest run of dimensions whose elements become those of a run after it. Cutting what starts it into
+    even pieces cuts its elements into the same even pieces on both sides; other dimensions of it cannot be cut.
+    Dimensions of size 1 belong to no group.
+    """
+    if 0 in before:
+        return []
+    left = [dim for dim, size in enumerate(before) if size > 1]
+    right = [dim for dim, size in enumerate(after) if size > 1]
+    found = []
+    while left and right:
+        found.append((left[0], right[0]))
+        counts = [before[left.pop(0)], after[right.pop(0)]]
+        while counts[0] != counts[1]:
+            if counts[0] < counts[1]:
+                counts[0] *= before[left.pop(0)]
+            else:
+                counts[1] *= after[right.pop(0)]
+    return found
+
+
+def reshape(call: Call) -> list[Strategy]:
+    """Cut the dimension that starts a group of merged or split ones."""
+    pairs = merged(call.inputs[0].shape, call.outputs[0].shape)
+    return cut(call, [Axis((before,), (after,)) for before, after in pairs]) + linear_in_all(call)
+
+
+def run_reshape(part: Part) -> Any:
+    """Reshape to the local shape. A slice need not be contiguous, so that a view might be refused."""
+    return part.inputs[0].reshape(part.output_shape())
+
+
+def expand(call: Call) -> list[Strategy]:
+    """Cut any dimension of the output: the input is copied along those that it is repeated over."""
+    return cut(call, aligned(call)) + linear_in_all(call)
+
+
+def run_expand(part: Part) -> Any:
+    """Expand to the local shape."""
+    return part.inputs[0].expand(part.output_shape())
+
+
+def permuted(call: Call) -> list[Strategy]:
+    """Any change of the order of dimensions: cut any of them."""
+    dims = len(call.inputs[0].shape)
+    return cut(call, [Axis((dim,), (out,)) for out, dim in enumerate(_order(call, dims))]) + linear_in_all(call)
+
+
+def _order(call: Call, dims: int) -> list[int]:
+    """Return, for every output dimension, which input dimension it is."""
+    named = arguments(call)
+    order = list(range(dims))
+    if "dims" in named:
+        return [normal(dim, dims) for dim in named["dims"]]
+    if "source" in named:
+        source, target = ([normal(dim, dims) for dim in _several(named[name])] for name in ("source", "destination"))
+        order = [dim for dim in order if dim not in source]
+        for place, dim in sorted(zip(target, source, strict=True)):
+            order.insert(place, dim)
+        return order
+    if call.name.split(".")[1] == "numpy_T":
+        return order[::-1]
+    first, second = ("dim0", "dim1") if "dim0" in named else ("axis0", "axis1")
+    swapped = normal(named.get(first, -2), dims), normal(named.get(second, -1), dims)
+    if dims >= 2:  # t() of a vector is the vector
+        order[swapped[0]], order[swapped[1]] = order[swapped[1]], order[swapped[0]]
+    return order
+
+
+def _several(dims: Any) -> list[int]:
+    return list(dims) if isinstance(dims, (list, tuple)) else [dims]
+
+
+def along(call: Call) -> list[Strategy]:
+    """Cut any dimension but the one that the operator works along, which the output may lack (select, unbind)."""
+    before, after = len(call.inputs[0].shape), len(call.outputs[0].shape)
+    dim = normal(arguments(call)["dim"], before)
+    if call.name.startswith("aten.slice.") and call.outputs[0].shape == call.inputs[0].shape:
+        dim = before  # the whole is taken, of a piece as well: bounds are clamped
+    axes = _but(dim, before, shift=after - before)
+    own = [Axis((one,), (out,) * len(call.outputs)) for one, out in axes]
+    return cut(call, own) + linear_in_all(call)
+
+
+def _but(dim: int, dims: int, shift: int) -> Iterable[tuple[int, int]]:
+    """Return (input, output) dimensions without `dim`; those after it are `shift` places on in the output."""
+    return [(one, one + (shift if one > dim else 0)) for one in range(dims) if one != dim]
+
+
+def joined(call: Call) -> list[Strategy]:
+    """Concatenate or stack: cut any dimension but that of the joint."""
+    ranks = {len(meta.shape) for meta in call.inputs}
+    if len(ranks) > 1:
+        return []  # an empty vector among others, which cat skips
+    before, after = ranks.pop(), len(call.outputs[0].shape)
+    dim = normal(arguments(call).get("dim", 0), after)
+    axes = [(one + (after - before if one >= dim else 0), one) for one in range(before)]
+    own = [Axis((one,) * len(call.inputs), (out,)) for out, one in axes if out != dim]
+    return cut(call, own) + linear_in_all(call)
+
+
+def moved_along(call: Call) -> list[Strategy]:
+    """roll, flip, triu, tril, pad: cut the dimensions in which every element stays where it is."""
+    dims = len(call.inputs[0].shape)
+    named, name = arguments(call), call.name.split(".")[1]
+    if name in ("triu", "tril"):
+        moved = [dims - 2, dims - 1]
+    elif "pad" in named:
+        moved = [dims - 1 - index // 2 for index, size in enumerate(named["pad"]) if size != 0]
+    else:
+        moved = [normal(dim, dims) for dim in named["dims"]] or list(range(dims))
+    linear = "pad" not in named or not named.get("value")
+    own = [Axis((dim,), (dim,)) for dim in range(dims) if dim not in moved]
+    return cut(call, own) + (linear_in_all(call) if linear else [])
+
+
+def repeat(call: Call) -> list[Strategy]:
+    """Cut a dimension that is not repeated, or the repetitions of one that has a single element."""
+    new = len(call.outputs[0].shape) - len(call.inputs[0].shape)
+    sizes = zip(call.outputs[0].shape, (1,) * new + call.inputs[0].shape, strict=True)
+    dims = [dim for dim, (size, own) in enumerate(sizes) if own in (1, size)]
+    return cut(call, aligned(call, dims)) + linear_in_all(call)
+
+
+def run_repeat(part: Part) -> Any:
+    """Repeat as often as the local shape has it."""
+    wanted = part.output_shape()
+    have = (1,) * (len(wanted) - part.inputs[0].dim()) + tuple(part.inputs[0].shape)
+    return part.inputs[0].repeat([size // own if own else 1 for size, own in zip(wanted, have, strict=True)])
+
+
+def repeat_interleave(call: Call) -> list[Strategy]:
+    """Cut any dimension, also the repeated one: an element's copies stay beside each other."""
+    shape, dim = call.inputs[0].shape, arguments(call)["dim"]
+    dims = range(len(shape)) if dim is not None else [next((one for one, size in enumerate(shape) if size > 1), 0)]
+    own = [Axis((one,), (one if dim is not None else 0,)) for one in dims] if prod(shape) > 1 else []
+    return cut(call, own) + linear_in_all(call)
+
+
+def run_repeat_interleave(part: Part) -> Any:
+    """Repeat without the whole output's size among the arguments."""
+    return part.run(output_size=None)
+
+
+def register() -> None:
+    """Register this file's rules."""
+    register_all(RESHAPES, reshape, run_reshape)
+    register_all("expand broadcast_to", expand, run_expand)
+    names = "transpose permute t numpy_T mT swapaxes swapdims movedim moveaxis"
+    register_all(names, permuted)
+    names = "slice.Tensor select.int narrow unbind split split_with_sizes chunk"
+    register_all(f"{names} unsafe_split unsafe_split_with_sizes unsafe_chunk tensor_split.sections", along)
+    register_all("cat concat stack", joined)
+    register_all("roll flip triu tril constant_pad_nd pad", moved_along)
+    register_all("repeat tile", repeat, run_repeat)
+    register_all("repeat_interleave.self_int", repeat_interleave, run_repeat_interleave)

@@ -1,0 +1,148 @@
+"""A model's forward traced into a `Graph`, by torch.export with fake tensors: nothing is computed."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Call, Graph, Node, Ref, TensorMeta
+from ascend_parallel.sharding.graph import Value as Value
+
+KINDS = {
+    InputKind.USER_INPUT: INPUT,
+    InputKind.PARAMETER: PARAMETER,
+    InputKind.BUFFER: BUFFER,
+    InputKind.CONSTANT_TENSOR: CONSTANT,
+}
+HELD = (PARAMETER, BUFFER, CONSTANT)
+# Checks that export leaves behind; they compute nothing.
+CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
+
+
+class TraceError(ValueError):
+    """The model cannot be traced, or does what a sharded graph cannot."""
+
+
+def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
+    """Return the operators that ``model(*args, **kwargs)`` runs.
+
+    Shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for what torch.export
+    cannot trace, and for regions (torch.no_grad, autocast, control flow) inside the forward.
+    """
+    try:
+        program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
+        if any(_is_in_place(node) for node in program.graph.nodes):
+            program = program.run_decompositions({})  # an in-place operator would write to one copy of several
+    except Exception as error:  # torch.export raises whatever it met; the sentence that helps is its first
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {said[0]}") from error
+    return _Builder(program).build()
+
+
+class _Builder:
+    """Turns an exported program into a graph."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._given = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+        self._nodes: dict[str, Node] = {}
+        self._values: dict[str, Any] = {}  # by the name of the program's node: a Value, or a list of them
+
+    def build(self) -> Graph:
+        returned: Sequence[Any] = ()
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                self._add_given(node)
+            elif node.op == "output":
+                returned = node.args[0]
+            elif node.target is operator.getitem:
+                self._values[node.name] = self._values[node.args[0].name][node.args[1]]
+            elif str(node.target) not in CHECKS:
+                self._add_call(node)
+        outputs = self._outputs(returned)
+        used = {value.node for node in self._nodes.values() for value in node.inputs} | set(_names(outputs))
+        # Of the names of a tied parameter one is read.
+        nodes = {name: node for name, node in self._nodes.items() if node.kind not in HELD or name in used}
+        return Graph(nodes, outputs, dict(self._program.constants))
+
+    def _add_given(self, node: torch.fx.Node) -> None:
+        spec = self._given[node.name]
+        if spec.kind not in KINDS:
+            raise TraceError(f"the model has an input of kind {spec.kind.name}, which a sharded graph does not know")
+        meta = node.meta.get("val")
+        if not isinstance(meta, torch.Tensor):
+            return  # a number: export has put it where it is used
+        source = spec.target or node.name
+        self._nodes[node.name] = Node(node.name, KINDS[spec.kind], (_meta(meta),), source=source)
+        self._values[node.name] = Value(node.name)
+
+    def _add_call(self, node: torch.fx.Node) -> None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TraceError(
+                f"{_module(node) or 'the model'} runs {node.target}, a region of its own; move torch.no_grad, autocast "
+                "and control flow out of the forward"
+            )
+        inputs: list[Value] = []
+
+        def replaced(argument: Any) -> Any:
+            if not isinstance(argument, torch.fx.Node):
+                return argument
+            inputs.append(self._values[argument.name])
+            return Ref(len(inputs) - 1)
+
+        args = pytree.tree_map(replaced, tuple(node.args), is_leaf=_is_node)
+        kwargs = pytree.tree_map(replaced, dict(node.kwargs), is_leaf=_is_node)
+        value: Any = node.meta.get("val")
+        several = isinstance(value, (list, tuple))
+        outputs = tuple(_meta(one) for one in (value if several else [value]) if isinstance(one, torch.Tensor))
+        metas = tuple(self._nodes[one.node].outputs[one.index] for one in inputs)
+        call = Call(node.target, args, kwargs, metas, outputs)
+        self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node))
+        self._values[node.name] = _places(node.name, value) if several else Value(node.name)
+
+    def _outputs(self, returned: Sequence[Any]) -> Any:
+        """Nest what the user gets as the model returns it; updated buffers come before it."""
+        specs = self._program.graph_signature.output_specs
+        leaves = [
+            self._values[one.name] if isinstance(one, torch.fx.Node) else one
+            for one, spec in zip(returned, specs, strict=True)
+            if spec.kind.name == "USER_OUTPUT"
+        ]
+        assert self._program.call_spec.out_spec is not None
+        return pytree.tree_unflatten(leaves, self._program.call_spec.out_spec)
+
+
+def _names(outputs: Any) -> list[str]:
+    return [one.node for one in pytree.tree_leaves(outputs) if isinstance(one, Value)]
+
+
+def _places(name: str, value: Sequence[Any]) -> list[Value | None]:
+    """Return what getitem finds: the tensors, counted without what is none."""
+    count = itertools.count()
+    return [Value(name, next(count)) if isinstance(one, torch.Tensor) else None for one in value]
+
+
+def _is_node(argument: Any) -> bool:
+    return isinstance(argument, torch.fx.Node)
+
+
+def _is_in_place(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(int(size) for size in tensor.shape), tensor.dtype)
+
+
+def _module(node: torch.fx.Node) -> str:
+    """Return the path of the innermost module that runs the node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return path.removeprefix("L['self'].").removeprefix("L['self']")

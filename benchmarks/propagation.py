@@ -1,0 +1,81 @@
+"""How long tracing and propagating take, and how much memory, by layers and mesh.
+
+    python benchmarks/propagation.py               the table of docs/sharding.md
+    python benchmarks/propagation.py --layers 32 --mesh 8,8
+
+A Llama of 8B's dimensions on the meta device, objective "time", two operators configured per layer; each case in a
+process of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from math import prod
+from pathlib import Path
+
+CASES = (
+    (2, "8"),
+    (32, "8"),
+    (128, "8"),
+    (2, "8,8"),
+    (8, "8,8"),
+    (32, "8,8"),
+    (126, "128,8"),
+    (128, "1024,8"),
+    (32, "4,2,8"),
+)
+
+
+def main() -> None:
+    """Print a row per case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--mesh")
+    options = parser.parse_args()
+    if options.layers:
+        print(measure(options.layers, tuple(map(int, options.mesh.split(",")))))
+        return
+    print(
+        "| layers | mesh | ranks | operators | trace s | solve s | together s | peak memory MB | |\n" + "|---" * 9 + "|"
+    )
+    for layers, mesh in CASES:
+        command = [sys.executable, __file__, "--layers", str(layers), "--mesh", mesh]
+        print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(), flush=True)
+
+
+def measure(layers: int, sizes: tuple[int, ...]) -> str:
+    """Trace and propagate once."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "sharding"))
+    import torch
+    from small_models import Llama
+
+    from ascend_parallel.sharding.mesh import ProcessMesh
+    from ascend_parallel.sharding.propagate import propagate
+    from ascend_parallel.sharding.trace import trace
+
+    with torch.device("meta"):
+        model = Llama(layers, 4096, 32, 8, 14336, 128256, 2048).bfloat16()
+    tokens = torch.zeros(2 * sizes[0] if len(sizes) > 1 else 2, 2048, dtype=torch.long, device="meta")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    graph = trace(model, (tokens, tokens))
+    traced = time.perf_counter()
+    names = ["dp", "cp", "mp"][-len(sizes) :] if len(sizes) != 2 else ["dp", "mp"]
+    mesh = ProcessMesh(torch.arange(prod(sizes)).view(sizes), names)
+    cut = ([None, (1, "mp")], None)
+    plan = propagate(graph, mesh, {"layers.*.attention.o": cut, "layers.*.mlp.down": cut}, objective="time")
+    solved = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    proof = "exact" if plan.bound is None else f"within {100 * (plan.cost / plan.bound - 1):.2g} %"
+    cells = [layers, " x ".join(map(str, sizes)), prod(sizes), len(graph.nodes)]
+    cells += [f"{traced - start:.2f}", f"{solved - traced:.2f}", f"{solved - start:.2f}"]
+    cells += [f"{peak / 1024:.0f} (+{(peak - before) / 1024:.0f})", proof]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    main()

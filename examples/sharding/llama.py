@@ -1,0 +1,74 @@
+"""Train a small Llama, written for one card, on several: two operators of each layer are configured, the rest follows.
+
+    torchrun --nproc-per-node 2 examples/sharding/llama.py
+    ascend-parallel propagate examples/sharding/llama.py:small --mesh mp=8 --config examples/sharding/llama.toml
+
+Every rank also trains the whole model by itself, and the losses are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from small_models import Llama
+
+from ascend_parallel import Settings
+from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, read_strategies, trace
+
+STRATEGIES = Path(__file__).with_name("llama.toml")
+STEPS = 10
+SETTINGS = Settings(num_chunks=4)
+
+
+def small() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a model of a real layer's dimensions and its arguments, for the command."""
+    tokens = torch.zeros(1, 4096, dtype=torch.long)
+    model = Llama(layers=2, width=4096, heads=32, groups=8, wide=14336, vocabulary=128256, length=4096)
+    return model.bfloat16(), (tokens, tokens)
+
+
+def main() -> int:
+    """Train both ways; 0 if the losses are the same."""
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Llama(width=64 * ranks, heads=8 * ranks, groups=ranks, wide=96 * ranks, vocabulary=512, length=60).double()
+    tokens = torch.randint(512, (2, 61))
+    batch = tokens[:, :-1], tokens[:, 1:]
+
+    mesh = ProcessMesh(list(range(ranks)), ["mp"])
+    plan = propagate(trace(model, batch), mesh, read_strategies(STRATEGIES))
+    sharded = parallelize(model, plan, settings=SETTINGS)
+    found, expected = train(sharded, batch), train(model, batch)
+    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
+    if rank == 0:
+        print("\n".join(plan.explain().splitlines()[:3]))
+        overlapped = [one for one in sharded.fused if one.operator]
+        print(f"{len(overlapped)} of {len(sharded.fused)} matmuls next to a collective run overlapped")
+        print(f"losses {found[0]:.6f} ... {found[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")
+        print(f"largest difference {worst:.1e}")
+    dist.destroy_process_group()
+    return int(worst > 1e-9)
+
+
+def train(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> list[float]:
+    """Run some steps of AdamW and return the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun --nproc-per-node 2 examples/sharding/llama.py")
+    sys.exit(main())

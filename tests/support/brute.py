@@ -1,0 +1,183 @@
+"""Rules held against brute force: every rank's part run in one process, put together and compared with the whole.
+
+A state is what its definition says (layout.py): the pieces handed out and put together here are written from that
+table and know nothing of rules.
+"""
+
+from itertools import product
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import Call, Ref, TensorMeta
+from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, is_even
+from ascend_parallel.sharding.rules import run_local, strategies
+
+SEED = 11
+DIVIDED = "divided"  # the gradient of a partial average: the whole one by the number of ranks, on every rank
+
+
+def call_of(target, *args, **kwargs):
+    """Return the `Call` of an operator on whole tensors, and these tensors."""
+    tensors = []
+
+    def replaced(argument):
+        tensors.append(argument)
+        return Ref(len(tensors) - 1)
+
+    own, named = pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
+    outputs = whole_outputs(Call(target, own, named, (), ()), tensors)
+    return Call(target, own, named, tuple(map(meta_of, tensors)), tuple(map(meta_of, outputs))), tensors
+
+
+def meta_of(tensor):
+    return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+
+def whole_outputs(call, tensors):
+    args, kwargs = pytree.tree_map_only(Ref, lambda ref: tensors[ref.index].clone(), (call.args, dict(call.kwargs)))
+    torch.manual_seed(SEED)
+    return tensors_of(call.target(*args, **kwargs))
+
+
+def tensors_of(result):
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [one for one in results if isinstance(one, torch.Tensor)]
+
+
+def split(whole, state, count, generator):
+    """Return what each of `count` ranks has of a tensor in a state."""
+    if state == DIVIDED:
+        return [whole / count] * count
+    if state.kind == "shard":
+        return list(whole.tensor_split(count, state.dim))
+    if state.kind != "partial":
+        return [whole] * count
+    parts = [torch.randn(whole.shape, dtype=whole.dtype, generator=generator) for _ in range(count - 1)]
+    total = whole * count if state == AVERAGE else whole
+    return [*parts, total - sum(parts)]
+
+
+def join(parts, state):
+    """Return the whole tensor of which ranks have `parts`; ranks that should have the same must have the same."""
+    if state != DIVIDED and state.kind == "shard":
+        return torch.cat(parts, state.dim)
+    if state != DIVIDED and state.kind == "partial":
+        return sum(parts) / (len(parts) if state == AVERAGE else 1)
+    for part in parts[1:]:
+        close(part, parts[0], "ranks that should have the same do not")
+    return parts[0] * len(parts) if state == DIVIDED else parts[0]
+
+
+def split_all(whole, layout, mesh_shape, generator):
+    """Return every rank's part, by coordinate."""
+    parts = {(): whole}
+    for state, count in zip(layout, mesh_shape, strict=True):
+        parts = {
+            (*at, place): piece
+            for at, part in parts.items()
+            for place, piece in enumerate(split(part, state, count, generator))
+        }
+    return parts
+
+
+def join_all(parts, layout, mesh_shape):
+    """Undo `split_all`."""
+    for state, count in reversed(list(zip(layout, mesh_shape, strict=True))):
+        heads = dict.fromkeys(at[:-1] for at in parts)
+        parts = {at: join([parts[(*at, place)] for place in range(count)], state) for at in heads}
+    return parts[()]
+
+
+def gradient_layout(layout):
+    """Return the states in which the gradient of a tensor is on the ranks."""
+    return tuple({REPLICATE: REPLICATE, COPY: SUM, SUM: REPLICATE, AVERAGE: DIVIDED}.get(one, one) for one in layout)
+
+
+def close(found, expected, what):
+    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    assert found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
+    exact = not (expected.is_floating_point() or expected.is_complex())
+    same = torch.equal(found, expected) if exact else torch.allclose(found, expected, 1e-9, 1e-9, equal_nan=True)
+    assert same, f"{what}:\n{found}\nnot\n{expected}"
+
+
+def layouts_of(call, chosen):
+    """Turn one strategy per mesh dimension into layouts of inputs and outputs."""
+    inputs = [tuple(one.inputs[index] for one in chosen) for index in range(len(call.inputs))]
+    outputs = [tuple(one.outputs[index] for one in chosen) for index in range(len(call.outputs))]
+    return inputs, outputs
+
+
+def fits(call, chosen, mesh_shape):
+    """Tell whether every tensor is cut evenly."""
+    layouts = [one for side in layouts_of(call, chosen) for one in side]
+    pairs = zip((*call.inputs, *call.outputs), layouts, strict=True)
+    cut = [(meta, layout) for meta, layout in pairs if any(state.kind == "shard" for state in layout)]
+    return all(is_even(meta.shape, layout, mesh_shape) for meta, layout in cut)
+
+
+def check(call, tensors, chosen, mesh_shape, constants=()):
+    """Assert that a call run in parts, one strategy per mesh dimension, gives the whole call's values and gradients."""
+    generator = torch.Generator().manual_seed(SEED)
+    leaves = [leaf(one, index not in constants) for index, one in enumerate(tensors)]
+    outputs = whole_outputs(call, leaves)
+    input_layouts, output_layouts = layouts_of(call, chosen)
+    parts = [split_all(one, layout, mesh_shape, generator) for one, layout in zip(tensors, input_layouts, strict=True)]
+    ranks = list(product(*map(range, mesh_shape)))
+    local_leaves = {at: [leaf(part[at], index not in constants) for index, part in enumerate(parts)] for at in ranks}
+    local = {}
+    for at in ranks:
+        torch.manual_seed(SEED)
+        local[at] = run_local(call, local_leaves[at], input_layouts, output_layouts, mesh_shape, at)
+    for index, (output, layout) in enumerate(zip(outputs, output_layouts, strict=True)):
+        found = join_all({at: local[at][index].detach() for at in ranks}, layout, mesh_shape)
+        close(found, output.detach(), f"output {index}")
+    given = [one for one, output in enumerate(outputs) if output.requires_grad]
+    wholes = {one: torch.randn(outputs[one].shape, dtype=outputs[one].dtype, generator=generator) for one in given}
+    grads = {one: split_all(wholes[one], gradient_layout(output_layouts[one]), mesh_shape, generator) for one in given}
+    expected = gradients({one: outputs[one] for one in given}, wholes, leaves)
+    own = {
+        at: gradients({one: local[at][one] for one in given}, {one: grads[one][at] for one in given}, local_leaves[at])
+        for at in ranks
+    }
+    for index, layout in enumerate(input_layouts):
+        if expected[index] is not None:
+            connected = {found[index] is not None for found in own.values()}
+            assert connected == {True}, f"input {index} has no gradient on some ranks"
+            found = join_all({at: own[at][index] for at in ranks}, gradient_layout(layout), mesh_shape)
+            close(found, expected[index], f"gradient of input {index}")
+
+
+def leaf(tensor, differentiable=True):
+    return tensor.detach().clone().requires_grad_(differentiable and tensor.is_floating_point())
+
+
+def gradients(outputs, grads, leaves):
+    """Return the leaves' gradients, None where there is none."""
+    wanted = [one for one in leaves if one.requires_grad]
+    used = [one for one in outputs if outputs[one].requires_grad]
+    if not wanted or not used:
+        return [None] * len(leaves)
+    found = torch.autograd.grad([outputs[one] for one in used], wanted, [grads[one] for one in used], allow_unused=True)
+    by_place = iter(found)
+    return [next(by_place) if one.requires_grad else None for one in leaves]
+
+
+def check_all(call, tensors, mesh_shape, constants=(), limit=None, random=None):
+    """Check every combination of strategies that fits, `limit` of them drawn by `random`; return those checked."""
+    single = strategies(call)
+    combinations = [one for one in product(single, repeat=len(mesh_shape)) if fits(call, one, mesh_shape)]
+    if limit is not None and len(combinations) > limit:
+        combinations = random.sample(combinations, limit)
+    for chosen in combinations:
+        try:
+            check(call, tensors, chosen, mesh_shape, constants)
+        except Exception as error:
+            raise AssertionError(f"{call.name} {call.inputs} {call.args} {describe(chosen)}: {error}") from error
+    return combinations
+
+
+def describe(chosen):
+    """Return strategies as "S(0) C -> S(0)"."""
+    return "; ".join(f"{' '.join(map(str, one.inputs))} -> {' '.join(map(str, one.outputs))}" for one in chosen)

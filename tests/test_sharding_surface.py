@@ -1,0 +1,201 @@
+"""What users of sharding touch: the tracer, annotations, strategy files, explanations, the command, the example."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import GPT, Llama
+from torch import nn
+
+from ascend_parallel.sharding import (
+    ProcessMesh,
+    StrategyError,
+    TraceError,
+    annotated,
+    propagate,
+    read_strategies,
+    register_rule,
+    shard,
+    trace,
+)
+from ascend_parallel.sharding.graph import CALL, PARAMETER, Ref, Value
+from ascend_parallel.sharding.layout import REPLICATE, State
+from ascend_parallel.sharding.rules import Strategy
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "sharding"
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x, scale=1.0):
+        first, second = self.up(x).chunk(2, dim=-1)
+        return {"y": self.down(torch.cat((first, second), -1)) * scale, "first": first}
+
+
+def test_a_trace_knows_modules_parameters_and_outputs():
+    graph = trace(Block(), (torch.zeros(4, 8),), {"scale": 2.0})
+    calls = [(node.module, node.call.name.split(".")[1]) for node in graph.nodes.values() if node.kind == CALL]
+    assert calls == [("up", "linear"), ("", "chunk"), ("", "cat"), ("down", "linear"), ("", "mul")]
+    assert [node.source for node in graph.nodes.values() if node.kind == PARAMETER] == [
+        "up.weight",
+        "up.bias",
+        "down.weight",
+        "down.bias",
+    ]
+    assert graph.outputs["first"] == Value("chunk", 0)
+    assert graph.meta(graph.outputs["y"]).shape == (4, 8)
+    linear = graph.nodes["linear"]
+    assert linear.call.args == (Ref(0), Ref(1), Ref(2))
+    assert graph.readers()[Value("chunk", 0)] == [("cat", 0)]
+
+
+def test_a_tied_parameter_is_there_once():
+    graph = trace(GPT(), (TOKENS, TOKENS))
+    held = [node for node in graph.nodes.values() if node.kind == PARAMETER and node.outputs[0].shape == (64, 32)]
+    assert len(held) == 1
+    assert len(graph.readers()[Value(held[0].name)]) == 2
+
+
+def test_what_cannot_be_traced_says_where():
+    class NoGrad(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                return x * 2
+
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(TraceError, match=r"region of its own; move torch.no_grad, autocast and control flow out"):
+        trace(NoGrad(), (torch.ones(2, requires_grad=True),))
+    with pytest.raises(TraceError, match=r"Branches cannot be traced by torch\.export"):
+        trace(Branches(), (torch.ones(2),))
+
+
+def test_in_place_operators_are_traced_as_what_they_compute():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            y.mul_(2)
+            return torch.relu_(y)
+
+    names = [node.call.name for node in trace(InPlace(), (torch.ones(2),)).nodes.values() if node.kind == CALL]
+    assert names == ["aten.add.Tensor", "aten.mul.Tensor", "aten.relu.default"]
+
+
+def test_annotations_are_strategies():
+    model = Block()
+    assert shard(model.up, [None, ("mp", 1), ("mp",)]) is model.up
+    assert annotated(model) == {"up": ([None, ("mp", 1), ("mp",)], None)}
+    plan = propagate(trace(model, (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"]), annotated(model))
+    assert plan.configured == {"linear": "up"}
+    with pytest.raises(StrategyError, match="give in_strategy, out_strategy or both"):
+        shard(model.up)
+
+
+def test_strategies_from_a_file(tmp_path):
+    path = tmp_path / "s.toml"
+    path.write_text('["layers.*.up"]\nin = [[], [["dp", "mp"], 1]]\nout = [[1, "mp"]]\n')
+    assert read_strategies(path) == {"layers.*.up": ([None, (("dp", "mp"), 1)], [(1, "mp")])}
+    for text, message in (
+        ("[a", "is no valid TOML"),
+        ("[a]\nwhat = 1", 'give a table with "in", "out" or both'),
+        ('[a]\nin = ["mp"]', "give an array with an array for every tensor"),
+    ):
+        path.write_text(text)
+        with pytest.raises(StrategyError, match=message):
+            read_strategies(path)
+    with pytest.raises(StrategyError, match="cannot be read"):
+        read_strategies(tmp_path / "none.toml")
+
+
+def test_an_explanation_names_operators_reasons_and_collectives():
+    mesh = ProcessMesh([0, 1], ["mp"])
+    plan = propagate(trace(Llama(), (TOKENS, TOKENS)), mesh, read_strategies(EXAMPLE / "llama.toml"))
+    text = plan.explain()
+    for part in (
+        "operators on a mesh of mp=2; objective redistribution",
+        "the least there is",
+        "memory of a rank: parameters",
+        "layers.0.attention.q linear",
+        "[configured: layers.*.attention.[qkv]]",
+        "[propagated]",
+        "reduce_scatter(dim 1, mp)",
+        "; backward: all_gather(dim 1, mp)",
+    ):
+        assert part in text, part
+    whole = propagate(plan.graph, mesh)
+    assert plan.diff(plan) == []
+    expected = "layers.0.attention.q linear: (C, S(0)) -> S(2); other: (R, R) -> R"
+    assert expected in plan.diff(whole)
+
+
+def test_an_operator_without_a_rule_runs_whole_until_it_gets_one():
+    library = torch.library.Library("sharding_test", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+    library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(512, 512, bias=False)
+
+        def forward(self, x):
+            return torch.ops.sharding_test.twice(self.up(x)).sum()
+
+    mesh, cut = ProcessMesh([0, 1], ["mp"]), State("shard", 1)
+    graph = trace(Twice(), (torch.zeros(512, 512),))
+    wanted = {"up": ([None, ("mp", 1)], None)}
+    plan = propagate(graph, mesh, wanted)
+    assert {str(layout[0]) for layout in plan.inputs["twice"]} <= {"R", "C"}
+    register_rule(
+        torch.ops.sharding_test.twice.default,
+        lambda call: [Strategy((REPLICATE,), (REPLICATE,)), Strategy((cut,), (cut,))],
+    )
+    plan = propagate(graph, mesh, wanted)
+    assert plan.inputs["twice"] == ((cut,),)
+
+
+def command(*arguments):
+    words = [sys.executable, "-m", "ascend_parallel", "propagate", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def test_the_command_explains_a_model_on_a_large_mesh():
+    strategies = str(EXAMPLE / "llama.toml")
+    ended = command("examples/sharding/llama.py:small", "--mesh", "dp=128,mp=8", "--config", strategies, "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["mesh"] == {"dp": 128, "mp": 8}
+    assert found["collectives"]["reduce_scatter"] >= 8
+    assert found["bound"] is None
+
+
+def test_the_command_says_what_is_wrong():
+    for arguments, message in (
+        (("examples/sharding/llama.py:small", "--mesh", "mp"), "give names and sizes"),
+        (("examples/sharding/llama.py:none", "--mesh", "mp=2"), "has no 'none'"),
+        (("nowhere.py:small", "--mesh", "mp=2"), "nowhere.py"),
+        (("small", "--mesh", "mp=2"), "give a module or a .py file and a function"),
+        (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "train"),
+    ):
+        ended = command(*arguments)
+        assert ended.returncode != 0
+        assert message in ended.stderr + ended.stdout, ended.stderr
+
+
+def test_the_example_trains_like_the_whole_model():
+    torchrun = Path(sys.executable).with_name("torchrun")
+    words = [str(torchrun), "--nproc-per-node", "2", str(EXAMPLE / "llama.py")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=170, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert "14 of 14 matmuls next to a collective run overlapped" in ended.stdout
