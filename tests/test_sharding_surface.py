@@ -15,6 +15,7 @@ from ascend_parallel.sharding import (
     StrategyError,
     TraceError,
     annotated,
+    parallelize,
     propagate,
     read_strategies,
     register_rule,
@@ -138,7 +139,7 @@ def test_an_explanation_names_operators_reasons_and_collectives():
     assert expected in plan.diff(whole)
 
 
-def test_an_operator_without_a_rule_runs_whole_until_it_gets_one():
+def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
     library = torch.library.Library("sharding_test", "FRAGMENT")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
@@ -157,12 +158,15 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one():
     wanted = {"up": ([None, ("mp", 1)], None)}
     plan = propagate(graph, mesh, wanted)
     assert {str(layout[0]) for layout in plan.inputs["twice"]} <= {"R", "C"}
+    assert "sharding_test.twice.default has no sharding rule" in caplog.text
+    caplog.clear()
     register_rule(
         torch.ops.sharding_test.twice.default,
         lambda call: [Strategy((REPLICATE,), (REPLICATE,)), Strategy((cut,), (cut,))],
     )
     plan = propagate(graph, mesh, wanted)
     assert plan.inputs["twice"] == ((cut,),)
+    assert not caplog.text
 
 
 def command(*arguments):
@@ -199,3 +203,30 @@ def test_the_example_trains_like_the_whole_model():
     ended = subprocess.run(words, capture_output=True, text=True, timeout=170, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert "14 of 14 matmuls next to a collective run overlapped" in ended.stdout
+
+
+def compiled(group):
+    """torch.compile leaves the sharded part as it is and compiles what stands around it."""
+    torch.manual_seed(0)
+    model = Llama(width=64, heads=4, groups=2, wide=96, length=32).double()
+    tokens = torch.randint(64, (2, 33))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    plan = propagate(trace(model, batch), ProcessMesh([0, 1], ["mp"]), read_strategies(EXAMPLE / "llama.toml"))
+    sharded = parallelize(model, plan)
+
+    @torch.compile(backend="aot_eager")
+    def step(tokens, targets):
+        return sharded(tokens, targets) * 2
+
+    loss = step(*batch)
+    loss.backward()
+    whole = model(*batch) * 2
+    whole.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(sharded.full_gradients(), gradients)
+    return loss.item(), whole.item()
+
+
+def test_a_compiled_step_calls_it(ranks):
+    for found, expected in ranks(2).run(compiled):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -115,6 +115,7 @@ class ShardedModule(torch.nn.Module):
         """What the overlap pass did with each matmul next to a collective."""
         return self.schedule.fused
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # groups are not for a compiler to look at
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, whole on every rank, for whole (or local) inputs.
 

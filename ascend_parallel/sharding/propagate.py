@@ -5,6 +5,7 @@ What all conversions cost, and with the objective "time" what each rank computes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,8 +13,11 @@ from ascend_parallel.sharding.costs import MeshCosts
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.rules import has_rule
 from ascend_parallel.sharding.search import Search
 from ascend_parallel.sharding.strategies import OperatorStrategy, StrategyError, strategy
+
+log = logging.getLogger("ascend_parallel")
 
 OBJECTIVES = ("redistribution", "time")
 HARDWARE = "910b"
@@ -61,12 +65,23 @@ def propagate(
         raise ValueError(f"objective={objective!r}: give one of {', '.join(OBJECTIVES)}")
     if semi_auto is not None and semi_auto not in mesh.dim_names:
         raise ValueError(f"semi_auto={semi_auto!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}")
+    _warn_of_operators_without_rules(graph)
     chosen = _read(strategies or {}, mesh)
     search = Search(graph, mesh, chosen, objective, hardware, costs or MeshCosts.of(mesh, hardware), semi_auto)
     plan = search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
         return plan
     return _within(search, memory_limit)
+
+
+def _warn_of_operators_without_rules(graph: Graph) -> None:
+    unknown: dict[str, str] = {}
+    for node in graph.nodes.values():
+        if node.call is not None and not has_rule(node.call):
+            unknown.setdefault(node.call.name, node.module)
+    for name, module in unknown.items():
+        where = f" in {module}" if module else ""
+        log.warning("%s%s has no sharding rule: it runs whole on every rank (register_rule gives it one)", name, where)
 
 
 def _read(strategies: Mapping[str, object], mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
