@@ -10,6 +10,7 @@ import torch
 from small_models import GPT, Llama
 from torch import nn
 
+import ascend_parallel
 from ascend_parallel.sharding import (
     ProcessMesh,
     StrategyError,
@@ -230,3 +231,18 @@ def compiled(group):
 def test_a_compiled_step_calls_it(ranks):
     for found, expected in ranks(2).run(compiled):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def unlike(group):
+    """Ranks with different strategies would wait for each other's collectives."""
+    graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
+    wanted = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
+    with pytest.raises(ascend_parallel.DisagreementError) as error:
+        parallelize(Block(), propagate(graph, mesh, wanted))
+    return str(error.value)
+
+
+def test_ranks_with_different_plans_are_told(ranks):
+    first, second = ranks(2).run(unlike)
+    assert first == second
+    assert "different plans or settings: the sharding plan is" in first

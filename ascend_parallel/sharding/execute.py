@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import ascend_parallel
 from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.agreed import confirm_alike
 from ascend_parallel.sharding.conversion import convert
 from ascend_parallel.sharding.fuse import Fusion, Schedule, fuse
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
@@ -62,7 +63,8 @@ def parallelize(
     local_inputs
         Every rank gives its part of the inputs, laid out as the plan says, and not the whole of them.
 
-    Raises `ValueError` for a rank that is not in the plan's mesh, and a model that is not the plan's.
+    Raises `DisagreementError` on every rank if plans or settings differ or a rank does not come; `ValueError` for a
+    rank that is not in the plan's mesh, and a model that is not the plan's.
     """
     return ShardedModule(model, plan, overlap=overlap, settings=settings, local_inputs=local_inputs)
 
@@ -88,6 +90,7 @@ class ShardedModule(torch.nn.Module):
     ) -> None:
         """Take the rank's slices of the model, and choose the overlapped operators."""
         super().__init__()
+        confirm_alike(plan, overlap, settings or ascend_parallel.status().settings)
         plan.mesh.device_mesh()  # makes the groups, for which all ranks are needed
         rank = dist.get_rank()
         place = plan.mesh.coordinate(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,16 @@ class ShardingPlan:
     def conversions(self) -> tuple[Conversion, ...]:
         """Return every change of layout, in the order of the graph."""
         return tuple(self._conversions())
+
+    @property
+    def digest(self) -> str:
+        """Return what is the same on ranks that have the same plan, for the same shapes."""
+        told = hashlib.sha256(repr((self.mesh.shape, self.mesh.process_ids)).encode())
+        for name, node in self.graph.nodes.items():
+            outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
+            told.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
+        told.update(repr(sorted(self.via.items(), key=repr)).encode())
+        return told.hexdigest()[:16]
 
     @property
     def seconds(self) -> float:
