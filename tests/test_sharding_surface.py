@@ -66,6 +66,18 @@ def test_a_tied_parameter_is_there_once():
     assert len(graph.readers()[Value(held[0].name)]) == 2
 
 
+def test_one_tensor_passed_twice_is_two_inputs():
+    class Two(nn.Module):
+        def forward(self, x, y):
+            return x - 2 * y
+
+    x = torch.zeros(4)
+    graph = trace(Two(), (x, x))
+    (double, difference) = (node for node in graph.nodes.values() if node.kind == CALL)
+    assert double.inputs == (Value("y"),)
+    assert difference.inputs == (Value("x"), Value("mul"))
+
+
 def test_what_cannot_be_traced_says_where():
     class NoGrad(nn.Module):
         def forward(self, x):
@@ -183,6 +195,16 @@ def test_the_command_explains_a_model_on_a_large_mesh():
     assert found["mesh"] == {"dp": 128, "mp": 8}
     assert found["collectives"]["reduce_scatter"] >= 8
     assert found["bound"] is None
+
+
+def test_the_command_advises_and_draws(tmp_path):
+    ended = command("examples/sharding/llama.py:small", "--mesh", "mp=2", "--advise")
+    assert ended.returncode == 0, ended.stderr
+    assert "layers.*.mlp.down" in ended.stdout
+    page = tmp_path / "plan.html"
+    ended = command("examples/sharding/llama.py:small", "--mesh", "mp=2", "--brief", "--html", str(page))
+    assert ended.returncode == 0, ended.stderr
+    assert "</svg>" in page.read_text()
 
 
 def test_the_command_says_what_is_wrong():

@@ -29,6 +29,7 @@ def propagate(
     objective: Annotated[str, typer.Option(help="redistribution, or time: with what each rank computes.")] = "time",
     hardware: Annotated[str, typer.Option(help="Whose costs; ascend-parallel predict --list shows them.")] = "910b",
     html: Annotated[Path | None, typer.Option(help="Write a page with the graph, coloured by layout.")] = None,
+    advice: Annotated[bool, typer.Option("--advise", help="Say which operators to configure, and why.")] = False,
     brief: Annotated[bool, typer.Option(help="Only what the plan comes to.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
 ) -> None:
@@ -41,9 +42,11 @@ def propagate(
       ascend-parallel propagate examples/sharding/llama.py:small --mesh mp=8 --config examples/sharding/llama.toml
 
       ascend-parallel propagate my_models:llama_70b --mesh dp=128,mp=8 --brief
+
+      ascend-parallel propagate my_models:llama_70b --mesh dp=2,mp=8 --advise
     """
+    from ascend_parallel.sharding import advise, trace
     from ascend_parallel.sharding import propagate as found_plan
-    from ascend_parallel.sharding import trace
     from ascend_parallel.sharding.annotate import annotated, read_strategies
     from ascend_parallel.sharding.explain import as_dict, summary
     from ascend_parallel.sharding.mesh import ProcessMesh
@@ -53,6 +56,10 @@ def propagate(
         on = ProcessMesh(torch.arange(prod(sizes)).view(sizes).tolist(), names)
         strategies = {} if config is None else read_strategies(config)
         built, args, kwargs = _build(model)
+        if advice:
+            status.update("propagating with and without each operator")
+            typer.echo(str(advise(built, args, on, kwargs, hardware)))
+            return
         graph = trace(built, args, kwargs)
         status.update(f"propagating over {len(graph.nodes)} nodes")
         plan = found_plan(graph, on, {**annotated(built), **strategies}, objective=objective, hardware=hardware)

@@ -13,6 +13,7 @@ conversion, execute, fuse       a rank's part of the planned graph, with its col
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ascend_parallel.sharding.advice import Advice, advise
 from ascend_parallel.sharding.annotate import annotated, read_strategies, shard
 from ascend_parallel.sharding.execute import ShardedModule, parallelize
 from ascend_parallel.sharding.graph import Graph
@@ -26,6 +27,7 @@ from ascend_parallel.sharding.strategies import OperatorStrategy, StrategyError
 from ascend_parallel.sharding.trace import TraceError, trace
 
 __all__ = [
+    "Advice",
     "Graph",
     "MemoryLimitError",
     "OperatorStrategy",
@@ -38,6 +40,7 @@ __all__ = [
     "ShardingStage1",
     "StrategyError",
     "TraceError",
+    "advise",
     "annotated",
     "dtensor_from_fn",
     "parallelize",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ascend_parallel.sharding.costs import MeshCosts
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.narrow import narrowed
 from ascend_parallel.sharding.plan import ShardingPlan
 from ascend_parallel.sharding.rules import has_rule
 from ascend_parallel.sharding.search import Search
@@ -70,8 +71,8 @@ def propagate(
     search = Search(graph, mesh, chosen, objective, hardware, costs or MeshCosts.of(mesh, hardware), semi_auto)
     plan = search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
-        return plan
-    return _within(search, memory_limit)
+        return narrowed(plan)
+    return narrowed(_within(search, memory_limit))
 
 
 def _warn_of_operators_without_rules(graph: Graph) -> None:

@@ -37,13 +37,26 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     cannot trace, and for regions (torch.no_grad, autocast, control flow) inside the forward.
     """
     try:
-        program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
+        program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)
         if any(_is_in_place(node) for node in program.graph.nodes):
             program = program.run_decompositions({})  # an in-place operator would write to one copy of several
     except Exception as error:  # torch.export raises whatever it met; the sentence that helps is its first
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {said[0]}") from error
     return _Builder(program).build()
+
+
+def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give every argument a tensor of its own: of one passed twice torch.export would make one input."""
+    seen: set[int] = set()
+
+    def own(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or id(tensor) not in seen:
+            seen.add(id(tensor))
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map(own, (args, kwargs))  # type: ignore[no-any-return]
 
 
 class _Builder:

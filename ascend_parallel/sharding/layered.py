@@ -1,0 +1,187 @@
+"""A layered drawing of a graph without cycles: rows by longest path, boxes that do not overlap, arrows between them.
+
+Arrows over several rows have a place of their own in each row between, so that no box stands on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+GAP, ROW_GAP, LANE = 18.0, 30.0, 8.0
+SWEEPS = 16
+# Where a passing arrow wishes to be counts more than where a box does: it is to be straight.
+LANE_WEIGHT = 8.0
+
+Arrow = tuple[str, str]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box's left upper corner and size, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Where boxes stand, through which points arrows go, and the size of it all."""
+
+    places: Mapping[str, Place]
+    arrows: Mapping[Arrow, list[Point]]
+    width: float
+    height: float
+
+
+def draw(sizes: Mapping[str, Point], arrows: Iterable[Arrow]) -> Drawing:
+    """Place boxes of these widths and heights, given in an order in which no arrow leads back."""
+    arrows = list(dict.fromkeys(arrows))
+    rows, chains = _rows(list(sizes), arrows)
+    widths = {name: sizes[name][0] if name in sizes else LANE for row in rows for name in row}
+    neighbours = _neighbours(chains)
+    _order(rows, neighbours)
+    centres = _centres(rows, widths, neighbours)
+    left = min((centres[name] - widths[name] / 2 for name in centres), default=0.0)
+    places: dict[str, Place] = {}
+    tops, y = [], 0.0
+    for row in rows:
+        height = max((sizes[name][1] for name in row if name in sizes), default=LANE)
+        tops.append((y, y + height))
+        for name in row:
+            if name in sizes:
+                width, own = sizes[name]
+                places[name] = Place(centres[name] - width / 2 - left, y + (height - own) / 2, width, own)
+        y += height + ROW_GAP
+    row_of = {name: index for index, row in enumerate(rows) for name in row}
+    lines = {
+        arrow: _line(chain, places, centres, left, [tops[row_of[one]] for one in chain])
+        for arrow, chain in chains.items()
+    }
+    right = max((centres[name] + widths[name] / 2 - left for name in centres), default=0.0)
+    return Drawing(places, lines, right, max(y - ROW_GAP, 0.0))
+
+
+def _rows(names: Sequence[str], arrows: Sequence[Arrow]) -> tuple[list[list[str]], dict[Arrow, list[str]]]:
+    """Return the boxes of every row, with places for arrows that pass, and each arrow's way through them."""
+    into: dict[str, list[str]] = {name: [] for name in names}
+    out: dict[str, list[str]] = {name: [] for name in names}
+    for source, target in arrows:
+        into[target].append(source)
+        out[source].append(target)
+    depth: dict[str, int] = {}
+    order = _sorted(names, into, out)
+    for name in order:
+        depth[name] = max((depth[one] + 1 for one in into[name]), default=0)
+    for name in reversed(order):  # down to the first reader where that makes arrows shorter altogether
+        if len(into[name]) < len(out[name]):
+            depth[name] = min(depth[one] for one in out[name]) - 1
+    rows: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for name in names:
+        rows[depth[name]].append(name)
+    chains = {}
+    for index, (source, target) in enumerate(arrows):
+        chain = [source]
+        for row in range(depth[source] + 1, depth[target]):
+            chain.append(f"\0{index} {row}")
+            rows[row].append(chain[-1])
+        chains[source, target] = [*chain, target]
+    return rows, chains
+
+
+def _sorted(names: Sequence[str], into: Mapping[str, Sequence[str]], out: Mapping[str, Sequence[str]]) -> list[str]:
+    left = {name: len(into[name]) for name in names}
+    ready, found = [name for name in names if not left[name]], []
+    while ready:
+        name = ready.pop()
+        found.append(name)
+        for one in out[name]:
+            left[one] -= 1
+            if not left[one]:
+                ready.append(one)
+    assert len(found) == len(names), "arrows lead in a circle"
+    return found
+
+
+def _neighbours(chains: Mapping[Arrow, Sequence[str]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    above: dict[str, list[str]] = {}
+    below: dict[str, list[str]] = {}
+    for chain in chains.values():
+        for one, other in pairwise(chain):
+            above.setdefault(other, []).append(one)
+            below.setdefault(one, []).append(other)
+    return above, below
+
+
+def _order(rows: list[list[str]], neighbours: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    """Sort every row by the mean place of what it is joined to, from above and from below in turn."""
+    for sweep in range(SWEEPS):
+        joined = neighbours[sweep % 2]
+        for index in range(1, len(rows)) if sweep % 2 == 0 else range(len(rows) - 2, -1, -1):
+            fixed = rows[index - 1 if sweep % 2 == 0 else index + 1]
+            at = {name: place / max(len(fixed) - 1, 1) for place, name in enumerate(fixed)}
+            size = max(len(rows[index]) - 1, 1)
+            own = {name: place / size for place, name in enumerate(rows[index])}
+            rows[index].sort(key=lambda name: _mean([at[one] for one in joined.get(name, ())], own[name]))
+
+
+def _mean(values: Sequence[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise
+
+
+def _centres(
+    rows: Sequence[Sequence[str]], widths: Mapping[str, float], neighbours: Sequence[Mapping[str, Sequence[str]]]
+) -> dict[str, float]:
+    """Return where boxes stand from left to right: near the middle of what they are joined to, without overlap."""
+    centres: dict[str, float] = {}
+    for row in rows:
+        x = 0.0
+        for name in row:
+            centres[name] = x + widths[name] / 2
+            x += widths[name] + GAP
+        for name in row:
+            centres[name] -= x / 2
+    for sweep in range(SWEEPS):
+        for row in rows if sweep % 2 == 0 else rows[::-1]:
+            wished = [
+                _mean([centres[one] for joined in neighbours for one in joined.get(name, ())], centres[name])
+                for name in row
+            ]
+            offsets, x = [], 0.0
+            for index, name in enumerate(row):
+                x += widths[name] / 2 + (GAP + widths[row[index - 1]] / 2 if index else 0.0)
+                offsets.append(x)
+            straight = [LANE_WEIGHT if widths[name] == LANE else 1.0 for name in row]
+            moved = _rising([wish - offset for wish, offset in zip(wished, offsets, strict=True)], straight)
+            centres |= {name: one + offset for name, one, offset in zip(row, moved, offsets, strict=True)}
+    return centres
+
+
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the nearest numbers that never fall: neighbours that would are brought to their weighted mean."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append((value, weight, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (last, heavy, many), (before, light, few) = blocks.pop(), blocks.pop()
+            blocks.append(((last * heavy + before * light) / (heavy + light), heavy + light, many + few))
+    return [mean for mean, _, count in blocks for _ in range(count)]
+
+
+def _line(
+    chain: Sequence[str],
+    places: Mapping[str, Place],
+    centres: Mapping[str, float],
+    left: float,
+    rows: Sequence[Point],
+) -> list[Point]:
+    """Return an arrow's points: out of a box below, through each row straight down, into a box from above."""
+    first, last = places[chain[0]], places[chain[-1]]
+    points = [(centres[chain[0]] - left, first.y + first.height)]
+    for name, (top, bottom) in list(zip(chain, rows, strict=True))[1:-1]:
+        points += [(centres[name] - left, top), (centres[name] - left, bottom)]
+    return [*points, (centres[chain[-1]] - left, last.y)]
