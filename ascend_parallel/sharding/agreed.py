@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import torch
 import torch.distributed as dist
 
 from ascend_parallel.agreement import DisagreementError
@@ -10,15 +13,27 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.plan import ShardingPlan
 
 
-def confirm_alike(plan: ShardingPlan, overlap: bool, settings: Settings) -> None:
-    """Raise `DisagreementError` on every rank unless all of the default group have come with the same."""
+def confirm_alike(plan: ShardingPlan, model: torch.nn.Module, overlap: bool, settings: Settings) -> None:
+    """Raise `DisagreementError` on every rank unless all of the default group have come with the same.
+
+    Of the model's parameters and buffers sums are compared: ranks seeded differently would hold parts of different
+    models.
+    """
     everybody = dist.group.WORLD
     if everybody is None:
         raise RuntimeError("parallelize needs torch.distributed.init_process_group, on every rank")
-    mine = {"the sharding plan": plan.digest, "overlap": str(overlap)}
+    mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": _fingerprint(model)}
     mine |= {name: str(value) for name, value in settings.as_dict().items()}
     told = exchange(everybody, "parallelize", mine, DisagreementError)
     for name in mine:
         if any(value[name] != mine[name] for value in told.values()):
             which = ", ".join(f"{value[name]} on rank {rank}" for rank, value in told.items())
             raise DisagreementError(f"ranks call parallelize with different plans or settings: {name} is {which}")
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+        found.update(f"{name} {tuple(tensor.shape)} {wide.sum().item()} {wide.abs().sum().item()}".encode())
+    return found.hexdigest()[:16]

@@ -26,6 +26,9 @@ def shard(
     """
     if in_strategy is None and out_strategy is None:
         raise StrategyError("give in_strategy, out_strategy or both")
+    for given in (in_strategy, out_strategy):
+        if given is not None and not isinstance(given, (list, tuple)):
+            raise StrategyError(f"{given!r}: give a list with an entry for every tensor")
     setattr(module, MARK, (in_strategy, out_strategy))
     return module
 

@@ -17,11 +17,14 @@ from ascend_parallel.sharding.agreed import confirm_alike
 from ascend_parallel.sharding.conversion import convert
 from ascend_parallel.sharding.fuse import Fusion, Schedule, fuse
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
-from ascend_parallel.sharding.holding import hold, local_slice
+from ascend_parallel.sharding.holding import check_model, hold, local_slice
 from ascend_parallel.sharding.layout import REPLICATE, Layout, local_shape
 from ascend_parallel.sharding.plan import ShardingPlan
 from ascend_parallel.sharding.redistribution import Step
 from ascend_parallel.sharding.rules import run_local
+
+# Operators that work otherwise in training.
+OF_MODES = ("dropout", "batch_norm", "instance_norm", "rrelu")
 
 
 @dataclass(frozen=True)
@@ -90,28 +93,29 @@ class ShardedModule(torch.nn.Module):
     ) -> None:
         """Take the rank's slices of the model, and choose the overlapped operators."""
         super().__init__()
-        confirm_alike(plan, overlap, settings or ascend_parallel.status().settings)
+        confirm_alike(plan, model, overlap, settings or ascend_parallel.status().settings)
         plan.mesh.device_mesh()  # makes the groups, for which all ranks are needed
         rank = dist.get_rank()
         place = plan.mesh.coordinate(rank)
         if place is None:
             raise ValueError(f"rank {rank} is not in {plan.mesh}, so it has no part of the model")
-        self.plan, self.ran = plan, Counter[Ran]()
+        self.plan, self.ran, self.training = plan, Counter[Ran](), plan.graph.training
         self._coordinate, self._local_inputs = place, local_inputs
         self.schedule = Schedule(plan.layouts, plan.inputs, plan.via)
         if overlap:
             self.schedule = fuse(plan, settings or ascend_parallel.status().settings)
-        returned = _returned(plan)
+        returned = plan.graph.kept
         # Of a tied tensor's names torch.export has one read, and lists the others beside it.
         read = {value.node for value, readers in plan.graph.readers().items() if readers or value in returned}
         given = [node for node in self._given(PARAMETER, BUFFER) if node.name in read]
+        check_model(model, given)
         layouts = {node.source: plan.layouts[Value(node.name)] for node in given}
         self._held = hold(self, model, layouts, plan.mesh.shape, place)
         for node in self._given(CONSTANT):
             layout = plan.layouts[Value(node.name)]
             local = local_slice(plan.graph.constants[node.source], layout, plan.mesh.shape, place)
             self.register_buffer(node.name, local, persistent=False)
-        self._last = _last_reads(plan)
+        self._last = plan.graph.last_reads()
 
     @property
     def fused(self) -> tuple[Fusion, ...]:
@@ -122,11 +126,20 @@ class ShardedModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, whole on every rank, for whole (or local) inputs.
 
-        Tensors among `args` are taken in the order in which they were traced, those of `kwargs` by name; other
-        arguments are as they were traced. Every rank has to call it alike. Raises `ValueError` for other tensors than
-        were traced.
+        Every rank has to call it alike. Raises `ValueError` for arguments unlike those that were traced: their number,
+        shapes, dtypes, and the values of those that are no tensors.
         """
         return _Run(self, self._inputs(args, kwargs)).outputs()
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        """Refuse another mode than was traced, where an operator works otherwise in it."""
+        names = (node.call.name for node in self._given(CALL) if node.call is not None)
+        if mode != self.plan.graph.training and any(word in name for name in names for word in OF_MODES):
+            traced = "training" if self.plan.graph.training else "evaluation"
+            raise ValueError(
+                f"the model was traced in {traced} mode, and has dropout or running statistics: trace it again"
+            )
+        return super().train(mode)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole model's state. Every rank has to call it."""
@@ -156,18 +169,13 @@ class ShardedModule(torch.nn.Module):
         return (node for node in self.plan.graph.nodes.values() if node.kind in kinds)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        nodes = {node.name: node for node in self._given(INPUT)}
-        named = {name: one for name, one in kwargs.items() if isinstance(one, torch.Tensor)}
-        ordered = [one for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]
-        others = [name for name in nodes if nodes[name].source not in named]
-        if len(ordered) != len(others) or len(ordered) + len(named) != len(nodes):
-            wanted = ", ".join(f"{node.source} {list(node.outputs[0].shape)}" for node in nodes.values())
-            raise ValueError(f"{len(ordered)} tensors and {list(named)} were given; traced were {wanted}")
-        given = dict(zip(others, ordered, strict=True))
-        given |= {name: named[node.source] for name, node in nodes.items() if node.source in named}
-        for name, tensor in given.items():
-            self._check_input(nodes[name], tensor)
-        return given
+        nodes, binding = list(self._given(INPUT)), self.plan.graph.binding
+        found = list(args) if binding is None else binding.tensors(args, kwargs)
+        if len(found) != len(nodes):
+            raise ValueError(f"{len(found)} tensors were given; traced were {', '.join(node.source for node in nodes)}")
+        for node, tensor in zip(nodes, found, strict=True):
+            self._check_input(node, tensor)
+        return {node.name: tensor for node, tensor in zip(nodes, found, strict=True)}
 
     def _check_input(self, node: Node, tensor: torch.Tensor) -> None:
         shape = node.outputs[0].shape
@@ -178,6 +186,18 @@ class ShardedModule(torch.nn.Module):
                 f"{node.source} is {list(tensor.shape)} of {tensor.dtype}; the plan is for {list(shape)} of "
                 f"{node.outputs[0].dtype}"
             )
+        if tensor.requires_grad and torch.is_grad_enabled() and Value(node.name) not in self.plan.differentiable:
+            raise ValueError(f"{node.source} wants a gradient, and was traced without: trace with inputs that want one")
+
+    def _update_buffers(self, values: Mapping[Value, torch.Tensor]) -> None:
+        """Take what the forward computed for buffers, running statistics."""
+        for name, value in self.plan.graph.updates.items():
+            shape, source = self.plan.graph.meta(value).shape, self.schedule.layouts[value]
+            with torch.no_grad():
+                new = convert(values[value], shape, self.plan.mesh, source, self._held[name].layout, self.plan.costs)
+            # A tensor of its own: the old one may be kept for backward.
+            path, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(path), leaf, new.clone())
 
 
 _Known = dict[tuple[Value, Layout], torch.Tensor]
@@ -203,6 +223,7 @@ class _Run:
             for value in self._module._last.get(node.name, ()):
                 self._values.pop(value, None)
                 self._hubs.pop(value, None)
+        self._module._update_buffers(self._values)
         return pytree.tree_map(self._returned, self._plan.graph.outputs)
 
     def _tensor(self, node: Node) -> torch.Tensor:
@@ -277,16 +298,3 @@ class _Run:
 
         shape = self._plan.graph.meta(value).shape
         return convert(local, shape, mesh, source, target, self._plan.costs, count)
-
-
-def _last_reads(plan: ShardingPlan) -> dict[str, list[Value]]:
-    """Return, by node, the tensors that nobody reads after it."""
-    returned, found = _returned(plan), dict[str, list[Value]]()
-    for value, readers in plan.graph.readers().items():
-        if value not in returned:
-            found.setdefault(readers[-1][0] if readers else value.node, []).append(value)
-    return found
-
-
-def _returned(plan: ShardingPlan) -> set[Value]:
-    return {leaf for leaf in pytree.tree_leaves(plan.graph.outputs) if isinstance(leaf, Value)}

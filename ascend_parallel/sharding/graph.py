@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from ascend_parallel.sharding.binding import Binding
 from ascend_parallel.sharding.layout import Shape
 
 INPUT, PARAMETER, BUFFER, CONSTANT, CALL = "input", "parameter", "buffer", "constant", "call"
@@ -91,15 +93,41 @@ class Graph:
 
     outputs
         What the model returns: `Value`s in the nesting (tuples, lists, dicts) that it returns them in.
+    updates
+        New values of buffers that the forward writes, by their name: running statistics.
+    with_gradient
+        Nodes of inputs that were traced with a gradient.
+    binding
+        How the model was called; None: its inputs in the order of the nodes.
+    training
+        Whether it was traced in training mode.
     """
 
     nodes: Mapping[str, Node]
     outputs: Any
     constants: Mapping[str, Any] = field(default_factory=dict)
+    updates: Mapping[str, Value] = field(default_factory=dict)
+    with_gradient: Set[str] = frozenset()
+    binding: Binding | None = None
+    training: bool = True
 
     def meta(self, value: Value) -> TensorMeta:
         """Return shape and dtype of a tensor."""
         return self.nodes[value.node].outputs[value.index]
+
+    @property
+    def kept(self) -> set[Value]:
+        """Return what is still needed when all operators have run: outputs and new values of buffers."""
+        leaves = pytree.tree_leaves(self.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+        return {leaf for leaf in leaves if isinstance(leaf, Value)} | set(self.updates.values())
+
+    def last_reads(self) -> dict[str, list[Value]]:
+        """Return, by node, the tensors that nobody needs after it."""
+        found: dict[str, list[Value]] = {}
+        for value, readers in self.readers().items():
+            if value not in self.kept:
+                found.setdefault(readers[-1][0] if readers else value.node, []).append(value)
+        return found
 
     def readers(self) -> dict[Value, list[tuple[str, int]]]:
         """Return, for every tensor, the nodes that read it and as which of their inputs."""

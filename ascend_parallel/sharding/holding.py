@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ascend_parallel.sharding.graph import Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds
 
 
@@ -31,6 +32,17 @@ def local_slice(
     found = bounds(tuple(whole.shape), layout, mesh_shape, coordinate)
     part = whole.detach()[tuple(slice(start, stop) for start, stop in found)]
     return part.clone(memory_format=torch.contiguous_format)
+
+
+def check_model(model: torch.nn.Module, given: Sequence[Node]) -> None:
+    """Refuse a model whose tensors are not those that were traced."""
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for node in given:
+        (meta,), found = node.outputs, held.get(node.source)
+        if found is not None and (tuple(found.shape), found.dtype) != (meta.shape, meta.dtype):
+            raise ValueError(
+                f"{node.source} is {list(found.shape)} of {found.dtype}; traced was {list(meta.shape)} of {meta.dtype}"
+            )
 
 
 def hold(

@@ -230,6 +230,8 @@ def neutral(op: str, dtype: torch.dtype) -> float:
         return 0
     if dtype.is_floating_point:
         return float("-inf") if op == "max" else float("inf")
+    if dtype == torch.bool:
+        return op == "min"
     limits = torch.iinfo(dtype)
     return limits.min if op == "max" else limits.max
 

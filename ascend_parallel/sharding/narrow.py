@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.utils import _pytree as pytree
-
 from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.options import Option, Options
@@ -21,7 +19,7 @@ def narrowed(plan: ShardingPlan) -> ShardingPlan:
     """Return the plan with such operators cut; its conversions cost the same. What is given stays as it is."""
     layouts, inputs, moved = dict(plan.layouts), dict(plan.inputs), set()
     readers, options = plan.graph.readers(), Options(tuple(plan.mesh.shape))
-    kept = _returned(plan) | set(plan.via)
+    kept = plan.graph.kept | set(plan.via)
     for node in reversed(list(plan.graph.nodes.values())):
         if not _is_free(plan, node):
             continue
@@ -61,8 +59,3 @@ def _option(options: Options, node: Node, outputs: tuple[Layout, ...]) -> Option
 
 def _outputs(node: Node) -> list[Value]:
     return [Value(node.name, index) for index in range(len(node.outputs))]
-
-
-def _returned(plan: ShardingPlan) -> set[Value]:
-    leaves = pytree.tree_leaves(plan.graph.outputs, is_leaf=lambda one: isinstance(one, Value))
-    return {one for one in leaves if isinstance(one, Value)}

@@ -170,7 +170,8 @@ class _Space:
         self._shape, self._itemsize, self._mesh_shape, self._costs = shape, itemsize, mesh_shape, costs
         used = {state for layout in ends for state in layout}
         others = {state for state in used if state.kind == "partial"} - {SUM, AVERAGE}
-        self._partials = [SUM, AVERAGE, *sorted(others, key=str)]
+        # An average is passed through only where one is meant: of integers there is none.
+        self._partials = [SUM, *([AVERAGE] if AVERAGE in used else []), *sorted(others, key=str)]
         self._shards = [shard(dim) for dim, size in enumerate(shape) if size > 1 or shard(dim) in used]
         # between even layouts only even ones are gone through, so that plans need no padding
         self._even = all(is_even(shape, layout, mesh_shape) for layout in ends)

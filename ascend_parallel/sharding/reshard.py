@@ -74,6 +74,8 @@ def reshard(
     target = layout_of(placements, target_mesh, dtensor.ndim)
     source_mesh = ProcessMesh.of(dtensor.device_mesh)
     source = layout_of(dtensor.placements, source_mesh, dtensor.ndim)
+    if dtensor.dtype.is_complex and any(state.op in ("max", "min") for state in (*source, *target)):
+        raise ValueError(f'Partial("max") and Partial("min") of {dtensor.dtype}: complex numbers have no order')
     if any(state.op == "avg" for state in (*source, *target)) and not dtensor.dtype.is_floating_point:
         raise ValueError(f'Partial("avg") of {dtensor.dtype}: averages are of floating-point tensors')
     if source_mesh.has_ranks_of(target_mesh):

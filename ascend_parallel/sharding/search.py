@@ -268,11 +268,14 @@ def _leaves(outputs: object) -> list[Value]:
 
 
 def _differentiable(graph: Graph) -> frozenset[Value]:
-    """Return the tensors that have a gradient: of floats, from a parameter on."""
+    """Return the tensors that have a gradient: of floats, from a parameter or an input traced with one on."""
     found: set[Value] = set()
     for node in graph.nodes.values():
-        if node.kind == PARAMETER or (node.kind == CALL and any(value in found for value in node.inputs)):
+        given = node.kind == PARAMETER or node.name in graph.with_gradient
+        if given or (node.kind == CALL and any(value in found for value in node.inputs)):
             found |= {
-                Value(node.name, index) for index, meta in enumerate(node.outputs) if meta.dtype.is_floating_point
+                Value(node.name, index)
+                for index, meta in enumerate(node.outputs)
+                if meta.dtype.is_floating_point or meta.dtype.is_complex
             }
     return frozenset(found)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from ascend_parallel.sharding.graph import CALL, PARAMETER, Graph, Node
+from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.options import Option
 
@@ -33,6 +33,11 @@ class OperatorStrategy:
     inputs: tuple[Wanted | None, ...] = ()
     outputs: tuple[Wanted | None, ...] = ()
 
+    def nearness(self, option: Option) -> int:
+        """Count the tensors that an option lays out as wanted."""
+        pairs = [*zip(self.inputs, option.inputs, strict=False), *zip(self.outputs, option.outputs, strict=False)]
+        return sum(one is not None and _match([one], [layout]) for one, layout in pairs)
+
     def matches(self, option: Option) -> bool:
         """Tell whether an option has these placements."""
         return _match(self.inputs, option.inputs) and _match(self.outputs, option.outputs)
@@ -49,6 +54,9 @@ def strategy(
 
     mesh: sizes by name. Raises `StrategyError`.
     """
+    for given in (in_strategy, out_strategy):
+        if given is not None and not isinstance(given, (list, tuple)):
+            raise StrategyError(f"{given!r}: give a list with an entry for every tensor")
     return OperatorStrategy(
         tuple(_placements(one, mesh) for one in in_strategy or ()),
         tuple(_placements(one, mesh) for one in out_strategy or ()),
@@ -61,6 +69,8 @@ def _placements(given: Any, mesh: Mapping[str, int]) -> Wanted | None:
     if isinstance(given, list):
         if len(given) != len(mesh) or not all(isinstance(one, Placement) for one in given):
             raise StrategyError(f"{given} is no placement for each of the mesh dimensions {', '.join(mesh)}")
+        if any(isinstance(one, Shard) and one.dim < 0 for one in given):
+            raise StrategyError(f"{given}: count the dimensions of a tensor from 0")
         return Wanted(tuple(given))
     if not isinstance(given, tuple):
         raise StrategyError(f"{given!r}: give a list of placements, a tuple of cuts per tensor dimension, or None")
@@ -75,8 +85,10 @@ def _placements(given: Any, mesh: Mapping[str, int]) -> Wanted | None:
 
 def _names(entry: Any, mesh: Mapping[str, int], given: tuple[Any, ...]) -> list[str]:
     """Return the mesh dimensions that an entry of a tuple names."""
-    if entry is None or entry == 1:
+    if entry is None or (entry == 1 and isinstance(entry, int) and not isinstance(entry, bool)):
         return []
+    if not isinstance(entry, (int, str, tuple, list)) or isinstance(entry, bool):
+        raise StrategyError(f"{given}: {entry!r} is neither 1, the name of a mesh dimension, nor several names")
     if isinstance(entry, int):
         fitting = [name for name, size in mesh.items() if size == entry]
         if len(fitting) == 1:
@@ -113,7 +125,7 @@ def named_nodes(graph: Graph, pattern: str) -> list[Node]:
     else:
         found = _main_calls(graph, path)
     if not found:
-        raise StrategyError(f"{pattern!r} names nothing; {_what_there_is(graph, path)}")
+        raise StrategyError(f"{pattern!r} names nothing; {_what_there_is(graph, path, operator)}")
     return found
 
 
@@ -141,7 +153,7 @@ def _main_calls(graph: Graph, path: str) -> list[Node]:
     for module, nodes in modules.items():
         own = [node for node in nodes if any(graph.nodes[value.node].kind == PARAMETER for value in node.inputs)]
         own = own or (nodes if len(nodes) == 1 else [])
-        if len(own) != 1:
+        if len({operator_name(node) for node in own}) != 1:
             names = ", ".join(dict.fromkeys(operator_name(node) for node in own or nodes))
             example = f"{module}:{operator_name((own or nodes)[0])}"
             raise StrategyError(f"{module!r} runs {names}: say which is meant, as in {example!r}")
@@ -149,7 +161,12 @@ def _main_calls(graph: Graph, path: str) -> list[Node]:
     return found
 
 
-def _what_there_is(graph: Graph, path: str) -> str:
+def _what_there_is(graph: Graph, path: str, operator: str) -> str:
+    if path in ("inputs", "weights"):
+        kinds = (INPUT,) if path == "inputs" else (PARAMETER, BUFFER)
+        return f"there are {', '.join(node.source for node in graph.nodes.values() if node.kind in kinds)}"
+    if operator and (calls := _calls(graph, path)):
+        return f"{path!r} runs {', '.join(dict.fromkeys(map(operator_name, calls)))}"
     modules = sorted({node.module for node in graph.nodes.values() if node.kind == CALL and node.module})
     near = [module for module in modules if path.split(".")[0].rstrip("*") in module] or modules
     return f"there are {', '.join(near[:6])}{' ...' if len(near) > 6 else ''}"
@@ -164,7 +181,8 @@ def fitting(node: Node, options: Sequence[Option], wanted: OperatorStrategy) -> 
         return found
     shapes = ", ".join(str(list(meta.shape)) for meta in metas)
     what = node.call.name if node.call is not None else f"{node.kind} {node.source}"
-    could = list(dict.fromkeys(describe(option) for option in options))
+    nearest = sorted(options, key=lambda option: -wanted.nearness(option))
+    could = list(dict.fromkeys(describe(option) for option in nearest))
     more = f"; and {len(could) - 8} more" if len(could) > 8 else ""
     raise StrategyError(
         f"{node.module or node.source}: {what} of {shapes} cannot have {describe(wanted)}; it can have "

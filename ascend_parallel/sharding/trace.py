@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.sharding.binding import bind
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Call, Graph, Node, Ref, TensorMeta
 from ascend_parallel.sharding.graph import Value as Value
 
@@ -36,6 +38,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     Shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for what torch.export
     cannot trace, and for regions (torch.no_grad, autocast, control flow) inside the forward.
     """
+    binding = bind(model, tuple(args), kwargs or {})
     try:
         program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)
         if any(_is_in_place(node) for node in program.graph.nodes):
@@ -43,7 +46,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     except Exception as error:  # torch.export raises whatever it met; the sentence that helps is its first
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {said[0]}") from error
-    return _Builder(program).build()
+    return replace(_Builder(program).build(), binding=binding, training=model.training)
 
 
 def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -79,11 +82,18 @@ class _Builder:
                 self._values[node.name] = self._values[node.args[0].name][node.args[1]]
             elif str(node.target) not in CHECKS:
                 self._add_call(node)
-        outputs = self._outputs(returned)
-        used = {value.node for node in self._nodes.values() for value in node.inputs} | set(_names(outputs))
+        graph = Graph(
+            self._nodes,
+            self._outputs(returned),
+            dict(self._program.constants),
+            self._updates(returned),
+            frozenset(node.name for node in self._program.graph.nodes if _wants_gradient(node, self._nodes)),
+        )
+        used = {value.node for node in self._nodes.values() for value in node.inputs}
+        used |= {value.node for value in graph.kept}
         # Of the names of a tied parameter one is read.
         nodes = {name: node for name, node in self._nodes.items() if node.kind not in HELD or name in used}
-        return Graph(nodes, outputs, dict(self._program.constants))
+        return replace(graph, nodes=nodes)
 
     def _add_given(self, node: torch.fx.Node) -> None:
         spec = self._given[node.name]
@@ -115,10 +125,22 @@ class _Builder:
         value: Any = node.meta.get("val")
         several = isinstance(value, (list, tuple))
         outputs = tuple(_meta(one) for one in (value if several else [value]) if isinstance(one, torch.Tensor))
+        if not outputs:
+            raise TraceError(f"{_module(node) or 'the model'} runs {node.target}, which gives no tensor")
         metas = tuple(self._nodes[one.node].outputs[one.index] for one in inputs)
         call = Call(node.target, args, kwargs, metas, outputs)
         self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node))
         self._values[node.name] = _places(node.name, value) if several else Value(node.name)
+
+    def _updates(self, returned: Sequence[Any]) -> dict[str, Value]:
+        """Return the new values of the buffers that the forward writes; refuse what writes to an input."""
+        found = {}
+        for one, spec in zip(returned, self._program.graph_signature.output_specs, strict=True):
+            if spec.kind.name == "BUFFER_MUTATION":
+                found[str(spec.target)] = self._values[one.name]
+            elif spec.kind.name != "USER_OUTPUT":
+                raise TraceError(f"the forward writes to {spec.target!r}, which is given to it: work on a copy")
+        return found
 
     def _outputs(self, returned: Sequence[Any]) -> Any:
         """Nest what the user gets as the model returns it; updated buffers come before it."""
@@ -132,8 +154,10 @@ class _Builder:
         return pytree.tree_unflatten(leaves, self._program.call_spec.out_spec)
 
 
-def _names(outputs: Any) -> list[str]:
-    return [one.node for one in pytree.tree_leaves(outputs) if isinstance(one, Value)]
+def _wants_gradient(node: torch.fx.Node, nodes: Mapping[str, Node]) -> bool:
+    value = node.meta.get("val")
+    is_input = node.name in nodes and nodes[node.name].kind == INPUT
+    return is_input and isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _places(name: str, value: Sequence[Any]) -> list[Value | None]:
@@ -151,6 +175,10 @@ def _is_in_place(node: torch.fx.Node) -> bool:
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
+    if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        raise TraceError(
+            "the shape of a tensor depends on its numbers (nonzero, a boolean index): shapes have to be fixed"
+        )
     return TensorMeta(tuple(int(size) for size in tensor.shape), tensor.dtype)
 
 

@@ -117,9 +117,11 @@ def linear_in(call: Call, *groups: Iterable[int], states: Sequence[State] = (SUM
 
 
 def linear_in_all(call: Call, states: Sequence[State] = (SUM, AVERAGE)) -> list[Strategy]:
-    """Return the strategies of an operator that is linear in all its floating-point inputs at once."""
-    floats = [index for index, meta in enumerate(call.inputs) if is_float(meta)]
-    return linear_in(call, floats, states=states)
+    """Return the strategies of an operator that is linear in all its inputs at once: none if one is of integers.
+
+    An integer cannot be a part of a sum, and whole it would be added once per rank.
+    """
+    return linear_in(call, range(len(call.inputs)), states=states)
 
 
 def aligned(call: Call, dims: Iterable[int] | None = None) -> list[Axis]:

@@ -29,6 +29,9 @@ def run_embedding(part: Part) -> Any:
     start, stop = part.input_bounds(0)[0]
     if stop - start == part.call.inputs[0].shape[0]:
         return part.run()
+    torch._assert_async(
+        ((ids >= 0) & (ids < part.call.inputs[0].shape[0])).all(), "an id is beyond the embedding's rows"
+    )
     elsewhere = (ids < start) | (ids >= stop)
     padding = normal(named["padding_idx"], part.call.inputs[0].shape[0]) if named["padding_idx"] != -1 else -1
     padding = padding - start if start <= padding < stop else -1

@@ -17,7 +17,7 @@ from ascend_parallel.sharding.rules.registry import Rule, Strategy, register_all
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Operators on two tensors, and those that add a bias (their first input) to the product of the next two.
 PRODUCTS = {"mm": ("mk", "kn", "mn"), "bmm": ("bmk", "bkn", "bmn"), "mv": ("mk", "k", "m"), "outer": ("m", "n", "mn")}
-PRODUCTS |= {"dot": ("k", "k", ""), "inner": ("k", "k", "")}
+PRODUCTS |= {"dot": ("k", "k", "")}
 BIASED = {"addmm": ("mk", "kn", "mn"), "baddbmm": ("bmk", "bkn", "bmn"), "addmv": ("mk", "k", "m")}
 
 

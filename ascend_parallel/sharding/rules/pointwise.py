@@ -19,7 +19,6 @@ NAMES = """
     min.other minimum mish nan_to_num ne nextafter not_equal polar pow reciprocal relu relu6 remainder
     round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_expit sqrt square
     tan tanh threshold trunc xlogy zeros_like ones_like full_like empty_like __and__ __or__ __xor__
-    copy
 """
 UNARY_LINEAR = """
     alias clone contiguous detach imag lift_fresh lift_fresh_copy neg negative positive real to _to_copy type_as
@@ -64,8 +63,8 @@ def chosen(call: Call) -> list[Strategy]:
     """where(condition, x, y): linear in x and y at once."""
     named = arguments(call)
     tensors = [place(named.get(name)) for name in ("self", "other")]
-    passing = linear_in_all(call) if None not in tensors else []
-    return pointwise(call) + passing
+    places = [one for one in tensors if one is not None]
+    return pointwise(call) + (linear_in(call, places, states=(SUM, AVERAGE)) if len(places) == len(tensors) else [])
 
 
 def filled(call: Call) -> list[Strategy]:
@@ -73,6 +72,13 @@ def filled(call: Call) -> list[Strategy]:
     value = arguments(call)["value"]
     linear = place(value) is None and value == 0
     return pointwise(call) + (linear_in(call, [0], states=(SUM, AVERAGE)) if linear else [])
+
+
+def run_copy(part: Part) -> Any:
+    """Return what `src` would write over `self`, of its type and shape: aten.copy itself has no derivative."""
+    source = place(arguments(part.call)["src"])
+    assert source is not None
+    return part.inputs[source].to(part.call.outputs[0].dtype).expand(part.output_shape()).clone()
 
 
 def run_random(part: Part) -> Any:
@@ -87,6 +93,7 @@ def run_random(part: Part) -> Any:
 
 def register() -> None:
     """Register this file's rules."""
+    register_all("copy", pointwise, run_copy)
     register_all(NAMES, pointwise)
     register_all(UNARY_LINEAR, unary_linear)
     register_all("add sub subtract", added)
