@@ -54,7 +54,7 @@ def measure(layers: int, sizes: tuple[int, ...]) -> str:
     from small_models import Llama
 
     from ascend_parallel.sharding.mesh import ProcessMesh
-    from ascend_parallel.sharding.propagate import propagate
+    from ascend_parallel.sharding.planner.propagate import propagate
     from ascend_parallel.sharding.trace import trace
 
     with torch.device("meta"):

@@ -9,12 +9,12 @@ import torch
 from small_models import GPT, Llama, ResNet
 from torch import nn
 
-from ascend_parallel.sharding.advice import advise, step_seconds
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.narrow import narrowed
-from ascend_parallel.sharding.propagate import propagate
-from ascend_parallel.sharding.strategies import named_nodes
+from ascend_parallel.sharding.planner.narrow import narrowed
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.planner.strategies import named_nodes
+from ascend_parallel.sharding.showing.advice import advise, step_seconds
 from ascend_parallel.sharding.trace import trace
 
 FILE = Path(__file__).parents[1] / "examples" / "sharding" / "published.py"

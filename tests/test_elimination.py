@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_parallel.sharding.elimination import Problem, TooWideError, solve
-from ascend_parallel.sharding.program import optimum
+from ascend_parallel.sharding.planner.elimination import Problem, TooWideError, solve
+from ascend_parallel.sharding.planner.program import optimum
 
 COSTS = st.floats(0, 10, allow_nan=False).map(lambda cost: round(cost, 3))
 

@@ -7,13 +7,13 @@ from small_models import GPT, Bert, Llama, ResNet
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from ascend_parallel.sharding.costs import MeshCosts
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.program import optimum
-from ascend_parallel.sharding.propagate import MemoryLimitError, _read, propagate
-from ascend_parallel.sharding.search import Search
-from ascend_parallel.sharding.strategies import StrategyError, named_nodes
+from ascend_parallel.sharding.planner.program import optimum
+from ascend_parallel.sharding.planner.propagate import MemoryLimitError, _read, propagate
+from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.planner.strategies import StrategyError, named_nodes
+from ascend_parallel.sharding.tensors.costs import MeshCosts
 from ascend_parallel.sharding.trace import trace
 
 

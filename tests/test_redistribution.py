@@ -9,10 +9,10 @@ import torch
 
 from ascend_parallel.planning.cost import GATHER, CostModel
 from ascend_parallel.planning.hardware import find_hardware
-from ascend_parallel.sharding.costs import KINDS, MeshCosts
 from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, State, cuts, is_even, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribution import all_pairs, plan_redistribution
+from ascend_parallel.sharding.tensors.costs import KINDS, MeshCosts
+from ascend_parallel.sharding.tensors.redistribution import all_pairs, plan_redistribution
 
 S0, S1, S2 = shard(0), shard(1), shard(2)
 MAX = State("partial", op="max")

@@ -6,7 +6,7 @@ from torch import nn
 
 import ascend_parallel
 from ascend_parallel.sharding import Partial, ProcessMesh, Replicate, Shard, parallelize, propagate, reshard, trace
-from ascend_parallel.sharding.reshard import shard_tensor, unshard
+from ascend_parallel.sharding.tensors.reshard import shard_tensor, unshard
 
 COLUMN, ROW = ([None, ("mp", 1)], None), ([(None, "mp"), (None, "mp")], None)
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from states import STATES, of_gradient, parts_of, together
 
-from ascend_parallel.sharding.conversion import convert
-from ascend_parallel.sharding.costs import LinkCosts, MeshCosts
 from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.movement import recorded
+from ascend_parallel.sharding.running.conversion import convert
+from ascend_parallel.sharding.tensors.costs import LinkCosts, MeshCosts
+from ascend_parallel.sharding.tensors.movement import recorded
 
 S0, S1 = shard(0), shard(1)
 

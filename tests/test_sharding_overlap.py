@@ -30,10 +30,10 @@ from torch import nn
 
 import ascend_parallel
 from ascend_parallel import Settings
-from ascend_parallel.sharding.execute import parallelize
-from ascend_parallel.sharding.fuse import fuse
 from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.running.execute import parallelize
+from ascend_parallel.sharding.running.fuse import fuse
 from ascend_parallel.sharding.trace import trace
 
 

@@ -11,11 +11,11 @@ import torch
 from small_models import Bert, Llama
 from torch import nn
 
-from ascend_parallel.sharding.layered import GAP, draw
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.page import OTHERS, to_html
-from ascend_parallel.sharding.picture import COLLECTIVE, FOLDED, picture
-from ascend_parallel.sharding.propagate import propagate
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.showing.layered import GAP, draw
+from ascend_parallel.sharding.showing.page import OTHERS, to_html
+from ascend_parallel.sharding.showing.picture import COLLECTIVE, FOLDED, picture
 from ascend_parallel.sharding.trace import trace
 
 SVG = "{http://www.w3.org/2000/svg}"

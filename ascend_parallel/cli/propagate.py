@@ -47,9 +47,9 @@ def propagate(
     """
     from ascend_parallel.sharding import advise, trace
     from ascend_parallel.sharding import propagate as found_plan
-    from ascend_parallel.sharding.annotate import annotated, read_strategies
-    from ascend_parallel.sharding.explain import as_dict, summary
     from ascend_parallel.sharding.mesh import ProcessMesh
+    from ascend_parallel.sharding.planner.annotate import annotated, read_strategies
+    from ascend_parallel.sharding.showing.explain import as_dict, summary
 
     with _errors(), Console(stderr=True).status("tracing") as status:
         names, sizes = _mesh(mesh)

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ascend_parallel.sharding.costs import MeshCosts
 from ascend_parallel.sharding.layout import bounds
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.movement import recorded
-from ascend_parallel.sharding.redistribution import plan_redistribution
-from ascend_parallel.sharding.reshard import layout_of, reshard, unshard
+from ascend_parallel.sharding.tensors.costs import MeshCosts
+from ascend_parallel.sharding.tensors.movement import recorded
+from ascend_parallel.sharding.tensors.redistribution import plan_redistribution
+from ascend_parallel.sharding.tensors.reshard import layout_of, reshard, unshard
 
 PARTIALS = [Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]
 REDUCE = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min}

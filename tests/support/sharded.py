@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.propagate import propagate
+from ascend_parallel.sharding.planner.propagate import propagate
 
 R, C, S0, S1, S2 = (REPLICATE,), (COPY,), (shard(0),), (shard(1),), (shard(2),)
 PARTIAL = (SUM,)

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from ascend_parallel.sharding.elimination import Problem
+from ascend_parallel.sharding.planner.elimination import Problem
 
 
 @dataclass(frozen=True)

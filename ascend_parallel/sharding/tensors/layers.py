@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.reshard import Mesh, reshard, shard_tensor
+from ascend_parallel.sharding.tensors.reshard import Mesh, reshard, shard_tensor
 
 ShardLayer = Callable[[str, nn.Module, ProcessMesh], None]
 ShardState = Callable[[nn.Parameter], Sequence[Placement] | None]

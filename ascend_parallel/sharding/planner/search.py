@@ -15,17 +15,17 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.planning.cost import CostModel
 from ascend_parallel.planning.hardware import find_hardware
-from ascend_parallel.sharding.conversions import Conversions
-from ascend_parallel.sharding.costs import MeshCosts
-from ascend_parallel.sharding.elimination import Costs, Problem, TooWideError, solve
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, cuts
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.options import Option, Options, is_cut, is_whole, signature, without_parts
-from ascend_parallel.sharding.plan import ADAM, ShardingPlan
-from ascend_parallel.sharding.program import optimum
-from ascend_parallel.sharding.strategies import OperatorStrategy, fitting, named_nodes
-from ascend_parallel.sharding.work import seconds as seconds_of
+from ascend_parallel.sharding.planner.conversions import Conversions
+from ascend_parallel.sharding.planner.elimination import Costs, Problem, TooWideError, solve
+from ascend_parallel.sharding.planner.options import Option, Options, is_cut, is_whole, signature, without_parts
+from ascend_parallel.sharding.planner.plan import ADAM, ShardingPlan
+from ascend_parallel.sharding.planner.program import optimum
+from ascend_parallel.sharding.planner.strategies import OperatorStrategy, fitting, named_nodes
+from ascend_parallel.sharding.planner.work import seconds as seconds_of
+from ascend_parallel.sharding.tensors.costs import MeshCosts
 
 # Seconds per byte a rank holds: decides between equal costs, and nothing else.
 TIE_BREAK = 1e-21

@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree
 
 import ascend_parallel
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.agreed import confirm_alike
-from ascend_parallel.sharding.conversion import convert
-from ascend_parallel.sharding.fuse import Fusion, Schedule, fuse
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
-from ascend_parallel.sharding.holding import check_model, hold, local_slice
 from ascend_parallel.sharding.layout import REPLICATE, Layout, local_shape
-from ascend_parallel.sharding.plan import ShardingPlan
-from ascend_parallel.sharding.redistribution import Step
+from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.rules import run_local
+from ascend_parallel.sharding.running.agreed import confirm_alike
+from ascend_parallel.sharding.running.conversion import convert
+from ascend_parallel.sharding.running.fuse import Fusion, Schedule, fuse
+from ascend_parallel.sharding.running.holding import check_model, hold, local_slice
+from ascend_parallel.sharding.tensors.redistribution import Step
 
 # Operators that work otherwise in training.
 OF_MODES = ("dropout", "batch_norm", "instance_norm", "rrelu")

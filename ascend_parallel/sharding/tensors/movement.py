@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
-from ascend_parallel.sharding.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sent
 from ascend_parallel.sharding.layout import Layout, Shape, bounds
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribution import HOLD, PAD, SCALE, SLICE, Redistribution, Step
+from ascend_parallel.sharding.tensors.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sent
+from ascend_parallel.sharding.tensors.redistribution import HOLD, PAD, SCALE, SLICE, Redistribution, Step
 
 REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,

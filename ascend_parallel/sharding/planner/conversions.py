@@ -7,11 +7,11 @@ from itertools import product
 
 import numpy as np
 
-from ascend_parallel.sharding.costs import MeshCosts
-from ascend_parallel.sharding.elimination import Costs
 from ascend_parallel.sharding.graph import TensorMeta
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, backward, forward, is_even, shard
-from ascend_parallel.sharding.redistribution import all_pairs
+from ascend_parallel.sharding.planner.elimination import Costs
+from ascend_parallel.sharding.tensors.costs import MeshCosts
+from ascend_parallel.sharding.tensors.redistribution import all_pairs
 
 
 class Conversions:

@@ -7,7 +7,7 @@ from math import prod
 from ascend_parallel.planning.cost import CostModel
 from ascend_parallel.sharding.graph import Call, TensorMeta
 from ascend_parallel.sharding.layout import Layout, Shape, cuts
-from ascend_parallel.sharding.options import Option
+from ascend_parallel.sharding.planner.options import Option
 
 MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum")
 # Backward of a matmul is two more of the same size; of what only moves memory, about two more passes.

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.sharding.costs import MeshCosts
 from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, Shape, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.movement import move
-from ascend_parallel.sharding.redistribution import Redistribution, Step, plan_redistribution
+from ascend_parallel.sharding.tensors.costs import MeshCosts
+from ascend_parallel.sharding.tensors.movement import move
+from ascend_parallel.sharding.tensors.redistribution import Redistribution, Step, plan_redistribution
 
 Observer = Callable[[str, Step], None]
 """Called with "forward" or "backward" and each step that communicates, before it runs."""

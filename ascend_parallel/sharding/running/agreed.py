@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.exchange import exchange
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.planner.plan import ShardingPlan
 
 
 def confirm_alike(plan: ShardingPlan, model: torch.nn.Module, overlap: bool, settings: Settings) -> None:

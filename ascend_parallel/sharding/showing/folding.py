@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.options import signature
-from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.planner.options import signature
+from ascend_parallel.sharding.planner.plan import ShardingPlan
 
 # So many of the layers that are alike are shown.
 SHOWN = 2

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
-from ascend_parallel.sharding.options import Option, Options
-from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.planner.options import Option, Options
+from ascend_parallel.sharding.planner.plan import ShardingPlan
 
 
 def narrowed(plan: ShardingPlan) -> ShardingPlan:

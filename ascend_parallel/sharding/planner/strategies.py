@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.options import Option
+from ascend_parallel.sharding.planner.options import Option
 
 
 class StrategyError(ValueError):

@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ascend_parallel.sharding.across import exchange, nothing
-from ascend_parallel.sharding.costs import MeshCosts
 from ascend_parallel.sharding.layout import REPLICATE, SUM, Layout, State, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.movement import move
-from ascend_parallel.sharding.redistribution import plan_redistribution
+from ascend_parallel.sharding.tensors.across import exchange, nothing
+from ascend_parallel.sharding.tensors.costs import MeshCosts
+from ascend_parallel.sharding.tensors.movement import move
+from ascend_parallel.sharding.tensors.redistribution import plan_redistribution
 
 Mesh = ProcessMesh | DeviceMesh
 OPS = ("sum", "avg", "max", "min")

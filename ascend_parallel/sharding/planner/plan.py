@@ -10,11 +10,11 @@ from math import prod
 
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.costs import MeshCosts
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribution import Redistribution, plan_redistribution
+from ascend_parallel.sharding.tensors.costs import MeshCosts
+from ascend_parallel.sharding.tensors.redistribution import Redistribution, plan_redistribution
 
 # Bytes of optimizer state per parameter: Adam's two moments in fp32.
 ADAM = 8
@@ -152,19 +152,19 @@ class ShardingPlan:
 
     def explain(self) -> str:
         """Return the plan in words: operator by operator, what it reads and gives, why, and each collective."""
-        from ascend_parallel.sharding.explain import explain  # which reads plans
+        from ascend_parallel.sharding.showing.explain import explain  # which reads plans
 
         return explain(self)
 
     def diff(self, other: ShardingPlan) -> list[str]:
         """Return a line for every operator that `other`, of the same model, lays out differently."""
-        from ascend_parallel.sharding.explain import diff
+        from ascend_parallel.sharding.showing.explain import diff
 
         return diff(self, other)
 
     def to_html(self) -> str:
         """Return a page with the graph, coloured by layout, and the collectives on its edges."""
-        from ascend_parallel.sharding.page import to_html
+        from ascend_parallel.sharding.showing.page import to_html
 
         return to_html(self)
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.explain import text
-from ascend_parallel.sharding.folding import Fold, folded
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.plan import Conversion, ShardingPlan
-from ascend_parallel.sharding.redistribution import Redistribution
-from ascend_parallel.sharding.strategies import operator_name
+from ascend_parallel.sharding.planner.plan import Conversion, ShardingPlan
+from ascend_parallel.sharding.planner.strategies import operator_name
+from ascend_parallel.sharding.showing.explain import text
+from ascend_parallel.sharding.showing.folding import Fold, folded
+from ascend_parallel.sharding.tensors.redistribution import Redistribution
 
 OPERATOR, GIVEN, COLLECTIVE, FOLDED, RETURNED = "operator", "given", "collective", "folded", "returned"
 END = "returned to the user"

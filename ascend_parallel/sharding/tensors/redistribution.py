@@ -28,8 +28,8 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ascend_parallel.sharding.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, MeshCosts, sent
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, Shape, State, is_even, local_shape, shard
+from ascend_parallel.sharding.tensors.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, MeshCosts, sent
 
 SLICE, HOLD, PAD, SCALE = "slice", "hold", "pad", "scale"
 # Of ways that take the same time, those that make no partial states come first.

@@ -7,8 +7,8 @@ from typing import Any
 
 from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.plan import Conversion, ShardingPlan
-from ascend_parallel.sharding.strategies import operator_name
+from ascend_parallel.sharding.planner.plan import Conversion, ShardingPlan
+from ascend_parallel.sharding.planner.strategies import operator_name
 
 WIDTH = 34
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ascend_parallel.sharding.explain import text
 from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import Layout, forward
-from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.planner.strategies import operator_name
 from ascend_parallel.sharding.rules.pointwise import pointwise
 from ascend_parallel.sharding.rules.registry import find
-from ascend_parallel.sharding.strategies import operator_name
+from ascend_parallel.sharding.showing.explain import text
 
 WEIGHTS, AXES, BOUNDARY, FUSED = 1, 2, 3, 4
 MATMULS = ("matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "dot", "mv")

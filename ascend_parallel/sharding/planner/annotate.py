@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ascend_parallel.planning.tables import PlanningError, parse_toml
-from ascend_parallel.sharding.strategies import StrategyError
+from ascend_parallel.sharding.planner.strategies import StrategyError
 
 Module = TypeVar("Module", bound=nn.Module)
 MARK = "_ascend_parallel_strategy"

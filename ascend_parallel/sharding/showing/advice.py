@@ -11,17 +11,17 @@ import torch
 
 from ascend_parallel.planning.cost import CostModel
 from ascend_parallel.planning.hardware import find_hardware
-from ascend_parallel.sharding.folding import layer_of, repeated
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.options import Option, signature
-from ascend_parallel.sharding.plan import ShardingPlan
-from ascend_parallel.sharding.principles import principles
-from ascend_parallel.sharding.propagate import HARDWARE, propagate
-from ascend_parallel.sharding.strategies import StrategyError, named_nodes, operator_name
+from ascend_parallel.sharding.planner.options import Option, signature
+from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.planner.propagate import HARDWARE, propagate
+from ascend_parallel.sharding.planner.strategies import StrategyError, named_nodes, operator_name
+from ascend_parallel.sharding.planner.work import seconds as seconds_of
+from ascend_parallel.sharding.showing.folding import layer_of, repeated
+from ascend_parallel.sharding.showing.principles import principles
 from ascend_parallel.sharding.trace import trace
-from ascend_parallel.sharding.work import seconds as seconds_of
 
 Entry = Any
 InStrategy = tuple[Entry, ...]

@@ -20,8 +20,8 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, Layout, State, is_even, local_shape, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.overlapped import ColumnKernel, Kernel, Matmul, RowKernel, matmul_of
-from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.running.overlapped import ColumnKernel, Kernel, Matmul, RowKernel, matmul_of
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ascend_parallel.sharding.explain import size_of, summary, text
-from ascend_parallel.sharding.folding import repeated
-from ascend_parallel.sharding.layered import Drawing, Place, Point, draw
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.picture import COLLECTIVE, FOLDED, Box, Picture, layout_text, moves, picture
-from ascend_parallel.sharding.plan import ShardingPlan
+from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.showing.explain import size_of, summary, text
+from ascend_parallel.sharding.showing.folding import repeated
+from ascend_parallel.sharding.showing.layered import Drawing, Place, Point, draw
+from ascend_parallel.sharding.showing.picture import COLLECTIVE, FOLDED, Box, Picture, layout_text, moves, picture
 
 # Paul Tol's light colours, made to be told apart by the colour-blind behind black text; the first is for whole tensors.
 WHOLE, OTHERS, NONE = "#dddddd", "#f4f4f4", "#ffffff"

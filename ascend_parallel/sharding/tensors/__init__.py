@@ -1,0 +1,1 @@
+"""DTensors on meshes: redistribution planned and run, reshard, layers and optimizers."""
