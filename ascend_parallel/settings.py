@@ -262,7 +262,8 @@ def require(option: str, value: object, allowed: bool, what: str) -> None:
 def whole_number(option: str, value: object) -> int:
     """Return the value if it is a number of chunks, or raise `SettingsError`."""
     allowed = type(value) is int and 1 <= value <= MAX_CHUNKS
-    require(option, value, allowed, f"a whole number of chunks from 1 (off) to {MAX_CHUNKS}, such as 1, 2, 4 or 8")
+    what = f"a whole number of chunks from 1 (off) to {MAX_CHUNKS}, such as 1, 2, 4 or 8"
+    require(option, value, allowed, what + (", or auto" if option in ("num_chunks", VARIABLES["num_chunks"]) else ""))
     assert isinstance(value, int)
     return value
 
