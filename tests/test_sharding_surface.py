@@ -213,7 +213,8 @@ def test_the_command_says_what_is_wrong():
         (("examples/sharding/llama.py:none", "--mesh", "mp=2"), "has no 'none'"),
         (("nowhere.py:small", "--mesh", "mp=2"), "nowhere.py"),
         (("small", "--mesh", "mp=2"), "give a module or a .py file and a function"),
-        (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "train"),
+        (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "train raised TypeError"),
+        (("examples/sharding/llama.py:small", "--mesh", "mp=2", "--html", "none/p.html"), "there is no folder"),
     ):
         ended = command(*arguments)
         assert ended.returncode != 0
@@ -267,4 +268,4 @@ def unlike(group):
 def test_ranks_with_different_plans_are_told(ranks):
     first, second = ranks(2).run(unlike)
     assert first == second
-    assert "different plans or settings: the sharding plan is" in first
+    assert "different plans, settings or models: the sharding plan is" in first

@@ -52,6 +52,8 @@ def propagate(
     from ascend_parallel.sharding.showing.explain import as_dict, summary
 
     with _errors(), Console(stderr=True).status("tracing") as status:
+        if html is not None and not html.absolute().parent.is_dir():
+            raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
         names, sizes = _mesh(mesh)
         on = ProcessMesh(torch.arange(prod(sizes)).view(sizes).tolist(), names)
         strategies = {} if config is None else read_strategies(config)
@@ -102,12 +104,17 @@ def _build(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]
     module = _import(where)
     if not hasattr(module, name):
         raise ValueError(f"{where} has no {name!r}")
-    with torch.device("meta"):
-        returned = getattr(module, name)()
+    try:
+        with torch.device("meta"):
+            returned = getattr(module, name)()
+    except Exception as error:  # the user's own function
+        raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
     fits = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
     if not fits:
         raise ValueError(f"{text} returned {type(returned).__name__}: give (model, args) or (model, args, kwargs)")
     model, args, *rest = returned
+    if isinstance(args, torch.Tensor):
+        raise ValueError(f"{text} returned a tensor as the arguments: give a tuple, such as (x,)")
     return model, tuple(args), dict(rest[0]) if rest else {}
 
 

@@ -38,6 +38,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     Shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for what torch.export
     cannot trace, and for regions (torch.no_grad, autocast, control flow) inside the forward.
     """
+    if isinstance(args, torch.Tensor):
+        raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     binding = bind(model, tuple(args), kwargs or {})
     try:
         program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)

@@ -1,4 +1,4 @@
-"""Train a small Llama, written for one card, on several: two operators of each layer are configured, the rest follows.
+"""Train a small Llama, written for one card, on several, from the strategies of a few operators in llama.toml.
 
     torchrun --nproc-per-node 2 examples/sharding/llama.py
     ascend-parallel propagate examples/sharding/llama.py:small --mesh mp=8 --config examples/sharding/llama.toml
@@ -29,6 +29,13 @@ def small() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     tokens = torch.zeros(1, 4096, dtype=torch.long)
     model = Llama(layers=2, width=4096, heads=32, groups=8, wide=14336, vocabulary=128256, length=4096)
     return model.bfloat16(), (tokens, tokens)
+
+
+def large() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Return the same with a batch for 128 replicas."""
+    model, (tokens, _) = small()
+    many = tokens.expand(128, -1)
+    return model, (many, many)
 
 
 def main() -> int:

@@ -62,6 +62,11 @@ def propagate(
 
     Raises `StrategyError` for a strategy that cannot be, `MemoryLimitError` if no plan found keeps the limit.
     """
+    if not isinstance(graph, Graph) or not isinstance(mesh, ProcessMesh):
+        kinds = f"{type(graph).__name__} and {type(mesh).__name__}"
+        raise TypeError(f"propagate takes a Graph (from trace) and a ProcessMesh, not {kinds}")
+    if memory_limit is not None and not isinstance(memory_limit, (int, float)):
+        raise TypeError(f"memory_limit={memory_limit!r}: give bytes, such as 32e9")
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r}: give one of {', '.join(OBJECTIVES)}")
     if semi_auto is not None and semi_auto not in mesh.dim_names:
@@ -94,7 +99,10 @@ def _read(strategies: Mapping[str, object], mesh: ProcessMesh) -> dict[str, Oper
         else:
             if not isinstance(given, tuple) or len(given) != 2:
                 raise StrategyError(f"{pattern!r}: give a pair (in_strategy, out_strategy), not {given!r}")
-            read[pattern] = strategy(given[0], given[1], sizes)
+            try:
+                read[pattern] = strategy(given[0], given[1], sizes)
+            except StrategyError as error:
+                raise StrategyError(f"{pattern!r}: {error}") from error
     return read
 
 

@@ -73,7 +73,10 @@ def _placements(given: Any, mesh: Mapping[str, int]) -> Wanted | None:
             raise StrategyError(f"{given}: count the dimensions of a tensor from 0")
         return Wanted(tuple(given))
     if not isinstance(given, tuple):
-        raise StrategyError(f"{given!r}: give a list of placements, a tuple of cuts per tensor dimension, or None")
+        raise StrategyError(
+            f"{given!r} is no tensor's strategy: give a list of placements, a tuple of cuts per dimension, or None; an "
+            'operator has a list of them, as in ([None, ("mp", 1)], None)'
+        )
     found: dict[str, Placement] = {}
     for dim, entry in enumerate(given):
         for name in _names(entry, mesh, given):

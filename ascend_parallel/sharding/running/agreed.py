@@ -28,7 +28,10 @@ def confirm_alike(plan: ShardingPlan, model: torch.nn.Module, overlap: bool, set
     for name in mine:
         if any(value[name] != mine[name] for value in told.values()):
             which = ", ".join(f"{value[name]} on rank {rank}" for rank, value in told.items())
-            raise DisagreementError(f"ranks call parallelize with different plans or settings: {name} is {which}")
+            raise DisagreementError(
+                f"ranks call parallelize with different plans, settings or models: {name} is {which}. Give all ranks "
+                "the same, and seed them alike or load one checkpoint"
+            )
 
 
 def _fingerprint(model: torch.nn.Module) -> str:
