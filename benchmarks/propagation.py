@@ -39,9 +39,8 @@ def main() -> None:
     if options.layers:
         print(measure(options.layers, tuple(map(int, options.mesh.split(",")))))
         return
-    print(
-        "| layers | mesh | ranks | operators | trace s | solve s | together s | peak memory MB | |\n" + "|---" * 9 + "|"
-    )
+    columns = "layers", "mesh", "ranks", "nodes", "trace s", "solve s", "together s", "peak memory MB", "cost"
+    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for layers, mesh in CASES:
         command = [sys.executable, __file__, "--layers", str(layers), "--mesh", mesh]
         print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(), flush=True)

@@ -157,7 +157,7 @@ def test_a_plan_beside_a_search_for_one_is_refused():
     for other in ({"tune": "new.json"}, {"auto": True}):
         with pytest.raises(SettingsError, match="COC_PLAN cannot be set together"):
             Settings(plan=PLAN, **other)
-    with pytest.raises(SettingsError, match=r"tune='x.toml' .*path to a .json"):
+    with pytest.raises(SettingsError, match=r"COC_TUNE='x.toml' .*path to a .json"):
         read_settings({"COC_TUNE": "x.toml"})
 
 
