@@ -88,7 +88,7 @@ def memory(group):
             return between, settled(watch)
 
     def settled(watch):
-        """Return the least in a fifth of a second: gloo's threads let go of what they sent a moment after it is there."""
+        """Return the least in a fifth of a second: gloo's threads let go of what they sent a moment later."""
         found = []
         for _ in range(20):
             gc.collect()
