@@ -171,6 +171,17 @@ def test_semi_automatic_mode_cuts_the_rest_along_the_data_alone():
         propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="tp")
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_price_of_memory_is_on_what_the_plan_counts(name):
+    """Otherwise the bound of a limited plan would prove nothing."""
+    on = mesh(dp=2, mp=2)
+    search = Search(graph_of(name), on, _read(CONFIGURED[name], on), "redistribution", "910b", MeshCosts.of(on, "910b"))
+    problem = search.problem()
+    chosen, _ = search.solved(problem)
+    held = sum(search.bytes_held(node)[chosen[node.name]] for node in search.graph.nodes.values())
+    assert held == pytest.approx(search.plan_of(problem, chosen).memory().total, rel=1e-12)
+
+
 @pytest.mark.parametrize("share", [0.9, 0.6])
 def test_a_memory_limit_is_kept_and_its_price_is_bounded(share):
     free = propagate(graph_of("llama"), mesh(mp=2), LAYER)

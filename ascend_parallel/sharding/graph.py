@@ -124,8 +124,9 @@ class Graph:
     def last_reads(self) -> dict[str, list[Value]]:
         """Return, by node, the tensors that nobody needs after it."""
         found: dict[str, list[Value]] = {}
+        kept = self.kept
         for value, readers in self.readers().items():
-            if value not in self.kept:
+            if value not in kept:
                 found.setdefault(readers[-1][0] if readers else value.node, []).append(value)
         return found
 

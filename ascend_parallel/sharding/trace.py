@@ -14,8 +14,19 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.binding import bind
-from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Call, Graph, Node, Ref, TensorMeta
-from ascend_parallel.sharding.graph import Value as Value
+from ascend_parallel.sharding.graph import (
+    BUFFER,
+    CALL,
+    CONSTANT,
+    INPUT,
+    PARAMETER,
+    Call,
+    Graph,
+    Node,
+    Ref,
+    TensorMeta,
+    Value,
+)
 
 KINDS = {
     InputKind.USER_INPUT: INPUT,
@@ -76,7 +87,7 @@ class _Builder:
     def build(self) -> Graph:
         returned: Sequence[Any] = ()
         for node in self._program.graph.nodes:
-            if node.op == "placeholder":
+            if node.op == "placeholder":  # torch.fx's word for what is given
                 self._add_given(node)
             elif node.op == "output":
                 returned = node.args[0]

@@ -2,7 +2,7 @@
 
 One 0/1 variable for each option of a choice, one number in [0, 1] for each pair of options that two choices' costs
 depend on, whose sums over either side are that side's options (the local polytope; Wainwright and Jordan 2008,
-doi:10.1561/2200000001). The relaxation is tight on trees, and was integral in almost every model's forward tried.
+doi:10.1561/2200000001). Without the 0/1 it is tight on trees, which a model's forward nearly is.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def propagate(
     costs
         What collectives cost; by default from `hardware`.
 
-    Raises `StrategyError` for a strategy that cannot be, `MemoryLimitError` if no plan found keeps the limit.
+    Raises `StrategyError` for a strategy that cannot be, `MemoryLimitError` if no plan found keeps the limit, and
+    `TimeoutError` if the graph is too entangled for tables and HiGHS finds nothing within a minute.
     """
     if not isinstance(graph, Graph) or not isinstance(mesh, ProcessMesh):
         kinds = f"{type(graph).__name__} and {type(mesh).__name__}"

@@ -145,17 +145,13 @@ class Search:
 
     def bytes_held(self, node: Node) -> Costs:
         """Return, by option, the bytes that `ShardingPlan.memory` counts for a node."""
-        meta = node.outputs[0] if node.outputs else None
-        kept = any(Value(node.name, index) in self.differentiable for index in range(len(node.outputs)))
-        if meta is None or (node.kind == CALL and not kept) or node.kind not in (CALL, PARAMETER, BUFFER):
-            return np.zeros(len(self.options[node.name]))
-        times = 2 + ADAM / meta.dtype.itemsize if node.kind == PARAMETER else 1.0
-        return np.array(
-            [
-                times * sum(self._held(meta, one) for meta, one in zip(node.outputs, option.outputs, strict=True))
-                for option in self.options[node.name]
-            ]
-        )
+        found = np.zeros(len(self.options[node.name]))
+        for index, meta in enumerate(node.outputs):
+            kept = node.kind == CALL and Value(node.name, index) in self.differentiable
+            if kept or node.kind in (PARAMETER, BUFFER):
+                times = 2 + ADAM / meta.dtype.itemsize if node.kind == PARAMETER else 1.0
+                found += [times * self._held(meta, option.outputs[index]) for option in self.options[node.name]]
+        return found
 
     def solved(self, problem: Problem) -> tuple[dict[str, int], float]:
         """Return the best choices, and what no choices cost less than: their own cost, but where that is not proven."""

@@ -37,6 +37,6 @@ def confirm_alike(plan: ShardingPlan, model: torch.nn.Module, overlap: bool, set
 def _fingerprint(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+        wide = tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
         found.update(f"{name} {tuple(tensor.shape)} {wide.sum().item()} {wide.abs().sum().item()}".encode())
     return found.hexdigest()[:16]
