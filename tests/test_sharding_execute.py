@@ -26,7 +26,7 @@ from torch import nn
 import ascend_parallel
 from ascend_parallel import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.running.execute import parallelize
+from ascend_parallel.sharding.running.parallelize import parallelize
 from ascend_parallel.sharding.trace import trace
 
 

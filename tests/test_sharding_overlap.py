@@ -32,8 +32,8 @@ import ascend_parallel
 from ascend_parallel import Settings
 from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.running.execute import parallelize
 from ascend_parallel.sharding.running.fuse import fuse
+from ascend_parallel.sharding.running.parallelize import parallelize
 from ascend_parallel.sharding.trace import trace
 
 

@@ -18,7 +18,8 @@ from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.sharding.planner.strategies import OperatorStrategy, StrategyError
 from ascend_parallel.sharding.rules import register_rule
-from ascend_parallel.sharding.running.execute import ShardedModule, parallelize
+from ascend_parallel.sharding.running.execute import ShardedModule
+from ascend_parallel.sharding.running.parallelize import parallelize
 from ascend_parallel.sharding.showing.advice import Advice, advise
 from ascend_parallel.sharding.tensors.layers import ShardingStage1, shard_layer, shard_optimizer
 from ascend_parallel.sharding.tensors.reshard import dtensor_from_fn, reshard, shard_tensor, unshard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -84,6 +84,8 @@ class ShardingPlan:
         Nodes that had no choice.
     cost, bound
         The least sum of the objective in seconds, and what no plan costs less than where that is not proven.
+    returned
+        The layout in which the caller gets an output; what is not named he gets whole on every rank.
     """
 
     graph: Graph
@@ -98,11 +100,11 @@ class ShardingPlan:
     single: Set[str]
     cost: float
     bound: float | None = None
+    returned: Mapping[Value, Layout] = field(default_factory=dict)
 
-    @property
-    def outputs(self) -> Layout:
-        """The layout in which the user gets what the model returns."""
-        return (REPLICATE,) * self.mesh.ndim
+    def returned_layout(self, value: Value) -> Layout:
+        """Return the layout in which the caller gets a tensor that the model returns."""
+        return self.returned.get(value, (REPLICATE,) * self.mesh.ndim)
 
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
@@ -116,7 +118,7 @@ class ShardingPlan:
         for name, node in self.graph.nodes.items():
             outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
             told.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
-        told.update(repr(sorted(self.via.items(), key=repr)).encode())
+        told.update(repr((sorted(self.via.items(), key=repr), sorted(self.returned.items(), key=repr))).encode())
         return told.hexdigest()[:16]
 
     @property
@@ -185,7 +187,7 @@ class ShardingPlan:
                 yield from self._conversion(value, name, at, self.inputs[name][index])
         for one in pytree.tree_leaves(self.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value)):
             if isinstance(one, Value):
-                yield from self._conversion(one, "", self.layouts[one], self.outputs)
+                yield from self._conversion(one, "", self.layouts[one], self.returned_layout(one))
 
     def _conversion(self, value: Value, reader: str, source: Layout, target: Layout) -> Iterator[Conversion]:
         if source == target:

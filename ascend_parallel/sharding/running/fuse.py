@@ -85,7 +85,8 @@ class _Pass:
         self._graph, self._mesh, self._settings = plan.graph, plan.mesh, settings
         self._differentiable = plan.differentiable
         self._readers = plan.graph.readers()
-        self._returned = set(pytree.tree_leaves(plan.graph.outputs))
+        returned = {leaf for leaf in pytree.tree_leaves(plan.graph.outputs) if isinstance(leaf, Value)}
+        self._returned = {value: plan.returned_layout(value) for value in returned}
         self._order = {name: place for place, name in enumerate(plan.graph.nodes)}
         self._done: set[str] = set()
         self.layouts, self.inputs, self.via = dict(plan.layouts), dict(plan.inputs), dict(plan.via)
@@ -189,7 +190,7 @@ class _Pass:
             found = {hub[mesh_dim]}
         else:
             found = {self.inputs[name][index][mesh_dim] for name, index in self._readers[value]}
-        found |= {REPLICATE} if value in self._returned else set()
+        found |= {self._returned[value][mesh_dim]} if value in self._returned else set()
         return {REPLICATE if state == COPY else state for state in found}
 
     def _row_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, targets: set[State]) -> str:

@@ -134,8 +134,9 @@ class _Painter:
         for end, layout in ends:
             self._picture.arrows[self._through(value, source, at, layout), end] = self._said(value, at, layout)
         if value in self._returned:
-            last = self._through(value, start, plan.layouts[value], plan.outputs)
-            self._picture.arrows[last, END] = self._said(value, plan.layouts[value], plan.outputs)
+            wanted = plan.returned_layout(value)
+            last = self._through(value, start, plan.layouts[value], wanted)
+            self._picture.arrows[last, END] = self._said(value, plan.layouts[value], wanted)
 
     def _through(self, value: Value, source: str, before: Layout, after: Layout) -> str:
         """Draw a collective, if there is one, and return the box from which the tensor goes on."""
