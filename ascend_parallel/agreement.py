@@ -98,7 +98,7 @@ def wait_for_ranks(
     `error`; ``absence(missing ranks, seconds)`` is what is said.
     """
     store: Any = c10d._get_process_group_store(group)
-    limit = _time_limit(group).total_seconds()
+    limit = time_limit(group).total_seconds()
     end = time.monotonic() + limit
     missing = list(keys)
     while missing:
@@ -114,7 +114,7 @@ def wait_for_ranks(
             log.warning("%s", absence(missing, PATIENCE))
 
 
-def _time_limit(group: dist.ProcessGroup) -> timedelta:
+def time_limit(group: dist.ProcessGroup) -> timedelta:
     """Return the shorter of the time limits of the group and of its store (Megatron gives groups half an hour)."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     store: Any = c10d._get_process_group_store(group)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.layer_choices import backward_settings, column_backward_settings, operand_dtype
+from ascend_parallel.once import Once, Products, at_once
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -64,6 +65,7 @@ class _Layer:
     reduce_input_grad: bool = False
     weight_gradient: WeightGradient = field(default_factory=WeightGradient)
     before_communicating: Callable[[], None] | None = None
+    once: Once = at_once
 
     def about_to_communicate(self) -> None:
         if self.before_communicating is not None:
@@ -81,6 +83,7 @@ def column_linear(
     reduce_input_grad: bool = True,
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
+    once: Once = at_once,
 ) -> torch.Tensor:
     """Run a column-parallel linear layer on one rank of `group`.
 
@@ -89,10 +92,11 @@ def column_linear(
     bias_shard_n    [N / R] or None
     returns         [..., N / R]; with sequence_parallel [S, ..., N / R]
 
-    reduce_input_grad=False leaves the gradient of x as this rank's part of the sum (sequence parallelism
-    always scatters it). before_communicating is called before each pass's first collective. Whether x and
-    the weight need gradients has to be the same on every rank. Raises `ValueError` for operands that do
-    not fit, `CollectiveError` if a rank fails.
+    reduce_input_grad=False leaves the gradient of x as this rank's part of the sum (sequence parallelism always
+    scatters it). before_communicating is called before each pass's first collective; once is given what runs the
+    forward, and may return what that gave before (y, and the gathered rows if they are kept). Whether x and the weight
+    need gradients has to be the same on every rank. Raises `ValueError` for operands that do not fit,
+    `CollectiveError` if a rank fails.
     """
     layer = _Layer(
         group=group,
@@ -101,6 +105,7 @@ def column_linear(
         reduce_input_grad=reduce_input_grad,
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
+        once=once,
     )
     y: torch.Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
         cast_by_autocast(x), cast_by_autocast(weight_shard_n), bias_shard_n, layer
@@ -117,6 +122,7 @@ def row_linear(
     sequence_parallel: bool = False,
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
+    once: Once = at_once,
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -132,6 +138,7 @@ def row_linear(
         sequence_parallel=sequence_parallel,
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
+        once=once,
     )
     y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
         cast_by_autocast(x_shard_k), cast_by_autocast(weight_shard_k), layer
@@ -146,19 +153,10 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
     ) -> torch.Tensor:
-        kept = x
-        if layer.sequence_parallel:
-            layer.about_to_communicate()
-            keeps = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
-            y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keeps)
-            y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
-            if keeps and gathered_m is not None:
-                kept = gathered_m
-        else:
-            check_operands("column_linear", x, weight.t())
-            y = compute(MATMUL, "matmul", torch.matmul, x, weight.t())
-        _save(ctx, layer, x, kept, weight)
-        return y if bias is None else _add_bias(y, bias)
+        keeps = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
+        y, gathered_m = layer.once(lambda: _column_forward(x, weight, bias, layer, keeps))
+        _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -191,13 +189,7 @@ class _RowLinear(torch.autograd.Function):
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
-        layer.about_to_communicate()
-        if layer.sequence_parallel:
-            y_m = start_matmul_reduce_scatter(x, weight.t(), layer.group, layer.settings).wait()
-            y = shaped(y_m, scattered_shape(x.shape, layer.group.size(), weight.shape[0]))
-        else:
-            y_m = start_matmul_all_reduce(x, weight.t(), layer.group, layer.settings).wait()
-            y = shaped(y_m, (*x.shape[:-1], weight.shape[0]))
+        y, _ = layer.once(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         return y
 
@@ -218,6 +210,32 @@ class _RowLinear(torch.autograd.Function):
         else:
             dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
         return _input_gradient(dx, ctx.x_shape), dw, None
+
+
+def _column_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer, keeps: bool
+) -> Products:
+    """Return y, bias added, and with `keeps` the gathered rows of x where they were gathered."""
+    gathered_m = None
+    if layer.sequence_parallel:
+        layer.about_to_communicate()
+        y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keeps)
+        y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
+    else:
+        check_operands("column_linear", x, weight.t())
+        y = compute(MATMUL, "matmul", torch.matmul, x, weight.t())
+    if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
+        y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
+    return y, gathered_m if keeps else None
+
+
+def _row_forward(x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    layer.about_to_communicate()
+    w, group, settings = weight.t(), layer.group, layer.settings
+    if layer.sequence_parallel:
+        y_m = start_matmul_reduce_scatter(x, w, group, settings).wait()
+        return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[0]))
+    return shaped(start_matmul_all_reduce(x, w, group, settings).wait(), (*x.shape[:-1], weight.shape[0]))
 
 
 def _column_sequence_backward(
@@ -272,11 +290,6 @@ def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: 
     input_grad, weight_grad = ctx.needs_input_grad[:2]
     ctx.save_for_backward(kept if weight_grad else None, weight if input_grad else None)
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
-
-
-def _add_bias(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Add the bias in place, unless it promotes the result (an fp32 bias under autocast)."""
-    return y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
 
 
 def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:

@@ -134,8 +134,8 @@ def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
     whole = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     mesh = ProcessMesh(list(range(RANKS)), ["mp"])
     plan = propagate(trace(whole, (torch.zeros(ROWS, 1, HIDDEN),)), mesh, STRATEGIES)
-    apart = parallelize(whole, plan, overlap=False)
-    beside = parallelize(whole, plan, settings=Settings(num_chunks=chunks))
+    apart = parallelize(whole, plan, overlap=False, static=True)
+    beside = parallelize(whole, plan, settings=Settings(num_chunks=chunks), static=True)
     styles: dict[str, Any] = {}
     for index in range(BLOCKS):
         styles |= {f"{index}.up": ColwiseParallel(), f"{index}.down": RowwiseParallel()}

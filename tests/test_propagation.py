@@ -7,7 +7,8 @@ from small_models import GPT, Bert, Llama, ResNet
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from ascend_parallel.sharding.graph import Value
+from ascend_parallel.sharding.graph import CALL, PARAMETER, Value
+from ascend_parallel.sharding.layout import REPLICATE, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.program import optimum
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, _read, propagate
@@ -160,8 +161,11 @@ def test_no_plan_costs_less(name, sizes, objective):
 def test_semi_automatic_mode_cuts_the_rest_along_the_data_alone():
     configured = {"layers.*.mlp.up": ([None, ("mp", 1)], None), "layers.*.mlp.down": ([None, (1, "mp")], None)}
     plan = propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="dp")
+    read = {value.node for name in plan.configured for value in plan.graph.nodes[name].inputs}
+    weights = [name for name in read if plan.graph.nodes[name].kind == PARAMETER]
+    assert {str(plan.layouts[Value(name)]) for name in weights} == {str((REPLICATE, shard(dim))) for dim in (0, 1)}
     for node in plan.graph.nodes.values():
-        if node.name not in plan.configured:
+        if node.name not in (*plan.configured, *weights):
             found = [*plan.inputs[node.name], *(plan.layouts[Value(node.name, i)] for i in range(len(node.outputs)))]
             assert {str(layout[1]) for layout in found} <= {"R", "C"}, node
     assert layouts(plan, "inputs:tokens") == [("S(0)R",)]
@@ -169,6 +173,23 @@ def test_semi_automatic_mode_cuts_the_rest_along_the_data_alone():
     assert layouts(plan, "layers.*.mlp.up") == [("S(0)C", "CS(0)", "S(0)S(2)")] * 2
     with pytest.raises(ValueError, match="semi_auto='tp': give one of the mesh dimensions dp, mp"):
         propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="tp")
+
+
+def test_a_data_dimension_cuts_the_batch_and_no_parameter():
+    """What the plan is on the other dimension is left to the objective."""
+    graph = graph_of("llama")
+    plan = propagate(graph, mesh(dp=2, mp=2), objective="time", data_dim="dp")
+    from_inputs = {name for name, node in graph.nodes.items() if node.source == "tokens"}
+    for name, node in graph.nodes.items():
+        layout = plan.layouts[Value(name)]
+        if node.kind == PARAMETER:
+            assert str(layout[0]) == "R", node.source
+        elif any(value.node in from_inputs for value in node.inputs):
+            from_inputs.add(name)
+            assert str(layout[0]) == "S(0)" or layout[0].kind == "partial", name
+    assert any("S" in str(plan.layouts[Value(node.name)][1]) for node in graph.nodes.values() if node.kind == CALL)
+    with pytest.raises(ValueError, match="data_dim='dp': give one of the mesh dimensions dp, mp, and not semi_auto"):
+        propagate(graph, mesh(dp=2, mp=2), semi_auto="dp", data_dim="dp")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,7 @@ from placed import PARTIALS, check, check_bytes, check_bytes_across, every_pair,
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.tensors.movement import recorded
+from ascend_parallel.sharding.tensors.requests import recorded
 from ascend_parallel.sharding.tensors.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
 
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.tensors.layers import ShardingStage1, shard_layer, shard_optimizer
-from ascend_parallel.sharding.tensors.movement import recorded
+from ascend_parallel.sharding.tensors.requests import recorded
 from ascend_parallel.sharding.tensors.reshard import shard_tensor, unshard
 
 STEPS = 4

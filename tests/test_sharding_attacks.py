@@ -1,11 +1,14 @@
 """What an attacker found: each gave wrong numbers, or nothing, without a word."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import ascend_parallel
 from ascend_parallel.sharding import Partial, ProcessMesh, Replicate, Shard, parallelize, propagate, reshard, trace
+from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.tensors.reshard import shard_tensor, unshard
 
 COLUMN, ROW = ([None, ("mp", 1)], None), ([(None, "mp"), (None, "mp")], None)
@@ -82,7 +85,7 @@ def equal(group, kind, strategies):
     for overlap in (False, True):
         torch.manual_seed(0)
         whole = kind().double()
-        sharded = parallelize(whole, propagate(trace(whole, (x,)), mesh, strategies), overlap=overlap)
+        sharded = parallelize(whole, propagate(trace(whole, (x,)), mesh, strategies), overlap=overlap, static=True)
         found, expected = (trained(model, x) for model in (sharded, whole))
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(sharded.full_state_dict(), dict(whole.state_dict()))
@@ -145,6 +148,60 @@ def test_resharding_changes_no_number(ranks, count):
     assert all(ranks(count).run(exact))
 
 
+def wrongly(group):
+    """What is no DTensor, no list of placements, no Settings is told so."""
+    mesh = ProcessMesh([0, 1], ["mp"])
+    x = shard_tensor(torch.ones(4), mesh, [Shard(0)])
+    for wrong, message in (
+        (lambda: reshard(torch.ones(4), mesh, [Shard(0)]), "reshard takes a DTensor, not a Tensor"),
+        (lambda: unshard(torch.ones(4)), "unshard takes a DTensor, not a Tensor"),
+        (lambda: shard_tensor(torch.ones(4), mesh, Shard(0)), "give a list with one for each mesh dimension"),
+        (lambda: reshard(x, mesh, Replicate()), "give a list with one for each mesh dimension"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            wrong()
+    model = nn.Linear(4, 4)
+    plan = propagate(trace(model, (torch.zeros(2, 4),)), mesh)
+    for static in (True, False):
+        with pytest.raises(TypeError, match=r"settings=\{\}: give ascend_parallel.Settings"):
+            parallelize(model, plan, static=static, settings={})
+    return True
+
+
+def test_what_is_of_another_type_is_told(ranks):
+    assert all(ranks(2).run(wrongly))
+
+
+class Mixed(nn.Module):
+    """Nothing of it is configured: what was left to choose was empty, for what was read as a part was never one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6)), nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = torch.where(x > 0, x, self.a)
+        z = self.b((y + x).flip(0))
+        return (y + x).sum() * 0.5 + z.square().mean() + (x + x.detach()).sum() * 0.25
+
+
+def half_automatic(group, rows):
+    mesh = ProcessMesh(list(range(group.size())), ["dp"])
+    x = torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    torch.manual_seed(0)
+    whole = Mixed().double()
+    for objective in ("redistribution", "time"):
+        plan = propagate(trace(whole, (x,)), mesh, semi_auto="dp", objective=objective)
+        sharded = parallelize(copy.deepcopy(whole), plan, static=True)
+        torch.testing.assert_close(*[trained(model, x) for model in (sharded, copy.deepcopy(whole))])
+    return str(plan.layouts[Value("x")][0])
+
+
+@pytest.mark.parametrize(("count", "rows", "cut"), [(2, 4, "S(0)"), (3, 4, "S(1)"), (2, 3, "S(1)")])
+def test_what_is_not_configured_is_data_parallel_or_whole(ranks, count, rows, cut):
+    assert set(ranks(count).run(half_automatic, rows)) <= {cut, "R"}
+
+
 class Flexible(nn.Module):
     def __init__(self):
         super().__init__()
@@ -160,7 +217,9 @@ def arguments(group):
     torch.manual_seed(0)
     model = Flexible()
     x, a, one, two = torch.randn(4, 4, 4, dtype=torch.float64)
-    sharded = parallelize(model, propagate(trace(model, (x,), {"a": a, "b": {"one": one, "two": two}}), mesh))
+    sharded = parallelize(
+        model, propagate(trace(model, (x,), {"a": a, "b": {"one": one, "two": two}}), mesh), static=True
+    )
     expected = model(x, {"one": one, "two": two}, a)
     torch.testing.assert_close(sharded(x, {"one": one, "two": two}, a), expected)
     torch.testing.assert_close(sharded(a=a, x=x, b={"one": one, "two": two}, k=2), expected)
@@ -182,7 +241,7 @@ def arguments(group):
             wrong()
     other = Flexible().float()
     with pytest.raises(ValueError, match=r"is \[4, 4\] of torch.float32; traced was"):
-        parallelize(other, sharded.plan)
+        parallelize(other, sharded.plan, static=True)
     return True
 
 
@@ -195,7 +254,7 @@ def other_seed(group):
     model = nn.Linear(4, 4)
     plan = propagate(trace(model, (torch.zeros(2, 4),)), ProcessMesh([0, 1], ["mp"]))
     with pytest.raises(ascend_parallel.DisagreementError, match="the model's parameters is"):
-        parallelize(model, plan)
+        parallelize(model, plan, static=True)
     return True
 
 
@@ -210,7 +269,7 @@ def beyond(group):
     nn.init.normal_(model.weight)
     ids = torch.zeros(3, dtype=torch.long)
     plan = propagate(trace(model, (ids,)), ProcessMesh([0, 1], ["mp"]), {":embedding": ([("mp", 1), None], None)})
-    sharded = parallelize(model, plan)
+    sharded = parallelize(model, plan, static=True)
     torch.testing.assert_close(sharded(ids), model(ids))
     with pytest.raises(RuntimeError, match="beyond the embedding's rows"):
         sharded(ids + 8)

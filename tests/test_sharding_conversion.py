@@ -12,7 +12,7 @@ from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.running.conversion import convert
 from ascend_parallel.sharding.tensors.costs import LinkCosts, MeshCosts
-from ascend_parallel.sharding.tensors.movement import recorded
+from ascend_parallel.sharding.tensors.requests import recorded
 
 S0, S1 = shard(0), shard(1)
 

@@ -31,12 +31,15 @@ from ascend_parallel.sharding.trace import trace
 
 
 def train(group, name, mesh_shape):
-    """Train the whole model and twice the rank's part of it, without and with overlap, for 10 steps."""
+    """Train the whole model and the rank's part of it, as the plan stands, and with overlap, buckets and all."""
     whole = made(getattr(small_models, name))
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     graph, mesh = trace(whole, batch), mesh_of(mesh_shape)
     plan = planned(name, graph, mesh)
-    models = [parallelize(whole, plan, overlap=overlap, settings=Settings(**CHUNKS)) for overlap in (False, True)]
+    models = [
+        parallelize(whole, plan, static=True, overlap=False, bucket_bytes=0),
+        parallelize(whole, plan, static=True, settings=Settings(**CHUNKS)),
+    ]
     ascend_parallel.ops.COUNTS.clear()
     losses = [losses_of(model, batch) for model in (whole, *models)]
     state = whole.state_dict()
@@ -96,7 +99,7 @@ def tied(group):
     graph = trace(model, (tokens, scale))
     weight = graph.nodes[graph.nodes["linear"].inputs[1].node].source  # one of its two names
     plan = by_hand(graph, mesh_of((group.size(),)), {weight: S0, "kept": S0})
-    sharded = parallelize(model, plan)
+    sharded = parallelize(model, plan, static=True)
     assert {name: tuple(one.shape) for name, one in sharded.state_dict().items()} == {
         "frozen": (6,),
         "kept": (3,),
@@ -119,12 +122,12 @@ def tied(group):
     with pytest.raises(ValueError, match=r"tokens is \[2, 2\] of torch.int64; the plan is for \[4, 2\]"):
         sharded(tokens[:2], scale)
     with pytest.raises(ValueError, match="cannot be held as C"):
-        parallelize(model, by_hand(graph, plan.mesh, {weight: C}))
+        parallelize(model, by_hand(graph, plan.mesh, {weight: C}), static=True)
     model.plan = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'plan' of the model would hide ShardedModule"):
-        parallelize(model, plan)
+        parallelize(model, plan, static=True)
     with pytest.raises(ValueError, match="which the model lacks"):
-        parallelize(MLP(), plan)
+        parallelize(MLP(), plan, static=True)
 
 
 def test_tied_and_frozen_parameters_buffers_and_nested_outputs(ranks):
@@ -135,7 +138,7 @@ def local_inputs(group):
     """Every rank gives its own rows; the output is whole."""
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
-    sharded = parallelize(model, plan, local_inputs=True)
+    sharded = parallelize(model, plan, local_inputs=True, static=True)
     with torch.no_grad():
         torch.testing.assert_close(sharded(x.chunk(2)[group.rank()]), model(x), **EXACT)
     assert all(one.direction == "forward" for one in sharded.ran)
@@ -152,9 +155,9 @@ def outside(group):
     plan = tensor_parallel(trace(model, (x,)), ProcessMesh([0, 2], ["mp"]))
     if group.rank() == 1:
         with pytest.raises(ValueError, match="rank 1 is not in ProcessMesh"):
-            parallelize(model, plan)
+            parallelize(model, plan, static=True)
     else:
-        compare(model, parallelize(model, plan), x)
+        compare(model, parallelize(model, plan, static=True), x)
 
 
 def test_some_ranks_only(ranks):
@@ -170,7 +173,7 @@ class Chain(nn.Module):
 
 def chain(group):
     x = torch.ones(1000, dtype=torch.float64)
-    sharded = parallelize(Chain(), by_hand(trace(Chain(), (x,)), mesh_of((2,))))
+    sharded = parallelize(Chain(), by_hand(trace(Chain(), (x,)), mesh_of((2,))), static=True)
     with torch.no_grad():
         return peak_bytes(lambda: sharded(x))
 

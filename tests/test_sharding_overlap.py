@@ -40,7 +40,8 @@ from ascend_parallel.sharding.trace import trace
 def run_mlp(group, form, shape, overlap, settings=(), bias=True):
     model, x = made(MLP, bias=bias), torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = FORMS[form](trace(model, (x,)), ProcessMesh(list(range(group.size())), ["mp"]))
-    sharded = parallelize(model, plan, overlap=overlap, settings=Settings(**dict(settings)))
+    settings = Settings(**dict(settings))
+    sharded = parallelize(model, plan, static=True, overlap=overlap, settings=settings, bucket_bytes=0)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
     kinds = {}
@@ -90,7 +91,7 @@ def sequence_parallel_llama(group):
     model = made(small_models.Llama, length=64)
     tokens = tokens_of(2, torch.Generator().manual_seed(2), 64)
     graph, mesh = trace(model, (tokens, tokens)), mesh_of((group.size(),))
-    sharded = parallelize(model, planned("Llama", graph, mesh, rows_cut=True), settings=Settings(**CHUNKS))
+    sharded = parallelize(model, planned("Llama", graph, mesh, rows_cut=True), settings=Settings(**CHUNKS), static=True)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, tokens, tokens)
     apart = sorted({one.value.node for one in sharded.ran})
@@ -138,7 +139,7 @@ def run_products(group):
     }
     given = {"first": S1, "second": S0, "third": S1}
     plan = by_hand(graph, mesh_of((group.size(),)), given, calls, inputs_have_gradients=True)
-    sharded = parallelize(model, plan, settings=Settings(**CHUNKS))
+    sharded = parallelize(model, plan, settings=Settings(**CHUNKS), static=True)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
     return calls_of(ascend_parallel.ops.COUNTS.as_dict()), len(sharded.fused)
@@ -169,7 +170,7 @@ def run_siblings(group):
     given = {"first.weight": (r, s0), "first.bias": (r, s0), "second.weight": (r, s0), "second.bias": (r, s0)}
     given["x"] = (s0, r)
     sharded = parallelize(
-        model, by_hand(trace(model, (x,)), mesh_of((2, 2)), given, calls), settings=Settings(**CHUNKS)
+        model, by_hand(trace(model, (x,)), mesh_of((2, 2)), given, calls), settings=Settings(**CHUNKS), static=True
     )
     ascend_parallel.ops.COUNTS.clear()
     for one in (model, sharded):

@@ -48,6 +48,7 @@ MESHES += ["expand.default", "mean.dim", "add.Tensor", "mul.Tensor", "layer_norm
 MESHES += ["scaled_dot_product_attention.default grouped", "cross_entropy_loss.default mean", "cat.default"]
 MESHES += ["cross_entropy_loss.default mean, smoothed", "matmul.default 4-D by 3-D", "repeat_interleave.self_int flat"]
 MESHES += ["_native_batch_norm_legit_functional.default", "index.Tensor", "repeat.default", "mse_loss.default mean"]
+MESHES += [f"cross_entropy_loss.default {one}, 3-D, 6 classes, 0.1" for one in ("none", "mean", "sum")]
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -101,7 +102,7 @@ def test_pairs_of_strategies_on_a_mesh_give_the_whole(name):
         (
             aten.cross_entropy_loss.default,
             (torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)),
-            {"R R -> R", "C R -> C", "S(0) R -> P(sum)"},
+            {"R R -> R", "C R -> C", "S(0) R -> P(sum)", "S(1) R -> R"},
         ),
     ],
 )

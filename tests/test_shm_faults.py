@@ -198,5 +198,5 @@ leave()
 
 def test_a_waiting_rank_can_be_interrupted():
     first, second = launch(START + INTERRUPTED, [{}] * 2, timeout=60)
-    assert first.stdout.strip() == "interrupted", first.stderr
+    assert first.stdout.strip() == "interrupted", first.stderr + second.stderr
     assert "rank 0 left the operator by an error of its own" in second.stdout

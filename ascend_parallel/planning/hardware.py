@@ -198,7 +198,7 @@ def find_hardware(name: str) -> Hardware:
     known = dict(all_hardware())
     for hardware in all_hardware().values():
         known.update(dict.fromkeys(hardware.aliases, hardware))
-    found: Hardware = lookup("--hardware", name, known)
+    found: Hardware = lookup("hardware", name, known)
     return found
 
 

@@ -13,11 +13,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.planner.annotate import annotated, read_strategies, shard
 from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.sharding.planner.strategies import OperatorStrategy, StrategyError
 from ascend_parallel.sharding.rules import register_rule
+from ascend_parallel.sharding.running.eager import ran_of
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.sharding.running.parallelize import parallelize
 from ascend_parallel.sharding.showing.advice import Advice, advise
@@ -31,6 +33,7 @@ __all__ = [
     "MemoryLimitError",
     "OperatorStrategy",
     "Partial",
+    "Piece",
     "ProcessMesh",
     "Replicate",
     "Shard",
@@ -44,6 +47,7 @@ __all__ = [
     "dtensor_from_fn",
     "parallelize",
     "propagate",
+    "ran_of",
     "read_strategies",
     "register_rule",
     "reshard",

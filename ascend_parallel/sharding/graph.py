@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.binding import Binding
 from ascend_parallel.sharding.layout import Shape
+
+if TYPE_CHECKING:
+    from ascend_parallel.sharding.calls import FunctionCall
+    from ascend_parallel.sharding.marks import Mark
 
 INPUT, PARAMETER, BUFFER, CONSTANT, CALL = "input", "parameter", "buffer", "constant", "call"
 
@@ -76,6 +80,8 @@ class Node:
         Path of the module it was called in, such as "layers.0.mlp.up".
     source
         Name of the input, parameter, buffer or constant in the model.
+    mark
+        The strategy that `shard` left on the call of a function that ran it.
     """
 
     name: str
@@ -85,6 +91,7 @@ class Node:
     inputs: tuple[Value, ...] = ()
     module: str = ""
     source: str = ""
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,8 @@ class Graph:
         How the model was called; None: its inputs in the order of the nodes.
     training
         Whether it was traced in training mode.
+    calls
+        The calls of torch's functions that ran the operators, for an eager run; or why there is none.
     """
 
     nodes: Mapping[str, Node]
@@ -110,6 +119,7 @@ class Graph:
     with_gradient: Set[str] = frozenset()
     binding: Binding | None = None
     training: bool = True
+    calls: tuple[FunctionCall, ...] | str = "the graph was not made by trace"
 
     def meta(self, value: Value) -> TensorMeta:
         """Return shape and dtype of a tensor."""

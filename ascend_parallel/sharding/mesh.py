@@ -136,6 +136,11 @@ class ProcessMesh:
         self._made = known[key]
         return self._made
 
+    @property
+    def has_groups(self) -> bool:
+        """Tell whether `device_mesh` was called, for this mesh or an equal one."""
+        return self._made is not None or (*self._key, default_device()) in _DEVICE_MESHES.get(_default_group(), {})
+
     def group(self, dim: int | str) -> dist.ProcessGroup:
         """Return the process group of this rank's line along a dimension; see `device_mesh` for who has to call it."""
         index = self.dim(dim) if isinstance(dim, str) else dim

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.binding import bind
+from ascend_parallel.sharding.calls import Recording, calls_of
+from ascend_parallel.sharding.functional import Form, functional_forms
 from ascend_parallel.sharding.graph import (
     BUFFER,
     CALL,
@@ -27,6 +32,7 @@ from ascend_parallel.sharding.graph import (
     TensorMeta,
     Value,
 )
+from ascend_parallel.sharding.marks import check_marks, mark_of
 
 KINDS = {
     InputKind.USER_INPUT: INPUT,
@@ -52,14 +58,33 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     if isinstance(args, torch.Tensor):
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     binding = bind(model, tuple(args), kwargs or {})
+    recording = Recording()
     try:
-        program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)
-        if any(_is_in_place(node) for node in program.graph.nodes):
-            program = program.run_decompositions({})  # an in-place operator would write to one copy of several
+        with preserve_node_meta(), _quiet():  # marks stay
+            with recording.noting(model):
+                program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)
+            forms = functional_forms(program)
+            if forms is None:
+                program = program.run_decompositions({})  # an in-place operator would write to one copy of several
+                recording.refuse("it works in place on what has other names too: write it out of place")
     except Exception as error:  # torch.export raises whatever it met; the sentence that helps is its first
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {said[0]}") from error
-    return replace(_Builder(program).build(), binding=binding, training=model.training)
+    builder = _Builder(program, forms or {})
+    graph = builder.build()
+    check_marks(graph)
+    return replace(graph, binding=binding, training=model.training, calls=calls_of(recording, graph, builder.values))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a traceback of what is raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -78,11 +103,12 @@ def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 class _Builder:
     """Turns an exported program into a graph."""
 
-    def __init__(self, program: ExportedProgram) -> None:
-        self._program = program
+    def __init__(self, program: ExportedProgram, forms: Mapping[str, Form]) -> None:
+        self._program, self._forms = program, forms
         self._given = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         self._nodes: dict[str, Node] = {}
-        self._values: dict[str, Any] = {}  # by the name of the program's node: a Value, or a list of them
+        self._written: dict[str, Value] = {}
+        self.values: dict[str, Any] = {}  # by the name of the program's node: a Value, or a list of them
 
     def build(self) -> Graph:
         returned: Sequence[Any] = ()
@@ -92,7 +118,7 @@ class _Builder:
             elif node.op == "output":
                 returned = node.args[0]
             elif node.target is operator.getitem:
-                self._values[node.name] = self._values[node.args[0].name][node.args[1]]
+                self.values[node.name] = self.values[node.args[0].name][node.args[1]]
             elif str(node.target) not in CHECKS:
                 self._add_call(node)
         graph = Graph(
@@ -117,7 +143,7 @@ class _Builder:
             return  # a number: export has put it where it is used
         source = spec.target or node.name
         self._nodes[node.name] = Node(node.name, KINDS[spec.kind], (_meta(meta),), source=source)
-        self._values[node.name] = Value(node.name)
+        self.values[node.name] = Value(node.name)
 
     def _add_call(self, node: torch.fx.Node) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -130,27 +156,30 @@ class _Builder:
         def replaced(argument: Any) -> Any:
             if not isinstance(argument, torch.fx.Node):
                 return argument
-            inputs.append(self._values[argument.name])
+            inputs.append(self.values[argument.name])
             return Ref(len(inputs) - 1)
 
-        args = pytree.tree_map(replaced, tuple(node.args), is_leaf=_is_node)
-        kwargs = pytree.tree_map(replaced, dict(node.kwargs), is_leaf=_is_node)
-        value: Any = node.meta.get("val")
-        several = isinstance(value, (list, tuple))
-        outputs = tuple(_meta(one) for one in (value if several else [value]) if isinstance(one, torch.Tensor))
+        form = self._forms.get(node.name) or Form(node.target, tuple(node.args), node.kwargs, node.meta.get("val"))
+        args = pytree.tree_map(replaced, form.args, is_leaf=_is_node)
+        kwargs = pytree.tree_map(replaced, dict(form.kwargs), is_leaf=_is_node)
+        value: Any = form.value
+        given = value if isinstance(value, (list, tuple)) else [value]
+        outputs = tuple(_meta(one) for one in given if isinstance(one, torch.Tensor))
         if not outputs:
             raise TraceError(f"{_module(node) or 'the model'} runs {node.target}, which gives no tensor")
         metas = tuple(self._nodes[one.node].outputs[one.index] for one in inputs)
-        call = Call(node.target, args, kwargs, metas, outputs)
-        self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node))
-        self._values[node.name] = _places(node.name, value) if several else Value(node.name)
+        call = Call(form.target, args, kwargs, metas, outputs)
+        self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node), mark=mark_of(node))
+        several = isinstance(node.meta.get("val"), (list, tuple))
+        self.values[node.name] = _places(node.name, value) if several else Value(node.name)
+        self._written |= {buffer: Value(node.name, index) for buffer, index in form.updates.items()}
 
     def _updates(self, returned: Sequence[Any]) -> dict[str, Value]:
         """Return the new values of the buffers that the forward writes; refuse what writes to an input."""
-        found = {}
+        found = dict(self._written)
         for one, spec in zip(returned, self._program.graph_signature.output_specs, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
-                found[str(spec.target)] = self._values[one.name]
+                found[str(spec.target)] = self.values[one.name]
             elif spec.kind.name != "USER_OUTPUT":
                 raise TraceError(f"the forward writes to {spec.target!r}, which is given to it: work on a copy")
         return found
@@ -159,7 +188,7 @@ class _Builder:
         """Nest what the user gets as the model returns it; updated buffers come before it."""
         specs = self._program.graph_signature.output_specs
         leaves = [
-            self._values[one.name] if isinstance(one, torch.fx.Node) else one
+            self.values[one.name] if isinstance(one, torch.fx.Node) else one
             for one, spec in zip(returned, specs, strict=True)
             if spec.kind.name == "USER_OUTPUT"
         ]
@@ -181,10 +210,6 @@ def _places(name: str, value: Sequence[Any]) -> list[Value | None]:
 
 def _is_node(argument: Any) -> bool:
     return isinstance(argument, torch.fx.Node)
-
-
-def _is_in_place(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:

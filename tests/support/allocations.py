@@ -40,3 +40,12 @@ def peak_bytes(function):
     with _Watch() as watch:
         function()
     return watch.peak
+
+
+def alive_bytes(function):
+    """Run `function` and return the bytes of tensors that its result keeps alive."""
+    with _Watch() as watch:
+        result = function()
+    alive = watch.alive
+    del result
+    return alive

@@ -4,6 +4,9 @@ A state is what its definition says (layout.py): the pieces handed out and put t
 table and know nothing of rules.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 
 import torch
@@ -11,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Call, Ref, TensorMeta
 from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, is_even
-from ascend_parallel.sharding.rules import run_local, strategies
+from ascend_parallel.sharding.rules import own_reductions, run_local, strategies
 
 SEED = 11
 DIVIDED = "divided"  # the gradient of a partial average: the whole one by the number of ranks, on every rank
@@ -126,10 +129,7 @@ def check(call, tensors, chosen, mesh_shape, constants=()):
     parts = [split_all(one, layout, mesh_shape, generator) for one, layout in zip(tensors, input_layouts, strict=True)]
     ranks = list(product(*map(range, mesh_shape)))
     local_leaves = {at: [leaf(part[at], index not in constants) for index, part in enumerate(parts)] for at in ranks}
-    local = {}
-    for at in ranks:
-        torch.manual_seed(SEED)
-        local[at] = run_local(call, local_leaves[at], input_layouts, output_layouts, mesh_shape, at)
+    local = run_all(call, local_leaves, input_layouts, output_layouts, mesh_shape)
     for index, (output, layout) in enumerate(zip(outputs, output_layouts, strict=True)):
         found = join_all({at: local[at][index].detach() for at in ranks}, layout, mesh_shape)
         close(found, output.detach(), f"output {index}")
@@ -147,6 +147,37 @@ def check(call, tensors, chosen, mesh_shape, constants=()):
             assert connected == {True}, f"input {index} has no gradient on some ranks"
             found = join_all({at: own[at][index] for at in ranks}, gradient_layout(layout), mesh_shape)
             close(found, expected[index], f"gradient of input {index}")
+
+
+def run_all(call, local_leaves, input_layouts, output_layouts, mesh_shape):
+    """Return what each rank computes: one after the other, or, with collectives of the operator itself, in threads."""
+    meeting = Meeting(list(local_leaves)) if own_reductions(call, input_layouts, mesh_shape) else None
+
+    def run(at):
+        if meeting is None:
+            torch.manual_seed(SEED)
+        reduce = meeting and partial(meeting.all_reduce, at)
+        return run_local(call, local_leaves[at], input_layouts, output_layouts, mesh_shape, at, reduce)
+
+    if meeting is None:
+        return {at: run(at) for at in local_leaves}
+    with ThreadPoolExecutor(len(local_leaves)) as pool:
+        return dict(zip(local_leaves, pool.map(run, local_leaves), strict=True))
+
+
+class Meeting:
+    """All-reduces among ranks that are threads."""
+
+    def __init__(self, ranks):
+        self.ranks, self.given, self.barrier = ranks, {}, threading.Barrier(len(ranks), timeout=30)
+
+    def all_reduce(self, at, tensor, mesh_dim, op):
+        self.given[at] = tensor
+        self.barrier.wait()
+        line = [one for one in self.ranks if one[:mesh_dim] + one[mesh_dim + 1 :] == at[:mesh_dim] + at[mesh_dim + 1 :]]
+        given = torch.stack([self.given[one] for one in line])
+        self.barrier.wait()
+        return given.sum(0) if op == "sum" else given.amax(0)
 
 
 def leaf(tensor, differentiable=True):

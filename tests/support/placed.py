@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ascend_parallel.sharding.layout import bounds
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.tensors.costs import MeshCosts
-from ascend_parallel.sharding.tensors.movement import recorded
 from ascend_parallel.sharding.tensors.redistribution import plan_redistribution
+from ascend_parallel.sharding.tensors.requests import recorded
 from ascend_parallel.sharding.tensors.reshard import layout_of, reshard, unshard
 
 PARTIALS = [Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]

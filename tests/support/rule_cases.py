@@ -115,6 +115,27 @@ def product_cases():
         6,
         "of three",
     )
+    case(
+        aten.einsum.default,
+        lambda d: (
+            "...i,oi->...o",
+            [
+                d.float(
+                    *d.sizes(d.one(0, 1, 2)),
+                    i := d.size(),
+                ),
+                d.float(d.size(), i),
+            ],
+        ),
+        4,
+        "rest",
+    )
+    case(
+        aten.einsum.default,
+        lambda d: ("b...i,...ij", [d.float(2, b := d.size(), 3, i := d.size()), d.float(d.one(1, b), 1, i, d.size())]),
+        3,
+        "rest broadcast",
+    )
     case(aten.einsum.default, lambda d: ("iij->j", [d.float(i := d.size(), i, d.size())]), 2, "diagonal")
 
 

@@ -1,5 +1,7 @@
 """Operators along dimensions, norms, attention, losses, and how to draw their arguments."""
 
+from itertools import product
+
 import torch
 from rule_drawing import case
 
@@ -34,6 +36,25 @@ def reduction_cases():
     case(aten.upsample_bilinear2d.vec, lambda d: (d.float(*d.sizes(2), 2, 2), [4, 4], False, None), 4)
 
 
+def sized(d):
+    shape = d.shape(2, 3)
+    return shape, d.dim(shape)
+
+
+def written_along(d):
+    """Return the arguments of scatter and of index_copy, no element written twice."""
+    shape, dim = sized(d)
+    order = torch.rand(shape, generator=d.generator).argsort(dim)
+    ids = torch.randperm(shape[dim], generator=d.generator)
+    return (d.float(*shape), dim, order, d.float(*shape)), (d.float(*shape), dim, ids, d.float(*shape))
+
+
+def written(d, broadcast):
+    shape = [d.size(), 6, d.size()]
+    values = d.float(2, 1) if broadcast else d.float(shape[0], 2, shape[2])
+    return d.float(*shape), [None, torch.randperm(6, generator=d.generator)[:2]], values
+
+
 def indexing_cases():
     def table(d, *shape, padding=-1):
         return d.float(v := d.one(2, 3, 6), d.size()), d.ids(v, *shape), padding
@@ -49,6 +70,24 @@ def indexing_cases():
         aten.index.Tensor,
         lambda d: (d.float(n := d.size(), m := d.size(), 6), [d.ids(n, d.size(), 1), d.ids(m, 6)]),
         3,
+        "of two",
+    )
+    case(aten.scatter.src, lambda d: written_along(d)[0], 3)
+    case(aten.scatter.value, lambda d: (*written_along(d)[0][:3], 2.0), 2)
+    case(
+        aten.scatter_add.default, lambda d: (lambda s, n: (d.float(*s), n, d.ids(s[n], *s), d.float(*s)))(*sized(d)), 3
+    )
+    case(aten.scatter_add.default, lambda d: (d.float(s := d.size(), 6), 1, d.ids(6, s, 2), d.float(s, 2)), 2, "fewer")
+    case(aten.index_add.default, lambda d: written_along(d)[1], 3)
+    case(aten.index_copy.default, lambda d: written_along(d)[1], 3)
+    case(aten.index_fill.int_Scalar, lambda d: (*written_along(d)[1][:3], 0.5), 2)
+    case(aten.index_put.default, lambda d: written(d, False), 2)
+    case(aten.index_put.default, lambda d: (*written(d, False), True), 2, "added")
+    case(aten.index_put.default, lambda d: written(d, True), 2, "broadcast")
+    case(
+        aten.index_put.default,
+        lambda d: (d.float(6, 2, 4), [d.ids(6, 3, 1), d.ids(2, 5)], d.float(3, 5, d.one(1, 4)), True),
+        1,
         "of two",
     )
     case(aten.one_hot.default, lambda d: (d.ids(3, *d.shape(1, 2)), 5), 2)
@@ -113,6 +152,13 @@ def attention_cases():
     case(flash, lambda d: (*[d.float(*s) for s in [(*d.sizes(2), 4, 8)] for _ in range(3)], 0.0, True), 2)
 
 
+def six_classes(d, dims):
+    shape = [d.size(), 6, *d.sizes(dims - 2)]
+    target = d.ids(6, *shape[:1], *shape[2:])
+    target.view(-1)[0] = 2  # counts, where 1 is ignored
+    return d.float(*shape), target
+
+
 def loss_cases():
     def classes(d, *rest, ignored=True):
         n, c = d.one(2, 3, 6), 5
@@ -123,6 +169,13 @@ def loss_cases():
 
     for name, reduction, least in (("none", NONE, 1), ("mean", MEAN, 1), ("sum", TOTAL, 1)):
         target = aten.cross_entropy_loss.default
+        for count, smoothing in product((2, 3, 4), (0.0, 0.1)):  # dimensions of the logits, cut along classes too
+            case(
+                target,
+                lambda d, r=reduction, c=count, s=smoothing: (*six_classes(d, c), None, r, 1, s),
+                2,
+                f"{name}, {count}-D, 6 classes, {smoothing}",
+            )
         case(target, lambda d, r=reduction: (*classes(d), None, r), least, name)
         case(target, lambda d, r=reduction: (*classes(d), None, r, -100, 0.1), least, f"{name}, smoothed")
         case(target, lambda d, r=reduction: (*classes(d, d.size()), None, r), least + 1, f"{name}, 3-D")

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
 
 from ascend_parallel.planning.tables import PlanningError, parse_toml
+from ascend_parallel.sharding.marks import marking
 from ascend_parallel.sharding.planner.strategies import StrategyError
 
 Module = TypeVar("Module", bound=nn.Module)
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 MARK = "_ascend_parallel_strategy"
 KEYS = ("in", "out")
 
 
+@overload
 def shard(
-    module: Module, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
-) -> Module:
-    """Give a module's operator a strategy, and return the module.
+    target: Module, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
+) -> Module: ...
+@overload
+def shard(
+    target: Callable[Given, Made],
+    in_strategy: Sequence[Any] | None = None,
+    out_strategy: Sequence[Any] | None = None,
+) -> Callable[Given, Made]: ...
+def shard(target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> Any:
+    """Give the operator of a module, or of a function's calls, a strategy.
 
-    in_strategy, out_strategy: one entry per tensor that the operator reads and gives, as `strategies.strategy`
-    reads it; of a Linear the input [..., K], the weight [N, K] and the bias [N].
+    target
+        A module, which is returned, and whose strategy `annotated` collects. Or a function that runs one operator, such
+        as ``F.scaled_dot_product_attention`` or ``torch.matmul``: returned is a function that computes the same, to be
+        called inside a forward. Its calls in a traced model carry the strategy to `propagate`, where a pattern that
+        names the operator goes before it.
+    in_strategy, out_strategy
+        One entry per tensor that the operator reads and gives, as `strategies.strategy` reads it; of a Linear the
+        input [..., K], the weight [N, K] and the bias [N].
+
+    Raises `StrategyError`; `trace` raises `TraceError` where a function's call runs several operators or none.
     """
     if in_strategy is None and out_strategy is None:
         raise StrategyError("give in_strategy, out_strategy or both")
     for given in (in_strategy, out_strategy):
         if given is not None and not isinstance(given, (list, tuple)):
             raise StrategyError(f"{given!r}: give a list with an entry for every tensor")
-    setattr(module, MARK, (in_strategy, out_strategy))
-    return module
+    if not callable(target) or isinstance(target, type):
+        raise StrategyError(f"shard takes a module or a function, not {target!r}")
+    if not isinstance(target, nn.Module):
+        return marking(target, in_strategy, out_strategy)
+    setattr(target, MARK, (in_strategy, out_strategy))
+    return target
 
 
 def annotated(model: nn.Module) -> dict[str, object]:
@@ -54,17 +77,26 @@ def read_strategies(path: str | Path) -> dict[str, object]:
         raise StrategyError(f"{file} cannot be read: {error.strerror}") from error
     except (PlanningError, UnicodeDecodeError) as error:
         raise StrategyError(str(error)) from error
-    return {pattern: _entry(file, pattern, table) for pattern, table in tables.items()}
+    return strategies_of_tables(tables, str(file))
 
 
-def _entry(file: Path, pattern: str, table: Any) -> tuple[Any, Any]:
+def strategies_of_tables(tables: Any, place: str) -> dict[str, object]:
+    """Return the strategies of such tables; `place` is named in errors."""
+    if not isinstance(tables, Mapping):
+        raise StrategyError(f"{place}: give a table for each pattern")
+    return {pattern: _entry(place, pattern, table) for pattern, table in tables.items()}
+
+
+def _entry(place: str, pattern: str, table: Any) -> tuple[Any, Any]:
+    if isinstance(table, tuple):  # a pair as `propagate` takes it
+        return table
     if not isinstance(table, dict) or not table or set(table) - set(KEYS):
-        raise StrategyError(f'{file}, "{pattern}": give a table with "in", "out" or both')
+        raise StrategyError(f'{place}, "{pattern}": give a table with "in", "out" or both')
     found = []
     for key in KEYS:
         tensors = table.get(key, [])
         if not isinstance(tensors, list) or not all(isinstance(one, list) for one in tensors):
-            raise StrategyError(f'{file}, "{pattern}", {key}: give an array with an array for every tensor')
+            raise StrategyError(f'{place}, "{pattern}", {key}: give an array with an array for every tensor')
         found.append([_cuts(one) if one else None for one in tensors])
     return found[0], found[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,8 +14,9 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.inside import steps_inside
 from ascend_parallel.sharding.tensors.costs import MeshCosts
-from ascend_parallel.sharding.tensors.redistribution import Redistribution, plan_redistribution
+from ascend_parallel.sharding.tensors.redistribution import Redistribution, Step, plan_redistribution
 
 # Bytes of optimizer state per parameter: Adam's two moments in fp32.
 ADAM = 8
@@ -68,7 +70,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ShardingPlan:
     """What `propagate` found.
 
@@ -86,6 +88,9 @@ class ShardingPlan:
         The least sum of the objective in seconds, and what no plan costs less than where that is not proven.
     returned
         The layout in which the caller gets an output; what is not named he gets whole on every rank.
+    regathered
+        Parameters that are not kept for backward where they were gathered, but gathered again, outside of regions that
+        are recomputed. These collectives are in no conversion.
     """
 
     graph: Graph
@@ -101,6 +106,13 @@ class ShardingPlan:
     cost: float
     bound: float | None = None
     returned: Mapping[Value, Layout] = field(default_factory=dict)
+    regathered: Set[Value] = frozenset()
+
+    def __repr__(self) -> str:
+        """Return a line; `explain` has it all."""
+        calls = sum(node.kind == CALL for node in self.graph.nodes.values())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives().items())) or "no collectives"
+        return f"<ShardingPlan of {calls} operators on {self.mesh}: {kinds}, {1e3 * self.seconds:.3f} ms a step>"
 
     def returned_layout(self, value: Value) -> Layout:
         """Return the layout in which the caller gets a tensor that the model returns."""
@@ -111,6 +123,13 @@ class ShardingPlan:
         """Return every change of layout, in the order of the graph."""
         return tuple(self._conversions())
 
+    @cached_property
+    def inside(self) -> dict[str, tuple[Step, ...]]:
+        """Return the collectives that operators run themselves, in forward, by node."""
+        calls = {name: node.call for name, node in self.graph.nodes.items() if node.call is not None}
+        found = {name: steps_inside(call, self.inputs[name], self.costs) for name, call in calls.items()}
+        return {name: steps for name, steps in found.items() if steps}
+
     @property
     def digest(self) -> str:
         """Return what is the same on ranks that have the same plan, for the same shapes."""
@@ -119,22 +138,26 @@ class ShardingPlan:
             outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
             told.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
         told.update(repr((sorted(self.via.items(), key=repr), sorted(self.returned.items(), key=repr))).encode())
+        told.update(repr(sorted(self.regathered, key=repr)).encode())
         return told.hexdigest()[:16]
 
     @property
     def seconds(self) -> float:
-        """Predicted time of all conversions of a step, forward and backward."""
-        return sum(one.seconds for one in self.conversions)
+        """Predicted time of all collectives of a step, forward and backward."""
+        inside = sum(step.seconds for steps in self.inside.values() for step in steps)
+        return sum(one.seconds for one in self.conversions) + inside
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that a rank sends in a step."""
+        inside = sum(step.nbytes for steps in self.inside.values() for step in steps)
+        return sum(one.nbytes for one in self.conversions) + inside
 
     def collectives(self) -> dict[str, int]:
         """Return how many collectives of each kind a step runs."""
-        found: dict[str, int] = {}
-        for one in self.conversions:
-            for way in (one.ahead, one.back):
-                for step in way.steps if way else ():
-                    if step.nbytes:
-                        found[step.kind] = found.get(step.kind, 0) + 1
-        return found
+        ways = [way for one in self.conversions for way in (one.ahead, one.back) if way]
+        steps = [*(way.steps for way in ways), *self.inside.values()]
+        return dict(Counter(step.kind for several in steps for step in several if step.nbytes))
 
     def memory(self) -> Memory:
         """Return what a rank holds in a training step with Adam; activations are all outputs kept for backward."""

@@ -25,6 +25,8 @@ HARDWARE = "910b"
 # Prices of a byte tried until the memory is kept, each ten times the one before, and steps of bisection after.
 FIRST_PRICE = 1e-15
 PRICES = 12
+# Operators that communicate.
+COLLECTIVES = ("ascend_parallel.", "_c10d_functional", "c10d", "_dtensor.")
 BISECTIONS = 8
 
 
@@ -39,6 +41,7 @@ def propagate(
     *,
     objective: str = "redistribution",
     semi_auto: str | None = None,
+    data_dim: str | None = None,
     memory_limit: float | None = None,
     hardware: str = HARDWARE,
     costs: MeshCosts | None = None,
@@ -47,20 +50,27 @@ def propagate(
 
     strategies
         By pattern (`named_nodes`), an `OperatorStrategy` or a pair (in_strategy, out_strategy) as `strategy` reads it.
+        What none of them names has that of `shard`, if it is the call of such a function.
         None at all with the objective "time" is the fully automatic mode.
     objective
         "redistribution": the least conversions, as MindSpore's Sharding Propagation; operators with weights have to be
-        configured, because to run them whole on every rank costs no conversion. "time": with what ranks compute.
+        configured, because to run them whole on every rank costs no conversion. "time": with what ranks compute; the
+        default of the command ``ascend-parallel propagate``, which has to find a plan for any model.
     semi_auto
         The mesh dimension of data parallelism: what is not configured is cut along it or not at all, as in MindSpore's
-        semi-automatic mode; inputs are cut there along their first dimension.
+        semi-automatic mode; inputs are cut there along their first dimension. Parameters of configured operators are
+        held as these read them.
+    data_dim
+        Data parallelism along this mesh dimension without semi-automatic mode: what comes from the inputs is cut there
+        where it can be, and parameters are whole there. On the other dimensions nothing is said.
     memory_limit
         Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` says what no plan
         within the limit costs less than.
     costs
         What collectives cost; by default from `hardware`.
 
-    Raises `StrategyError` for a strategy that cannot be, `MemoryLimitError` if no plan found keeps the limit, and
+    Raises `StrategyError` for a strategy that cannot be, `ValueError` for a graph that communicates by itself,
+    `MemoryLimitError` if no plan found keeps the limit, and
     `TimeoutError` if the graph is too entangled for tables and HiGHS finds nothing within a minute.
     """
     if not isinstance(graph, Graph) or not isinstance(mesh, ProcessMesh):
@@ -72,18 +82,37 @@ def propagate(
         raise ValueError(f"objective={objective!r}: give one of {', '.join(OBJECTIVES)}")
     if semi_auto is not None and semi_auto not in mesh.dim_names:
         raise ValueError(f"semi_auto={semi_auto!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}")
-    _warn_of_operators_without_rules(graph)
-    chosen = _read(strategies or {}, mesh)
-    search = Search(graph, mesh, chosen, objective, hardware, costs or MeshCosts.of(mesh, hardware), semi_auto)
+    if data_dim is not None and (semi_auto is not None or data_dim not in mesh.dim_names):
+        raise ValueError(
+            f"data_dim={data_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, and not semi_auto too"
+        )
+    _check_operators(graph)
+    chosen, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
+    search = Search(
+        graph,
+        mesh,
+        chosen,
+        objective,
+        hardware,
+        costs,
+        semi_auto or data_dim,
+        semi_auto is not None,
+        marked=_marked(graph, mesh),
+    )
     plan = search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
         return narrowed(plan)
     return narrowed(_within(search, memory_limit))
 
 
-def _warn_of_operators_without_rules(graph: Graph) -> None:
+def _check_operators(graph: Graph) -> None:
     unknown: dict[str, str] = {}
     for node in graph.nodes.values():
+        if node.call is not None and node.call.name.startswith(COLLECTIVES):
+            raise ValueError(
+                f"{node.call.name} in {node.module or 'the model'} is a rank's part of a parallel model: trace the "
+                "model as it is for one card; the plan has the collectives, and overlaps them"
+            )
         if node.call is not None and not has_rule(node.call):
             unknown.setdefault(node.call.name, node.module)
     for name, module in unknown.items():
@@ -92,19 +121,27 @@ def _warn_of_operators_without_rules(graph: Graph) -> None:
 
 
 def _read(strategies: Mapping[str, object], mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
-    sizes = dict(zip(mesh.dim_names, mesh.shape, strict=True))
-    read: dict[str, OperatorStrategy] = {}
-    for pattern, given in strategies.items():
-        if isinstance(given, OperatorStrategy):
-            read[pattern] = given
-        else:
-            if not isinstance(given, tuple) or len(given) != 2:
-                raise StrategyError(f"{pattern!r}: give a pair (in_strategy, out_strategy), not {given!r}")
-            try:
-                read[pattern] = strategy(given[0], given[1], sizes)
-            except StrategyError as error:
-                raise StrategyError(f"{pattern!r}: {error}") from error
-    return read
+    return {pattern: _strategy(repr(pattern), given, mesh) for pattern, given in strategies.items()}
+
+
+def _marked(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
+    """Return, by node, the strategies that calls of functions carry."""
+    return {
+        name: _strategy(f"{node.mark} in {node.module or 'the model'}", node.mark.strategies, mesh)
+        for name, node in graph.nodes.items()
+        if node.mark is not None
+    }
+
+
+def _strategy(place: str, given: object, mesh: ProcessMesh) -> OperatorStrategy:
+    if isinstance(given, OperatorStrategy):
+        return given
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise StrategyError(f"{place}: give a pair (in_strategy, out_strategy), not {given!r}")
+    try:
+        return strategy(given[0], given[1], dict(zip(mesh.dim_names, mesh.shape, strict=True)))
+    except StrategyError as error:
+        raise StrategyError(f"{place}: {error}") from error
 
 
 def _within(search: Search, limit: float) -> ShardingPlan:

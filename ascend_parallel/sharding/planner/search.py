@@ -15,12 +15,14 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.planning.cost import CostModel
 from ascend_parallel.planning.hardware import find_hardware
-from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node, TensorMeta, Value
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, cuts
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.conversions import Conversions
+from ascend_parallel.sharding.planner.data import keep_data_parallel
 from ascend_parallel.sharding.planner.elimination import Costs, Problem, TooWideError, solve
-from ascend_parallel.sharding.planner.options import Option, Options, is_cut, is_whole, signature, without_parts
+from ascend_parallel.sharding.planner.inside import steps_inside
+from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_parts
 from ascend_parallel.sharding.planner.plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.planner.program import optimum
 from ascend_parallel.sharding.planner.strategies import OperatorStrategy, fitting, named_nodes
@@ -31,13 +33,17 @@ from ascend_parallel.sharding.tensors.costs import MeshCosts
 TIE_BREAK = 1e-21
 # Seconds of a whole operator without gradient from which it is worth a choice.
 WORTH_CUTTING = 1e-4
+# No mesh dimension, for `is_whole`.
+WHOLLY = -1
 
 
 @dataclass
 class Search:
     """One propagation: the problem that it comes to, and the plan of its solution.
 
-    data: in semi-automatic mode, the mesh dimension along which what is not configured may be cut; inputs are.
+    data: the mesh dimension along which what comes from the inputs is cut, and parameters are whole.
+    semi_auto: whether what is not configured is whole on the others.
+    marked: strategies of nodes that none of `strategies` names.
     """
 
     graph: Graph
@@ -47,7 +53,9 @@ class Search:
     hardware: str
     costs: MeshCosts
     data: str | None = None
+    semi_auto: bool = False
     configured: dict[str, str] = field(default_factory=dict)
+    marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Find the options of every node, and what the strategies leave of them."""
@@ -65,26 +73,16 @@ class Search:
             for node in named_nodes(self.graph, pattern):
                 self.options[node.name] = fitting(node, self.options[node.name], wanted)
                 self.configured[node.name] = pattern
+        for name, wanted in self.marked.items():
+            if name not in self.configured:
+                node = self.graph.nodes[name]
+                self.options[name], self.configured[name] = fitting(node, self.options[name], wanted), str(node.mark)
         if self.data is not None:
-            self._keep_the_rest_whole(self.mesh.dim_names.index(self.data))
+            keep_data_parallel(self, self.mesh.dim_names.index(self.data))
         self._drop_averages()
         self.readers = self.graph.readers()
         self._fixed: set[str] = set()
         self._fix_what_is_free()
-
-    def _keep_the_rest_whole(self, data: int) -> None:
-        """Semi-automatic: what is not configured is data parallel, and weights whole.
-
-        Inputs are cut along their first dimension, and what is computed from them somehow, where it can be.
-        """
-        from_inputs: set[str] = set()
-        for name, node in self.graph.nodes.items():
-            if node.kind == INPUT or any(value.node in from_inputs for value in node.inputs):
-                from_inputs.add(name)
-            if name not in self.configured:
-                whole = [one for one in self.options[name] if is_whole(one, data, node.kind == PARAMETER)]
-                cut = [one for one in whole if name in from_inputs and is_cut(one, data, node.kind == INPUT)]
-                self.options[name] = cut or whole
 
     def _drop_averages(self) -> None:
         """Leave out options that read an average over ranks where nothing before can have made one."""
@@ -110,7 +108,9 @@ class Search:
                 continue
             whole = [value.node in self._fixed for value in node.inputs]
             if any(whole):
-                self.options[node.name] = without_parts(self.options[node.name], whole)
+                self.options[node.name] = without_parts(self.options[node.name], whole) or self.options[node.name]
+            if not is_whole(self.options[node.name][0], WHOLLY, True):
+                continue  # semi-automatic: it is cut
             if all(value.node in self._fixed for value in node.inputs) and not self._is_worth_cutting(node):
                 self.options[node.name] = self.options[node.name][:1]
                 self._fixed.add(node.name)
@@ -137,9 +137,9 @@ class Search:
                 continue
             for name, index in readers:
                 targets = [option.inputs[index] for option in self.options[name]]
-                problem.add_pair(value.node, name, self._matrix(value, self._produced(value), targets))
+                problem.add_pair(value.node, name, self._matrix(value, self.produced(value), targets))
         for value in _leaves(self.graph.outputs):
-            matrix = self._matrix(value, self._produced(value), [self._whole])
+            matrix = self._matrix(value, self.produced(value), [self._whole])
             problem.own[value.node] = problem.own[value.node] + matrix[:, 0]
         return problem
 
@@ -208,7 +208,8 @@ class Search:
         """Tell whether converting a tensor once for all of its readers can save anything."""
         return len(readers) > 1 and value.node not in self._fixed
 
-    def _produced(self, value: Value) -> list[Layout]:
+    def produced(self, value: Value) -> list[Layout]:
+        """Return the layouts in which a tensor can be produced."""
         return [option.outputs[value.index] for option in self.options[value.node]]
 
     def _add_hub(self, problem: Problem, value: Value, readers: Sequence[tuple[str, int]]) -> None:
@@ -216,14 +217,14 @@ class Search:
         layouts, hub = self._hub(value, readers), _hub_name(value)
         held = [TIE_BREAK * self._held(self.graph.meta(value), layout) for layout in layouts]
         problem.add(hub, np.array(held))
-        problem.add_pair(value.node, hub, self._matrix(value, self._produced(value), layouts))
+        problem.add_pair(value.node, hub, self._matrix(value, self.produced(value), layouts))
         for name, index in readers:
             targets = [option.inputs[index] for option in self.options[name]]
             problem.add_pair(hub, name, self._matrix(value, layouts, targets))
 
     def _hub(self, value: Value, readers: Sequence[tuple[str, int]]) -> list[Layout]:
         """Return the layouts a tensor may be converted to for its readers: what it is produced or read in."""
-        found = dict.fromkeys(self._produced(value))
+        found = dict.fromkeys(self.produced(value))
         for name, index in readers:
             found |= dict.fromkeys(option.inputs[index] for option in self.options[name])
         return list(found)
@@ -245,6 +246,8 @@ class Search:
     def _own_cost(self, node: Node, option: Option) -> float:
         held = sum(self._held(meta, one) for meta, one in zip(node.outputs, option.outputs, strict=True))
         cost = TIE_BREAK * held
+        if node.call is not None:
+            cost += sum(step.seconds for step in steps_inside(node.call, option.inputs, self.costs))
         if self.objective == "time" and node.call is not None:
             cost += seconds_of(node.call, option, self._shape, self._model)
         return cost

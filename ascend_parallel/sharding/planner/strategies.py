@@ -122,7 +122,7 @@ def named_nodes(graph: Graph, pattern: str) -> list[Node]:
     """
     path, _, operator = pattern.partition(":")
     if path in ("inputs", "weights"):
-        found = [node for node in graph.nodes.values() if node.kind != CALL and _matches(node.source, operator)]
+        found = [node for node in graph.nodes.values() if node.kind != CALL and path_matches(node.source, operator)]
     elif operator:
         found = [node for node in _calls(graph, path) if operator_name(node) == operator]
     else:
@@ -139,10 +139,11 @@ def operator_name(node: Node) -> str:
 
 
 def _calls(graph: Graph, path: str) -> list[Node]:
-    return [node for node in graph.nodes.values() if node.kind == CALL and _matches(node.module, path)]
+    return [node for node in graph.nodes.values() if node.kind == CALL and path_matches(node.module, path)]
 
 
-def _matches(path: str, pattern: str) -> bool:
+def path_matches(path: str, pattern: str) -> bool:
+    """Tell whether a pattern names a path; "*" stands for one part of it, or for a piece of one."""
     parts, wanted = path.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -195,6 +196,11 @@ def fitting(node: Node, options: Sequence[Option], wanted: OperatorStrategy) -> 
 
 def _check_dims(node: Node, wanted: OperatorStrategy) -> None:
     """Refuse entries for another number of tensors or of dimensions than there are."""
+    if node.call is None and wanted.inputs:
+        raise StrategyError(
+            f"{node.source} is an input or a parameter, which reads nothing: say what it gives, as out_strategy "
+            '(in a file: "out")'
+        )
     inputs = node.call.inputs if node.call is not None else ()
     for what, ones, metas in (("input", wanted.inputs, inputs), ("output", wanted.outputs, node.outputs)):
         where = node.module or node.source

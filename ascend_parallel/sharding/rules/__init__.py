@@ -11,6 +11,7 @@ indexing.py       embedding, gather, index
 normalisation.py  layer, RMS, group and batch norm
 attention.py      scaled_dot_product_attention
 loss.py           cross-entropy and losses by element
+vocabulary.py     cross-entropy of logits cut along the classes
 creation.py       arange, zeros, full
 """
 
@@ -34,17 +35,19 @@ from ascend_parallel.sharding.rules import (
     views,
 )
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, everywhere, linear_in
-from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Strategy, find, register_rule
+from ascend_parallel.sharding.rules.local import AllReduce, Part
+from ascend_parallel.sharding.rules.registry import Reduction, Strategy, find, register_rule
 
 __all__ = [
     "Axis",
     "Part",
+    "Reduction",
     "Strategy",
     "arguments",
     "cut",
     "has_rule",
     "linear_in",
+    "own_reductions",
     "register_rule",
     "run_local",
     "strategies",
@@ -71,6 +74,12 @@ def has_rule(call: Call) -> bool:
     return find(call) is not None
 
 
+def own_reductions(call: Call, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
+    """Return the all-reduces that the operator runs itself where it reads its inputs in these layouts: mostly none."""
+    entry = find(call)
+    return [] if entry is None or entry.inside is None else entry.inside(call, input_layouts, mesh_shape)
+
+
 def run_local(
     call: Call,
     inputs: Sequence[torch.Tensor],
@@ -78,6 +87,7 @@ def run_local(
     output_layouts: Sequence[Layout],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
+    all_reduce: AllReduce | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run a rank's part of a call, and return its local outputs. Autograd sees through it.
 
@@ -87,10 +97,13 @@ def run_local(
         One layout per tensor: one of `strategies` on each mesh dimension.
     coordinate
         The rank's place on each mesh dimension.
+    all_reduce
+        For operators with collectives of their own (`own_reductions`).
 
     Random operators need all ranks seeded alike: see `Part.seeded`.
     """
-    part = Part(call, tuple(inputs), tuple(input_layouts), tuple(output_layouts), tuple(mesh_shape), tuple(coordinate))
+    layouts = tuple(input_layouts), tuple(output_layouts)
+    part = Part(call, tuple(inputs), *layouts, tuple(mesh_shape), tuple(coordinate), all_reduce)
     entry = find(call)
     result = part.run() if entry is None or entry.run is None else entry.run(part)
     results = result if isinstance(result, (list, tuple)) else (result,)

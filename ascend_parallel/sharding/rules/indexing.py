@@ -1,4 +1,4 @@
-"""Operators that look up rows or elements by index: embedding, gather, index_select, x[ids], one_hot."""
+"""Operators that read or write rows or elements by index: embedding, gather, index_select, x[ids], scatter, one_hot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ascend_parallel.sharding.graph import Call
 from ascend_parallel.sharding.layout import SUM
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in, normal, place
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in, normal, place, same
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import Strategy, register_all, register_rule
 
@@ -85,6 +85,56 @@ def _ids_axis(call: Call, dim: int, width: int, out: int) -> Axis:
     return Axis((None, *(one if one >= 0 and meta.shape[one] == size else None for meta, one in pairs)), (out,))
 
 
+def scatter(call: Call) -> list[Strategy]:
+    """Cut dimensions other than the one written along, where tensor, index and source are of one size."""
+    named, shape = arguments(call), call.inputs[0].shape
+    if not shape:
+        return []
+    dim = normal(named["dim"], len(shape))
+    others = [one for one in range(len(shape)) if one != dim and len({meta.shape[one] for meta in call.inputs}) == 1]
+    linear = "add" in call.name or place(named.get("src")) is not None
+    return cut(call, same(call, others)) + (linear_in(call, [0, 2]) if linear and "reduce" not in named else [])
+
+
+def index_written(call: Call) -> list[Strategy]:
+    """index_add, index_copy, index_fill: cut dimensions other than the one written along; the ids are whole."""
+    dims, named = len(call.inputs[0].shape), arguments(call)
+    if not dims:
+        return []
+    dim = normal(named["dim"], dims)
+    own = [
+        Axis(
+            tuple(
+                one if len(meta.shape) == dims and index != place(named["index"]) else None
+                for index, meta in enumerate(call.inputs)
+            ),
+            (one,),
+        )
+        for one in range(dims)
+        if one != dim
+    ]
+    return cut(call, own) + (linear_in(call, [0, 2]) if place(named.get("source")) is not None else [])
+
+
+def index_put(call: Call) -> list[Strategy]:
+    """x[ids, ...] = values: cut dimensions that are not looked up."""
+    named, shape = arguments(call), call.inputs[0].shape
+    given = list(named["indices"])
+    looked = [dim for dim, one in enumerate(given) if one is not None]
+    ids, values = [place(one) for one in given if one is not None], place(named["values"])
+    boolean = any(call.inputs[one].dtype in (torch.bool, torch.uint8) for one in ids if one is not None)
+    if boolean or None in ids or values is None or looked != list(range(looked[0], looked[0] + len(looked))):
+        return []  # as many elements as are true; or ids that go to the front
+    width = max(len(call.inputs[one].shape) for one in ids if one is not None)
+    dims, meta = len(shape) - len(looked) + width, call.inputs[values]
+    axes = []
+    for dim in (one for one in range(len(shape)) if one not in looked):
+        own = (dim if dim < looked[0] else dim - len(looked) + width) - dims + len(meta.shape)
+        of_values = own if own >= 0 and meta.shape[own] == shape[dim] else None
+        axes.append(Axis((dim, *(None for _ in ids), of_values), (dim,)))
+    return cut(call, axes)
+
+
 def one_hot(call: Call) -> list[Strategy]:
     """Cut the ids."""
     return cut(call, [Axis((dim,), (dim,)) for dim in range(len(call.inputs[0].shape))])
@@ -101,4 +151,7 @@ def register() -> None:
     register_rule("aten.gather", gather)
     register_rule("aten.index_select", index_select)
     register_all("index.Tensor _unsafe_index.Tensor", index)
+    register_all("scatter.src scatter.value scatter_add", scatter)
+    register_all("index_add index_copy index_fill", index_written)
+    register_all("index_put _unsafe_index_put", index_put)
     register_rule("aten.one_hot", one_hot, run_one_hot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,9 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Call, Ref
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
+
+AllReduce = Callable[[torch.Tensor, int, str], torch.Tensor]
+"""Takes what this rank gives, a mesh dimension and "sum" or "max"; returns that over the ranks of the line."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Part:
         One layout per tensor.
     coordinate
         The rank's place on each mesh dimension.
+    all_reduce
+        For an operator that has collectives of its own (`Reduction`); None where no other rank is there.
     """
 
     call: Call
@@ -32,6 +37,7 @@ class Part:
     output_layouts: tuple[Layout, ...]
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
+    all_reduce: AllReduce | None = None
 
     def output_shape(self, index: int = 0) -> Shape:
         """Return the shape of a local output."""
@@ -52,6 +58,12 @@ class Part:
         if all(place == 0 for state, place in places if state == SUM):
             return tensor
         return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
+
+    def reduced(self, tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
+        """Return a tensor's "sum" or "max" over the ranks of this rank's line of a mesh dimension; no gradient."""
+        if self.all_reduce is None:
+            raise RuntimeError(f"{self.call.name} has a collective of its own here: run_local needs all_reduce")
+        return self.all_reduce(tensor, mesh_dim, op)
 
     def run(self, /, **changed: Any) -> Any:
         """Run the operator on the local tensors, the named arguments changed.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ascend_parallel.sharding.graph import Call
-from ascend_parallel.sharding.layout import AVERAGE, SUM, bounds
+from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, bounds
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Strategy, register_all
+from ascend_parallel.sharding.rules.registry import Reduction, Strategy, register_all, register_rule
+from ascend_parallel.sharding.rules.vocabulary import cuts_classes, over_classes, reductions, run_over_classes
 
 NONE, MEAN, TOTAL = 0, 1, 2  # ATen's numbers for `reduction`
 REDUCED = {NONE: None, MEAN: AVERAGE, TOTAL: SUM}
@@ -18,7 +20,7 @@ BY_ELEMENT = """
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
     soft_margin_loss
 """
-BY_CLASS = "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"
+BY_CLASS = "nll_loss nll_loss_nd nll_loss2d"
 
 
 def by_element(call: Call) -> list[Strategy]:
@@ -71,6 +73,23 @@ def run_by_class(part: Part) -> Any:
     return part.run(target=piece, reduction=TOTAL) / _count(part, target)
 
 
+def cross_entropy(call: Call) -> list[Strategy]:
+    """Also logits cut along the classes."""
+    return by_class(call) + over_classes(call)
+
+
+def run_cross_entropy(part: Part) -> Any:
+    """Run by samples, or where classes are cut with collectives of its own."""
+    if not cuts_classes(part.input_layouts):
+        return run_by_class(part)
+    return run_over_classes(part, lambda: _count(part, part.inputs[1]))
+
+
+def cross_entropy_reductions(call: Call, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
+    """Return those of cut classes."""
+    return reductions(call, layouts, mesh_shape) if cuts_classes(layouts) else []
+
+
 def _has_part(part: Part) -> bool:
     """Tell whether the rank has less than all samples."""
     return any(state.kind == "shard" for state in part.input_layouts[0])
@@ -91,3 +110,4 @@ def register() -> None:
     """Register this file's rules."""
     register_all(BY_ELEMENT, by_element)
     register_all(BY_CLASS, by_class, run_by_class)
+    register_rule("aten.cross_entropy_loss", cross_entropy, run_cross_entropy, cross_entropy_reductions)

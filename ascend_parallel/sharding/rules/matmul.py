@@ -60,14 +60,17 @@ def biased_product_of(letters: tuple[str, str, str]) -> Rule:
 
 
 def einsum(call: Call) -> list[Strategy]:
-    """Any equation without an ellipsis."""
-    equation = str(arguments(call)["equation"]).replace(" ", "")
-    if "." in equation:
-        return []
-    left, arrow, output = equation.partition("->")
+    """Any equation; an ellipsis stands for dimensions that are broadcast."""
+    left, arrow, output = str(arguments(call)["equation"]).replace(" ", "").partition("->")
     inputs = left.split(",")
     if not arrow:
-        output = "".join(sorted(letter for letter in set(left) - {","} if left.count(letter) == 1))
+        once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        output = ("..." if "." in left else "") + "".join(once)
+    unused = [letter for letter in LETTERS + LETTERS.upper() if letter not in left]
+    widths = [len(meta.shape) - len(one.replace("...", "")) for one, meta in zip(inputs, call.inputs, strict=True)]
+    rest = "".join(unused[: max(widths)])
+    inputs = [one.replace("...", rest[len(rest) - width :]) for one, width in zip(inputs, widths, strict=True)]
+    output = output.replace("...", rest)
     return cut(call, lettered(call, inputs, output)) + linear_in(call, *([index] for index in range(len(inputs))))
 
 

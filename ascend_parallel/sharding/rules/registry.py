@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 from ascend_parallel.sharding.graph import Call
-from ascend_parallel.sharding.layout import State
+from ascend_parallel.sharding.layout import Layout, State
 from ascend_parallel.sharding.rules.local import Part
 
 
@@ -23,28 +23,49 @@ class Strategy:
     outputs: tuple[State, ...]
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce ("sum" or "max") along a mesh dimension that an operator runs itself, in forward.
+
+    nbytes
+        Of what each rank gives.
+    """
+
+    mesh_dim: int
+    nbytes: int
+    op: str
+
+
 Rule = Callable[[Call], Iterable[Strategy]]
 """What an operator can do on one mesh dimension beside running whole on every rank."""
 Run = Callable[[Part], Any]
 """How a rank runs its part, where the operator's own call on local tensors is not it."""
 
+Inside = Callable[[Call, Sequence[Layout], Sequence[int]], list[Reduction]]
+"""The collectives of an operator itself, from the layouts of its inputs and the mesh's shape."""
+
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule, and how a rank runs its part; None: the operator itself on the local tensors."""
+    """A rule, how a rank runs its part (None: the operator itself on the local tensors), and its own collectives."""
 
     rule: Rule
     run: Run | None = None
+    inside: Inside | None = None
 
 
 ENTRIES: dict[str, Entry] = {}
 
 
 @overload
-def register_rule(target: Any, rule: Rule, run: Run | None = None) -> Rule: ...
+def register_rule(target: Any, rule: Rule, run: Run | None = None, inside: Inside | None = None) -> Rule: ...
 @overload
-def register_rule(target: Any, rule: None = None, run: Run | None = None) -> Callable[[Rule], Rule]: ...
-def register_rule(target: Any, rule: Rule | None = None, run: Run | None = None) -> Rule | Callable[[Rule], Rule]:
+def register_rule(
+    target: Any, rule: None = None, run: Run | None = None, inside: Inside | None = None
+) -> Callable[[Rule], Rule]: ...
+def register_rule(
+    target: Any, rule: Rule | None = None, run: Run | None = None, inside: Inside | None = None
+) -> Rule | Callable[[Rule], Rule]:
     """Register a rule for an operator, in place of the one that it has. Without `rule`: a decorator.
 
     target
@@ -58,6 +79,8 @@ def register_rule(target: Any, rule: Rule | None = None, run: Run | None = None)
         Takes a `Part`, the local tensors and where they are in the whole ones, and returns the local outputs.
         A floating-point input must have a part in the outputs' autograd graph on every rank or on none, if with a zero
         gradient: its conversion may wait for all ranks in backward.
+    inside
+        Says which all-reduces `run` runs (`Part.reduced`), for the plan to count; alike on all ranks.
 
     Raises `ValueError` for a target without a namespace.
     """
@@ -66,7 +89,7 @@ def register_rule(target: Any, rule: Rule | None = None, run: Run | None = None)
         raise ValueError(f"target is {name!r}; give an operator of torch.ops or its name, such as 'aten.linear'")
 
     def register(given: Rule) -> Rule:
-        ENTRIES[name] = Entry(given, run)
+        ENTRIES[name] = Entry(given, run, inside)
         return given
 
     return register if rule is None else register(rule)

@@ -11,18 +11,29 @@ from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.exchange import exchange
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.running.marked import Recompute
 
 
-def confirm_alike(plan: ShardingPlan, model: torch.nn.Module, overlap: bool, settings: Settings) -> None:
-    """Raise `DisagreementError` on every rank unless all of the default group have come with the same.
+def confirm_alike(
+    plan: ShardingPlan,
+    model: torch.nn.Module,
+    overlap: bool,
+    settings: Settings,
+    *,
+    group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = 0,
+    recompute: Recompute | None = None,
+) -> None:
+    """Raise `DisagreementError` on every rank unless all of the group, by default of all, have come with the same.
 
     Of the model's parameters and buffers sums are compared: ranks seeded differently would hold parts of different
     models.
     """
-    everybody = dist.group.WORLD
+    everybody = group or dist.group.WORLD
     if everybody is None:
         raise RuntimeError("parallelize needs torch.distributed.init_process_group, on every rank")
-    mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": _fingerprint(model)}
+    mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": fingerprint(model)}
+    mine |= {"bucket_bytes": str(bucket_bytes), "recompute": repr(recompute or Recompute())}
     mine |= {name: str(value) for name, value in settings.as_dict().items()}
     told = exchange(everybody, "parallelize", mine, DisagreementError)
     for name in mine:
@@ -34,7 +45,8 @@ def confirm_alike(plan: ShardingPlan, model: torch.nn.Module, overlap: bool, set
             )
 
 
-def _fingerprint(model: torch.nn.Module) -> str:
+def fingerprint(model: torch.nn.Module) -> str:
+    """Return what tells a model's values from others: names, shapes and sums of all tensors."""
     found = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         wide = tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,15 @@ from torch.autograd.function import once_differentiable
 from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, Shape, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.tensors.costs import MeshCosts
-from ascend_parallel.sharding.tensors.movement import move
+from ascend_parallel.sharding.tensors.movement import Moving, finish, moving
 from ascend_parallel.sharding.tensors.redistribution import Redistribution, Step, plan_redistribution
 
 Observer = Callable[[str, Step], None]
-"""Called with "forward" or "backward" and each step that communicates, before it runs."""
+"""Called with "forward" or "backward" and each step that communicates, when it starts."""
 
 
 @dataclass(frozen=True)
-class _Ways:
+class Ways:
     """Both directions of one conversion of a tensor whose whole is of `shape`; both multiply by `factor`."""
 
     shape: Shape
@@ -54,16 +55,18 @@ class _Ways:
 
     @property
     def nothing(self) -> bool:
+        """Tell whether neither a tensor nor its gradient changes."""
         return not self.ahead.steps and not self.back.steps and self.factor == 1
 
-    def run(self, local: torch.Tensor, direction: str) -> torch.Tensor:
+    def going(self, local: torch.Tensor, direction: str) -> Moving:
+        """Convert a tensor, or its gradient "backward", one collective at a time."""
         way = self.ahead if direction == "forward" else self.back
-        for step in way.steps if self.observer is not None else ():
-            if step.nbytes:
-                assert self.observer is not None
-                self.observer(direction, step)
         scaled = local if self.factor == 1 else local * self.factor
-        return _compact(move(scaled, self.shape, self.mesh, way), scaled) if way.steps else scaled.view_as(scaled)
+        if not way.steps:
+            return scaled.view_as(scaled)
+        observer = None if self.observer is None else partial(self.observer, direction)
+        moved = yield from moving(scaled, self.shape, self.mesh, way, observer)
+        return _compact(moved, scaled)
 
 
 def convert(
@@ -90,30 +93,43 @@ def convert(
             raise ValueError(f"a layout of {len(layout)} states on a mesh of {mesh.ndim} dimensions: give one for each")
     if source == target:
         return local
-    source, target, factor = _without_averages(source, target, tuple(mesh.shape))
-
-    def planned(before: Layout, after: Layout) -> Redistribution:
-        return plan_redistribution(shape, local.element_size(), tuple(mesh.shape), before, after, costs)
-
-    ahead, back = planned(forward(source), forward(target)), planned(backward(target), backward(source))
-    ways = _Ways(tuple(shape), mesh, ahead, back, factor, observer)
+    ways = ways_between(tuple(shape), local.element_size(), mesh, source, target, costs, observer)
     if ways.nothing:
         return local
     converted: torch.Tensor = _Convert.apply(local, ways)  # type: ignore[no-untyped-call]
     return converted
 
 
+def ways_between(
+    shape: Shape,
+    itemsize: int,
+    mesh: ProcessMesh,
+    source: Layout,
+    target: Layout,
+    costs: MeshCosts,
+    observer: Observer | None = None,
+) -> Ways:
+    """Return how `convert` brings a tensor of that shape and bytes per element there, and its gradient back."""
+    source, target, factor = _without_averages(source, target, tuple(mesh.shape))
+
+    def planned(before: Layout, after: Layout) -> Redistribution:
+        return plan_redistribution(shape, itemsize, tuple(mesh.shape), before, after, costs)
+
+    ahead, back = planned(forward(source), forward(target)), planned(backward(target), backward(source))
+    return Ways(shape, mesh, ahead, back, factor, observer)
+
+
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, ways: _Ways) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, ways: Ways) -> torch.Tensor:
         ctx.ways = ways
-        return ways.run(local, "forward")
+        return finish(ways.going(local, "forward"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ways: _Ways = ctx.ways
-        return ways.run(gradient.contiguous(), "backward"), None
+        ways: Ways = ctx.ways
+        return finish(ways.going(gradient.contiguous(), "backward")), None
 
 
 def _without_averages(source: Layout, target: Layout, mesh_shape: Shape) -> tuple[Layout, Layout, float]:

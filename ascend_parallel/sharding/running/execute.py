@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,14 +12,22 @@ import torch.distributed as dist
 
 import ascend_parallel
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
-from ascend_parallel.sharding.layout import REPLICATE, local_shape
+from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Node, Value
+from ascend_parallel.sharding.layout import REPLICATE
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.running.agreed import confirm_alike
+from ascend_parallel.sharding.running.ahead import Ahead, start_ahead
 from ascend_parallel.sharding.running.conversion import convert
 from ascend_parallel.sharding.running.forward import Forward, Ran
 from ascend_parallel.sharding.running.fuse import Fusion, Schedule, fuse
+from ascend_parallel.sharding.running.given import given_tensors
+from ascend_parallel.sharding.running.gradients import Gradients
 from ascend_parallel.sharding.running.holding import check_model, hold, local_slice
+from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.sharding.running.regions import regions
+from ascend_parallel.sharding.running.summed import BUCKET_BYTES, Bucket, Summed, read_as_copies
 
 # Operators that work otherwise in training.
 OF_MODES = ("dropout", "batch_norm", "instance_norm", "rrelu")
@@ -42,11 +51,35 @@ class ShardedModule(torch.nn.Module):
         overlap: bool = True,
         settings: Settings | None = None,
         local_inputs: bool = False,
+        recompute: Recompute | None = None,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        ahead: bool = True,
     ) -> None:
-        """Take the rank's slices of the model, and choose the overlapped operators."""
+        """Take the rank's slices of the model, and choose the overlapped operators.
+
+        group
+            The plan is of a part of the model, which the ranks of this group run: only they come here, and only what
+            the plan lays out is held. The mesh's groups, for which all ranks of the job are needed, have to be there
+            (`plan.mesh.device_mesh()`).
+        bucket_bytes
+            Gradients of parameters that are summed over ranks are summed in buckets of as many bytes, under backward,
+            and what is gathered or moved starts ahead of its reader, small tensors together; 0: each where it stands.
+        ahead
+            Without it what is gathered or moved starts where it stands, alone: autograd can then take apart the
+            backward of inputs and of weights, as the zero-bubble schedules do.
+
+        Raises as `parallelize` does, and `ValueError` for a group of other ranks than the mesh's, `RuntimeError` if
+        that has no groups.
+        """
         super().__init__()
-        confirm_alike(plan, model, overlap, settings or ascend_parallel.status().settings)
-        plan.mesh.device_mesh()  # makes the groups, for which all ranks are needed
+        if bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
+        _check_group(plan.mesh, group)
+        settings = settings or ascend_parallel.status().settings
+        recompute = Recompute.of(model) if recompute is None else recompute
+        confirm_alike(plan, model, overlap, settings, group=group, bucket_bytes=bucket_bytes, recompute=recompute)
+        plan.mesh.device_mesh()  # makes the groups, for which all ranks are needed, if they are not there
         rank = dist.get_rank()
         place = plan.mesh.coordinate(rank)
         if place is None:
@@ -55,24 +88,41 @@ class ShardedModule(torch.nn.Module):
         self.coordinate, self.local_inputs = place, local_inputs
         self.schedule = Schedule(plan.layouts, plan.inputs, plan.via)
         if overlap:
-            self.schedule = fuse(plan, settings or ascend_parallel.status().settings)
+            self.schedule = fuse(plan, settings)
+        summed: tuple[Summed, ...] = ()
+        if bucket_bytes:
+            self.schedule, summed = read_as_copies(self.schedule, plan)
+        self.gradients = Gradients(self, plan.mesh, summed, bucket_bytes, self.ran)
         returned = plan.graph.kept
         # Of a tied tensor's names torch.export has one read, and lists the others beside it.
         read = {value.node for value, readers in plan.graph.readers().items() if readers or value in returned}
         given = [node for node in self._given(PARAMETER, BUFFER) if node.name in read]
         check_model(model, given)
         layouts = {node.source: plan.layouts[Value(node.name)] for node in given}
-        self.held = hold(self, model, layouts, plan.mesh.shape, place)
+        self.held = hold(self, model, layouts, plan.mesh.shape, place, rest=group is None)
         for node in self._given(CONSTANT):
             layout = plan.layouts[Value(node.name)]
             local = local_slice(plan.graph.constants[node.source], layout, plan.mesh.shape, place)
             self.register_buffer(node.name, local, persistent=False)
         self.last_reads = plan.graph.last_reads()
+        self.regions = regions(plan, self.schedule, recompute, part=group is not None)
+        again = {name for region in self.regions.values() for name in region.nodes}
+        self.starts = start_ahead(self.schedule, plan, again, bucket_bytes) if bucket_bytes and ahead else {}
 
     @property
     def fused(self) -> tuple[Fusion, ...]:
         """What the overlap pass did with each matmul next to a collective."""
         return self.schedule.fused
+
+    @property
+    def ahead(self) -> tuple[Ahead, ...]:
+        """The collectives of forward that start ahead of what reads them, and for which tensors together."""
+        return tuple(one for starts in self.starts.values() for one in starts)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The parameters whose gradients are summed as one, in the order in which backward sums them."""
+        return self.gradients.buckets
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # groups are not for a compiler to look at
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +131,8 @@ class ShardedModule(torch.nn.Module):
         Every rank has to call it alike. Raises `ValueError` for arguments unlike those that were traced: their number,
         shapes, dtypes, and the values of those that are no tensors.
         """
-        return Forward(self, self._inputs(args, kwargs)).outputs()
+        given = given_tensors(self.plan, self.coordinate if self.local_inputs else None, args, kwargs)
+        return Forward(self, given).outputs()
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Refuse another mode than was traced, where an operator works otherwise in it."""
@@ -92,6 +143,30 @@ class ShardedModule(torch.nn.Module):
                 f"the model was traced in {traced} mode, and has dropout or running statistics: trace it again"
             )
         return super().train(mode)
+
+    @contextmanager
+    def no_sync(self, *mesh_dims: str) -> Iterator[None]:
+        """Hold back the sums of gradients over these mesh dimensions, or over all, in backward inside.
+
+        A parameter's `.grad` is then this rank's term of a sum over each of them on which the parameter is whole, and
+        terms of several backwards add up. `reduce_gradients` sums them, as does the next backward outside, for the
+        parameters that it reaches.
+
+        Raises `ValueError` for a name that is no mesh dimension, and with bucket_bytes=0, `RuntimeError` in backward
+        where terms would be added to a gradient that is summed already, or over others.
+        """
+        with self.gradients.no_sync(mesh_dims):
+            yield
+
+    def reduce_gradients(self, *mesh_dims: str) -> None:
+        """Sum what `no_sync` held back over these mesh dimensions, or over all. Every rank has to call it alike."""
+        self.gradients.reduce(mesh_dims)
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return what this rank holds of each parameter and persistent buffer, by its name in the model."""
+        state = self.state_dict(keep_vars=True)
+        mesh_shape, place = self.plan.mesh.shape, self.coordinate
+        return {name: self.held[name].piece(local, mesh_shape, place) for name, local in state.items()}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole model's state. Every rank has to call it."""
@@ -120,27 +195,6 @@ class ShardedModule(torch.nn.Module):
     def _given(self, *kinds: str) -> Iterator[Node]:
         return (node for node in self.plan.graph.nodes.values() if node.kind in kinds)
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        nodes, binding = list(self._given(INPUT)), self.plan.graph.binding
-        found = list(args) if binding is None else binding.tensors(args, kwargs)
-        if len(found) != len(nodes):
-            raise ValueError(f"{len(found)} tensors were given; traced were {', '.join(node.source for node in nodes)}")
-        for node, tensor in zip(nodes, found, strict=True):
-            self._check_input(node, tensor)
-        return {node.name: tensor for node, tensor in zip(nodes, found, strict=True)}
-
-    def _check_input(self, node: Node, tensor: torch.Tensor) -> None:
-        shape = node.outputs[0].shape
-        if self.local_inputs:
-            shape = local_shape(shape, self.plan.layouts[Value(node.name)], self.plan.mesh.shape, self.coordinate)
-        if tuple(tensor.shape) != shape or tensor.dtype != node.outputs[0].dtype:
-            raise ValueError(
-                f"{node.source} is {list(tensor.shape)} of {tensor.dtype}; the plan is for {list(shape)} of "
-                f"{node.outputs[0].dtype}"
-            )
-        if tensor.requires_grad and torch.is_grad_enabled() and Value(node.name) not in self.plan.differentiable:
-            raise ValueError(f"{node.source} wants a gradient, and was traced without: trace with inputs that want one")
-
     def update_buffers(self, values: Mapping[Value, torch.Tensor]) -> None:
         """Take what the forward computed for buffers, running statistics."""
         for name, value in self.plan.graph.updates.items():
@@ -150,3 +204,13 @@ class ShardedModule(torch.nn.Module):
             # A tensor of its own: the old one may be kept for backward.
             path, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(path), leaf, new.clone())
+
+
+def _check_group(mesh: ProcessMesh, group: dist.ProcessGroup | None) -> None:
+    if group is None:
+        return
+    ranks = sorted(dist.get_process_group_ranks(group))
+    if ranks != sorted(mesh.process_ids):
+        raise ValueError(f"group has the ranks {ranks}, and {mesh} has others")
+    if not mesh.has_groups:
+        raise RuntimeError(f"{mesh} has no process groups: every rank of the job has to call its device_mesh() before")

@@ -9,6 +9,7 @@ import torch
 
 from ascend_parallel.sharding.graph import Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds
+from ascend_parallel.sharding.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class Holding:
 
     shape: Shape
     layout: Layout
+
+    def piece(self, local: torch.Tensor, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Piece:
+        """Return what the rank at `coordinate` holds, as a box in the whole."""
+        found = bounds(self.shape, self.layout, mesh_shape, coordinate)
+        return Piece(local, self.shape, tuple(start for start, _ in found))
 
 
 def local_slice(
@@ -51,10 +57,12 @@ def hold(
     layouts: Mapping[str, Layout],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
+    rest: bool = True,
 ) -> dict[str, Holding]:
     """Give `target` the rank's part of each parameter and buffer of `model`, in modules nested as the model's.
 
-    What has no layout is held whole. Tied tensors stay tied: one under several names. Return what every name holds.
+    What has no layout is held whole, or without `rest` not at all. Tied tensors stay tied: one under several names.
+    Return what every name holds.
 
     Raises `ValueError` for a name that the model lacks, where the names of one tensor have different layouts, and for
     a name that is an attribute of `target`.
@@ -62,12 +70,12 @@ def hold(
     for name in (*model._modules, *model._parameters, *model._buffers):
         if hasattr(target, name):
             raise ValueError(f"{name!r} of the model would hide {type(target).__name__}.{name}: give it another name")
-    laid = _by_tensor(model, layouts)
+    laid = by_tensor(model, layouts)
     held: dict[torch.Tensor, torch.Tensor] = {}
     found: dict[str, Holding] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, whole in (*module._parameters.items(), *module._buffers.items()):
-            if whole is None:
+            if whole is None or not (rest or whole in laid):
                 continue
             layout = laid.get(whole, (REPLICATE,) * len(mesh_shape))
             if whole not in held:
@@ -77,7 +85,8 @@ def hold(
     return found
 
 
-def _by_tensor(model: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[torch.Tensor, Layout]:
+def by_tensor(model: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[torch.Tensor, Layout]:
+    """Return the layout of each tensor that is laid out under one or several names; raises `ValueError` as `hold`."""
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

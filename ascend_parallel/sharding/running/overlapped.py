@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 
 from ascend_parallel.linear import column_linear, row_linear
+from ascend_parallel.once import Once, at_once
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Call, Ref
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.running.regather import note_joined
 
 Tensors = Sequence[torch.Tensor]
 
@@ -68,8 +70,12 @@ class Kernel(Protocol):
     def nodes(self) -> tuple[str, ...]:
         """The nodes' names."""
 
-    def run(self, inputs: Sequence[Tensors]) -> list[torch.Tensor]:
-        """Return the output of each node for the inputs of each."""
+    @property
+    def communicates(self) -> bool:
+        """Whether its forward does; the backward always."""
+
+    def run(self, inputs: Sequence[Tensors], once: Once = at_once) -> list[torch.Tensor]:
+        """Return the output of each node for the inputs of each; `once` as for `column_linear`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,12 @@ class ColumnKernel(_Overlapped):
     gathered under the matmul.
     """
 
-    def run(self, inputs: Sequence[Tensors]) -> list[torch.Tensor]:
+    @property
+    def communicates(self) -> bool:
+        """Only if rows are gathered."""
+        return self.row_dim is not None
+
+    def run(self, inputs: Sequence[Tensors], once: Once = at_once) -> list[torch.Tensor]:
         """Return ``[..., N / R]`` of each node."""
         weights = [_weight(matmul, one) for matmul, one in zip(self.matmuls, inputs, strict=True)]
         biases = [one[matmul.bias] for matmul, one in zip(self.matmuls, inputs, strict=True) if matmul.bias is not None]
@@ -115,6 +126,7 @@ class ColumnKernel(_Overlapped):
             group=self.mesh.group(self.mesh_dim),
             settings=self.settings,
             sequence_parallel=self.row_dim is not None,
+            once=once,
         )
         y = self._back(y)
         return list(torch.split_with_sizes(y, [len(weight) for weight in weights], dim=-1))
@@ -123,7 +135,12 @@ class ColumnKernel(_Overlapped):
 class RowKernel(_Overlapped):
     """A linear layer whose weight is cut along K; its sum over ranks, or with `row_dim` this rank's rows of it."""
 
-    def run(self, inputs: Sequence[Tensors]) -> list[torch.Tensor]:
+    @property
+    def communicates(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, inputs: Sequence[Tensors], once: Once = at_once) -> list[torch.Tensor]:
         """Return ``[..., N]`` of the node, bias added."""
         (given,), (matmul,) = inputs, self.matmuls
         y = row_linear(
@@ -132,6 +149,7 @@ class RowKernel(_Overlapped):
             group=self.mesh.group(self.mesh_dim),
             settings=self.settings,
             sequence_parallel=self.row_dim is not None,
+            once=once,
         )
         y = self._back(y)
         return [y if matmul.bias is None else y + given[matmul.bias]]
@@ -144,4 +162,8 @@ def _weight(matmul: Matmul, given: Tensors) -> torch.Tensor:
 
 
 def _joined(tensors: Tensors) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    if len(tensors) == 1:
+        return tensors[0]
+    joined = torch.cat(list(tensors))
+    note_joined(joined, tensors)
+    return joined

@@ -23,12 +23,12 @@ def summary(plan: ShardingPlan) -> list[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.dim_names, plan.mesh.shape, strict=True))
     calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
-    moved = sum(one.nbytes for one in plan.conversions)
     memory = plan.memory()
     proof = "the least there is" if plan.bound is None else f"no plan costs less than {1e3 * plan.bound:.3f} ms"
     return [
         f"{calls} operators on a mesh of {mesh}; objective {plan.objective}: {1e3 * plan.cost:.3f} ms, {proof}",
-        f"collectives of a step, forward and backward: {kinds}; {size_of(moved)} a rank, {1e3 * plan.seconds:.3f} ms",
+        f"collectives of a step, forward and backward: {kinds}; {size_of(plan.nbytes)} a rank, "
+        f"{1e3 * plan.seconds:.3f} ms",
         f"memory of a rank: parameters {size_of(memory.parameters)}, gradients {size_of(memory.gradients)}, "
         f"optimizer (Adam) {size_of(memory.optimizer)}, activations {size_of(memory.activations)}",
     ]
@@ -66,6 +66,7 @@ def _nodes(plan: ShardingPlan) -> Iterator[str]:
     for node in plan.graph.nodes.values():
         yield from (_arrow(one, plan) for one in into.get(node.name, []) if one.communicates)
         yield f"{_where(node):{WIDTH}}  {_layouts(plan, node)}   [{plan.why(node)}]"
+        yield from (f"    inside: {_inside(plan, node)}" for _ in plan.inside.get(node.name, ())[:1])
     yield from (_arrow(one, plan) for one in into.get("", []) if one.communicates)
 
 
@@ -80,6 +81,10 @@ def _layouts(plan: ShardingPlan, node: Node) -> str:
     if node.kind != CALL:
         return outputs
     return f"({', '.join(map(text, plan.inputs[node.name]))}) -> {outputs}"
+
+
+def _inside(plan: ShardingPlan, node: Node) -> str:
+    return "; ".join(step.text(plan.mesh.dim_names[step.mesh_dim]) for step in plan.inside.get(node.name, ()))
 
 
 def _arrow(one: Conversion, plan: ShardingPlan) -> str:
@@ -98,6 +103,7 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
             "inputs": [text(one) for one in plan.inputs[node.name]],
             "outputs": [text(plan.layouts[Value(node.name, index)]) for index in range(len(node.outputs))],
             "why": plan.why(node),
+            "inside": _inside(plan, node) or None,
         }
         for node in plan.graph.nodes.values()
     ]

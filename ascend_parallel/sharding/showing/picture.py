@@ -108,7 +108,8 @@ class _Painter:
             return Box(GIVEN, [f"input {node.source}", gives], shapes, gives)
         title = f"{node.module} {operator_name(node)}".strip()
         reads = [f"reads {layout_text(plan, one)}" for one in plan.inputs[node.name]]
-        hint = "\n".join([title, *reads, f"gives {gives}", shapes, plan.why(node)])
+        itself = [f"itself: {step.text(plan.mesh.dim_names[step.mesh_dim])}" for step in plan.inside.get(node.name, ())]
+        hint = "\n".join([title, *reads, f"gives {gives}", shapes, plan.why(node), *itself])
         return Box(OPERATOR, [title, gives], hint, gives, node.name in plan.configured)
 
     def _add_weight(self, value: Value, readers: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ascend_parallel.sharding.layout import Layout, Shape, bounds
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.tensors.costs import SEND
-from ascend_parallel.sharding.tensors.movement import note
+from ascend_parallel.sharding.tensors.requests import note
 
 # The exchange's own tag, so that it meets no program's own sends.
 TAG = 1 << 23

@@ -1,59 +1,26 @@
-"""Runs a redistribution's steps on what a rank holds: each collective by its own name, along one mesh dimension."""
+"""Runs a redistribution's steps on what a rank holds: each collective by its own name, along one mesh dimension.
+
+A redistribution is a generator: it yields each collective that it wants (requests.py) and goes on when that is done.
+Who drives it decides when, and with what others, a collective runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
-from ascend_parallel.sharding.layout import Layout, Shape, bounds
+from ascend_parallel.sharding.layout import Shape, local_shape
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.tensors.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sent
+from ascend_parallel.sharding.tensors.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from ascend_parallel.sharding.tensors.redistribution import HOLD, PAD, SCALE, SLICE, Redistribution, Step
+from ascend_parallel.sharding.tensors.requests import Request
 
-REDUCTIONS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no average
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A collective that ran, or a message: kind, mesh dimension (-1 across meshes) and the bytes this rank sent."""
-
-    kind: str
-    mesh_dim: int
-    nbytes: float
-
-
-_RECORD: ContextVar[list[Moved] | None] = ContextVar("moved", default=None)
-
-
-@contextmanager
-def recorded() -> Iterator[list[Moved]]:
-    """Collect what this thread's redistributions send while the context is open."""
-    moved: list[Moved] = []
-    token = _RECORD.set(moved)
-    try:
-        yield moved
-    finally:
-        _RECORD.reset(token)
-
-
-def note(kind: str, mesh_dim: int, nbytes: float) -> None:
-    """Add to the record, if there is one."""
-    record = _RECORD.get()
-    if record is not None:
-        record.append(Moved(kind, mesh_dim, nbytes))
+Observer = Callable[[Step], None]
+Moving = Generator[Request, None, torch.Tensor]
+"""Yields the collectives that it wants, one after the other, and returns what the rank then has."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +29,8 @@ class _Line:
 
     order
         The places of the group's ranks, in the group's order.
+    observer
+        Is told of every collective, when it starts.
     """
 
     mesh: ProcessMesh
@@ -70,6 +39,7 @@ class _Line:
     order: list[int]
     before: Shape
     after: Shape
+    observer: Observer | None
 
     @property
     def ranks(self) -> int:
@@ -106,74 +76,82 @@ def move(local: torch.Tensor, shape: Sequence[int], mesh: ProcessMesh, redistrib
 
     Every rank of the mesh has to call it. Does not differentiate. The result may be a view of `local`.
     """
+    return finish(moving(local, shape, mesh, redistribution))
+
+
+def finish(way: Moving) -> torch.Tensor:
+    """Run each collective that a redistribution wants, and wait for it; return what the rank then has."""
+    while True:
+        try:
+            request = next(way)
+        except StopIteration as stop:
+            tensor: torch.Tensor = stop.value
+            return tensor
+        request.start().wait()
+
+
+def moving(
+    local: torch.Tensor,
+    shape: Sequence[int],
+    mesh: ProcessMesh,
+    redistribution: Redistribution,
+    observer: Observer | None = None,
+) -> Moving:
+    """Return what `move` does, one collective at a time; `observer` is told of each when it starts."""
     place = mesh.coordinate(dist.get_rank())
     if place is None:
         return local
     layout = redistribution.source
     for step in redistribution.steps:
-        local, layout = run(step, local, tuple(shape), layout, mesh, place)
+        dim = step.mesh_dim
+        after = (*layout[:dim], step.target, *layout[dim + 1 :])
+        now, then = (local_shape(tuple(shape), one, mesh.shape, place) for one in (layout, after))
+        line = _Line(mesh, dim, place[dim], mesh.places_in_group(dim, place), now, then, observer)
+        if step.kind in ALONE:
+            local = ALONE[step.kind](local, step, line)
+        else:
+            local = yield from TOGETHER[step.kind](local, step, line)
+        layout = after
     return local
 
 
-def run(
-    step: Step, local: torch.Tensor, shape: Shape, layout: Layout, mesh: ProcessMesh, place: Sequence[int]
-) -> tuple[torch.Tensor, Layout]:
-    """Run one step from `layout` for the rank at coordinate `place`; return its part and the layout after."""
-    dim = step.mesh_dim
-    after = (*layout[:dim], step.target, *layout[dim + 1 :])
-    extents = [tuple(stop - start for start, stop in bounds(shape, one, mesh.shape, place)) for one in (layout, after)]
-    line = _Line(mesh, dim, place[dim], mesh.places_in_group(dim, place), *extents)
-    return STEPS[step.kind](local, step, line), after
-
-
-def _all_gather(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _all_gather(local: torch.Tensor, step: Step, line: _Line) -> Moving:
     dim = step.source.dim
     size = line.after[dim]
     x_piece = _padded(local.movedim(dim, 0), line.piece(size))
     if not x_piece.numel() or line.ranks == 1:
         return _padded(x_piece, line.ranks * x_piece.shape[0])[:size].movedim(0, dim)
-    whole = x_piece.new_empty(line.ranks * x_piece.shape[0], *x_piece.shape[1:])
-    note(ALL_GATHER, line.dim, sent(ALL_GATHER, _nbytes(whole), line.ranks))
-    all_gather_single(whole, x_piece, line.group).wait()
-    whole = line.by_place(whole.view(line.ranks, *x_piece.shape)).flatten(0, 1)
+    request = Request(ALL_GATHER, step, line.group, x_piece.contiguous()[None], observer=line.observer)
+    yield request
+    whole = line.by_place(request.result).flatten(0, 1)
     return whole[:size].movedim(0, dim)
 
 
-def _all_reduce(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
-    total = local.clone(memory_format=torch.contiguous_format)
-    if total.numel() and line.ranks > 1:
-        note(ALL_REDUCE, line.dim, sent(ALL_REDUCE, _nbytes(total), line.ranks))
-        dist.all_reduce(total, op=REDUCTIONS[step.source.op], group=line.group)
+def _all_reduce(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+    if local.numel() and line.ranks > 1:
+        request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, line.observer)
+        yield request
+        total = request.result[0]
+    else:
+        total = local.clone(memory_format=torch.contiguous_format)
     return _averaged(total, step, line)
 
 
-def _reduce_scatter(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _reduce_scatter(local: torch.Tensor, step: Step, line: _Line) -> Moving:
     dim = step.target.dim
     piece = line.piece(line.before[dim])
     x = _padded(local.movedim(dim, 0), line.ranks * piece)
-    own = x.new_empty(piece, *x.shape[1:])
     if line.ranks == 1 or not x.numel():
         own = x[:piece].clone()
     else:
-        note(REDUCE_SCATTER, line.dim, sent(REDUCE_SCATTER, _nbytes(x), line.ranks))
-        x = line.by_group(x.reshape(line.ranks, *own.shape)).contiguous()
-        own = _reduced_slice(x, own, step.source.op, line.group)
+        x = line.by_group(x.reshape(line.ranks, piece, *x.shape[1:])).contiguous()
+        request = Request(REDUCE_SCATTER, step, line.group, x, step.source.op, line.observer)
+        yield request
+        own = request.result[0]
     return _averaged(own[: line.after[dim]].movedim(0, dim), step, line)
 
 
-def _reduced_slice(x: torch.Tensor, own: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the reduction over ranks of the row of `x`, one for each rank, that is this rank's; `own` is for it."""
-    if REDUCTIONS[op] == dist.ReduceOp.SUM:
-        (scatter,) = reduce_scatters(own, (own.shape[0],), group)
-        scatter.expect()
-        scatter.start(x.flatten(0, 1)).wait()
-        return own
-    parts = torch.empty_like(x)
-    dist.all_to_all_single(parts, x, group=group)
-    return parts.amax(0) if op == "max" else parts.amin(0)
-
-
-def _all_to_all(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _all_to_all(local: torch.Tensor, step: Step, line: _Line) -> Moving:
     joined, cut = step.source.dim, step.target.dim
     size, piece = line.after[joined], line.piece(line.before[cut])
     # [cut, joined, ...]: the rows of `cut` that each rank receives lie together
@@ -181,11 +159,9 @@ def _all_to_all(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
     x = _padded(x.transpose(0, 1), line.piece(size)).transpose(0, 1)
     blocks = x.reshape(line.ranks, piece, *x.shape[1:])  # [rank, cut, joined, ...]
     if x.numel() and line.ranks > 1:
-        note(ALL_TO_ALL, line.dim, sent(ALL_TO_ALL, line.ranks * _nbytes(x), line.ranks))
-        blocks = line.by_group(blocks).contiguous()
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks, group=line.group)
-        blocks = line.by_place(received)
+        request = Request(ALL_TO_ALL, step, line.group, line.by_group(blocks).contiguous(), observer=line.observer)
+        yield request
+        blocks = line.by_place(request.result)
     whole = blocks.transpose(0, 1).flatten(1, 2)
     return whole[: line.after[cut], :size].movedim((0, 1), (cut, joined))
 
@@ -212,11 +188,13 @@ def _scale(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
     return local * line.ranks if step.target.op == "avg" else local / line.ranks
 
 
-STEPS: dict[str, Callable[[torch.Tensor, Step, _Line], torch.Tensor]] = {
+TOGETHER: dict[str, Callable[[torch.Tensor, Step, _Line], Moving]] = {
     ALL_GATHER: _all_gather,
     ALL_REDUCE: _all_reduce,
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
+}
+ALONE: dict[str, Callable[[torch.Tensor, Step, _Line], torch.Tensor]] = {
     SLICE: _slice,
     HOLD: _hold,
     PAD: _pad,
@@ -244,7 +222,3 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _averaged(total: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
     return total / line.ranks if step.source.op == "avg" else total
-
-
-def _nbytes(x: torch.Tensor) -> int:
-    return prod(x.shape) * x.element_size()

@@ -68,8 +68,10 @@ def reshard(
         What collectives cost on the tensor's mesh, for the choice among them; by default by the kind of device.
 
     Every rank of both meshes has to call it (of the default group the first time a mesh is used). Raises
-    `ValueError` for placements that do not fit tensor and mesh.
+    `ValueError` for placements that do not fit tensor and mesh, `TypeError` for what is no DTensor or no list.
     """
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"reshard takes a DTensor, not a {type(dtensor).__name__}: make one by shard_tensor")
     target_mesh = ProcessMesh.of(mesh)
     target = layout_of(placements, target_mesh, dtensor.ndim)
     source_mesh = ProcessMesh.of(dtensor.device_mesh)
@@ -88,12 +90,16 @@ def reshard(
 
 def unshard(dtensor: DTensor) -> torch.Tensor:
     """Return the whole tensor on every rank of its mesh; gradients flow back."""
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"unshard takes a DTensor, not a {type(dtensor).__name__}")
     mesh = ProcessMesh.of(dtensor.device_mesh)
     return reshard(dtensor, mesh, [Replicate()] * mesh.ndim).to_local()
 
 
 def layout_of(placements: Sequence[Placement], mesh: ProcessMesh, dims: int) -> Layout:
     """Return the layout of placements; raises `ValueError` for what does not fit a tensor of `dims` dimensions."""
+    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
+        raise TypeError(f"placements={placements!r}: give a list with one for each mesh dimension, such as [Shard(0)]")
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"{list(placements)}: give one placement for each mesh dimension ({', '.join(mesh.dim_names)})"

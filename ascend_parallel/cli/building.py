@@ -1,0 +1,64 @@
+"""A model that the user names by module and function, built without memory; errors as one line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import typer
+
+from ascend_parallel.planning.tables import PlanningError
+
+
+@contextmanager
+def errors(command: str) -> Iterator[None]:
+    """End with 2 and a line for what the user can put right."""
+    try:
+        yield
+    except (PlanningError, ValueError, OSError, ImportError) as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def build_model(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Call the function that the user named."""
+    where, _, name = text.rpartition(":")
+    if not where:
+        raise ValueError(f"{text!r}: give a module or a .py file and a function in it, such as my_models:llama")
+    module = _import(where)
+    if not hasattr(module, name):
+        raise ValueError(f"{where} has no {name!r}")
+    try:
+        with torch.device("meta"):
+            returned = getattr(module, name)()
+    except Exception as error:  # the user's own function
+        raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
+    fits = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
+    if not fits:
+        raise ValueError(f"{text} returned {type(returned).__name__}: give (model, args) or (model, args, kwargs)")
+    model, args, *rest = returned
+    if isinstance(args, torch.Tensor):
+        raise ValueError(f"{text} returned a tensor as the arguments: give a tuple, such as (x,)")
+    return model, tuple(args), dict(rest[0]) if rest else {}
+
+
+def _import(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(where)
+    path = Path(where)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ValueError(f"{where}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent))  # as a script finds what lies beside it
+    spec.loader.exec_module(module)
+    return module
