@@ -1,0 +1,191 @@
+"""``ascend-parallel checkpoint``: look into checkpoints, compare and convert them, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.tree import Tree
+
+if TYPE_CHECKING:  # imported where it is used: it takes a second, which the other commands need not wait for
+    from ascend_parallel.strategy.checkpoint import Saved
+
+WIDTH = 120  # of what goes to a file
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, compare and convert them.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Step = Annotated[int | None, typer.Option(help="Of a folder of checkpoints; else the latest.")]
+
+
+@app.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one of them.")],
+    step: Step = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a checkpoint's step, values and tensors, after its checksums were compared.
+
+    Example: ascend-parallel checkpoint show checkpoints
+    """
+    from ascend_parallel.strategy.checkpoint import Saved, steps
+
+    with _errors(), Console(stderr=True).status("comparing checksums"):
+        saved = Saved.open(path, step)
+        told = _as_dict(saved, steps(path))
+    if as_json:
+        typer.echo(json.dumps(told, indent=1))
+        return
+    _console().print(_tree(told))
+
+
+@app.command(name="convert")
+def convert_command(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, a Megatron-core directory, or a .safetensors file.")],
+    out: Annotated[Path, typer.Argument(help="The file to write; with --to dcp a folder.")],
+    to: Annotated[str, typer.Option(help="safetensors, torch or dcp.")],
+    dtype: Annotated[str | None, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; else as it is.")] = None,
+    step: Step = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint in another format: the full model as safetensors, all of it for torch.load, or again as dcp.
+
+    Examples:
+
+      ascend-parallel checkpoint convert checkpoints model.safetensors --to safetensors --dtype bfloat16
+
+      ascend-parallel checkpoint convert iter_0001000 checkpoints --to dcp
+    """
+    from ascend_parallel.strategy.checkpoint.convert import convert, open_source
+
+    with _errors():
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+        if to != "dcp" and out.exists():
+            raise ValueError(f"{out} is there already")
+        source = open_source(path, step)
+        with _progress("converting", len(source.kinds)) as progress:
+            written = convert(source, out, to, None if dtype is None else getattr(torch, dtype), progress)
+    typer.echo(json.dumps({"written": str(written)}) if as_json else f"written: {written}")
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A checkpoint, a Megatron-core directory, or a .safetensors file.")],
+    second: Annotated[Path, typer.Argument(help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say in which names, shapes, dtypes, elements and values two checkpoints differ; ends with 1 if they do.
+
+    Example: ascend-parallel checkpoint diff checkpoints/step-00000010 checkpoints/step-00000020
+    """
+    from ascend_parallel.strategy.checkpoint.convert import compare, open_source
+
+    with _errors():
+        one, other = open_source(first), open_source(second)
+        with _progress("comparing", len(one.kinds)) as progress:
+            found = list(compare(one, other, progress))
+    if as_json:
+        typer.echo(json.dumps([{"name": name, "differs": how} for name, how in found], indent=1))
+    elif not found:
+        typer.echo(f"{len(one.kinds)} tensors and all values are the same")
+    else:
+        table = Table("name", "differs", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for name, how in found:
+            table.add_row(name, how)
+        _console().print(table)
+    if found:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """End with 2 and a line for what the user can put right."""
+    from ascend_parallel.strategy.checkpoint import CheckpointError
+
+    try:
+        yield
+    except (CheckpointError, ValueError, OSError) as error:
+        typer.echo(f"checkpoint: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@contextmanager
+def _progress(what: str, count: int) -> Iterator[Callable[[str], object]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(what, total=count)
+        yield lambda name: shown.advance(task)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def _as_dict(saved: Saved, all_steps: list[int]) -> dict[str, Any]:
+    about = {name: saved.manifest[name] for name in ("step", "ranks", "torch", "ascend_parallel")}
+    from ascend_parallel.strategy.checkpoint.differences import dtype_name
+
+    tensors = {}
+    for name, (shape, dtype) in saved.kinds.items():
+        boxes = saved.boxes(name)
+        tensors[name] = {
+            "shape": list(shape),
+            "dtype": dtype_name(dtype),
+            "bytes": prod(shape) * dtype.itemsize,
+            "boxes": [{"offsets": list(at), "sizes": list(sizes)} for at, sizes in boxes],
+        }
+    values = {name: repr(value) for name, value in saved.values.items()}
+    return {"path": str(saved.path), **about, "steps": all_steps, "values": values, "tensors": tensors}
+
+
+def _tree(told: dict[str, Any]) -> Tree:
+    total = sum(tensor["bytes"] for tensor in told["tensors"].values())
+    tree = Tree(f"[bold]{told['path']}[/]  step {told['step']}, ranks: {told['ranks']}, {_size(total)}")
+    if len(told["steps"]) > 1:
+        tree.add(f"steps here: {', '.join(map(str, told['steps']))}")
+    values = tree.add("values")
+    for name, value in told["values"].items():
+        values.add(f"{name} = {value}", style="cyan")
+    for space in ("model", "optimizer"):
+        names = [name for name in told["tensors"] if name.startswith(f"{space}.")]
+        bytes_ = sum(told["tensors"][name]["bytes"] for name in names)
+        branch = tree.add(f"{space}: {len(names)} tensors, {_size(bytes_)}")
+        table = Table("tensor", "shape", "dtype", "size", "written in", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for name in names:
+            tensor = told["tensors"][name]
+            shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+            table.add_row(
+                name.removeprefix(f"{space}."), shape, tensor["dtype"], _size(tensor["bytes"]), _cut(tensor["boxes"])
+            )
+        if names:
+            branch.add(table)
+    return tree
+
+
+def _cut(boxes: list[dict[str, list[int]]]) -> str:
+    """Return how a tensor was cut: 1 piece, or 2 x 4 pieces."""
+    starts = [len({entry["offsets"][dim] for entry in boxes}) for dim in range(len(boxes[0]["offsets"]))]
+    return "1 piece" if len(boxes) == 1 else f"{' x '.join(map(str, starts))} pieces"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

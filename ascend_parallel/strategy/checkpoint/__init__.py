@@ -1,0 +1,42 @@
+"""Checkpoints that load under another layout: other mesh, parallelism, number of ranks, or one process.
+
+planner          pieces as torch.distributed.checkpoint's items, and the check over all ranks
+differences      what differs, in words; CheckpointError
+folder           whole, interrupted and removed checkpoints; manifest and checksums
+storage          files written with checksums, named when whole; ranks say together what went wrong
+saving, loading  save and load
+random_state     states of the generators
+modules          the pieces of any module and of torch's optimizers
+saved            a checkpoint read by one process, without process groups
+safetensors      the format: full models written and read
+megatron         Megatron-core's distributed checkpoints
+convert          one format to another
+"""
+
+from ascend_parallel.strategy.checkpoint.differences import CheckpointError
+from ascend_parallel.strategy.checkpoint.folder import latest, steps
+from ascend_parallel.strategy.checkpoint.loading import Loaded, load
+from ascend_parallel.strategy.checkpoint.megatron import load_megatron, megatron_state
+from ascend_parallel.strategy.checkpoint.modules import pieces_of, pieces_of_optimizer
+from ascend_parallel.strategy.checkpoint.safetensors import load_safetensors, read_safetensors, write_safetensors
+from ascend_parallel.strategy.checkpoint.saved import Saved, whole_state
+from ascend_parallel.strategy.checkpoint.saving import Saving, save
+
+__all__ = [
+    "CheckpointError",
+    "Loaded",
+    "Saved",
+    "Saving",
+    "latest",
+    "load",
+    "load_megatron",
+    "load_safetensors",
+    "megatron_state",
+    "pieces_of",
+    "pieces_of_optimizer",
+    "read_safetensors",
+    "save",
+    "steps",
+    "whole_state",
+    "write_safetensors",
+]

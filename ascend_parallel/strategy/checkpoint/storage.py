@@ -1,0 +1,125 @@
+"""The files of a checkpoint: written with checksums, named when whole; and the ranks' way to say what went wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ascend_parallel.agreement import time_limit
+from ascend_parallel.exchange import exchange
+from ascend_parallel.strategy.checkpoint.differences import CheckpointError, refuse
+from ascend_parallel.strategy.checkpoint.folder import checksum, complete, prepare, prune, step_folder
+
+# A gloo group of all ranks for each default group: a save may run under a step, whose collectives it must not meet.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class StepWriter(FileSystemWriter):
+    """Writes ``step-N.saving`` and, once every rank's files are there, renames it to ``step-N``."""
+
+    def __init__(self, folder: Path, step: int, keep: int | None, about: Mapping[str, Any]) -> None:
+        """Keep the `keep` last checkpoints of the folder, or all; `about` goes into the manifest."""
+        saving = step_folder(folder, step).with_suffix(".saving")
+        super().__init__(saving, overwrite=False)
+        self._saving, self._folder, self._step, self._keep, self._about = saving, folder, step, keep, about
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make way on one rank; no rank writes before it is done."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            prepare(self._folder, self._step)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the plan; the directory is made when ranks write, since one may still be removing an older."""
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files, and add to the results their bytes and checksums."""
+        self._saving.mkdir(parents=True, exist_ok=True)
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        done: Future[list[Any]] = Future()
+        done.set_result([*results, {name: checksum(self._saving / name) for name in sorted(names)}])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write metadata and manifest, name the directory, remove what is not kept; on one rank."""
+        super().finish(metadata, [told[:-1] for told in results])
+        every: list[Any] = [told[-1] for told in results]
+        complete(self._saving, self._about, {name: entry for files in every for name, entry in files.items()})
+        prune(self._folder, self._keep)
+
+
+def everybody() -> dist.ProcessGroup | None:
+    """Return checkpoints' own gloo group of all ranks, or None in one process. All ranks make it at the same place."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return None
+    if dist.get_backend(world) == "fake":
+        raise CheckpointError("the default process group is fake: ranks that do not exist have nothing to save or load")
+    if _GROUPS.get(world) not in c10d._world.pg_map:  # not made yet, or destroyed, as Megatron-core's end destroys all
+        made = dist.new_group(backend="gloo", timeout=time_limit(world))
+        assert made is not None
+        _GROUPS[world] = made
+    return _GROUPS[world]
+
+
+def agree(group: dist.ProcessGroup | None, what: str, mine: dict[str, str], fault: str = "") -> None:
+    """Raise `CheckpointError` on every rank if any has a fault, or the ranks came with different values.
+
+    mine
+        What has to be alike, by name.
+    fault
+        What this rank found wrong.
+    """
+    if group is None:
+        refuse([fault] if fault else [], what)
+        return
+    told = exchange(group, what, {"fault": fault, "mine": mine}, CheckpointError)
+    refuse([f"rank {rank}: {value['fault']}" for rank, value in told.items() if value["fault"]], what)
+    values = {rank: value["mine"] for rank, value in told.items()}
+    names = dict.fromkeys(name for value in values.values() for name in value)
+    differ = [name for name in names if len({value.get(name) for value in values.values()}) > 1]
+    lines = [
+        f"{name}: " + ", ".join(f"{value.get(name)} on rank {at}" for at, value in values.items()) for name in differ
+    ]
+    refuse(lines, f"{what}: ranks differ")
+
+
+def names_of_all(group: dist.ProcessGroup | None, names: Iterable[str]) -> set[str]:
+    """Return the names that any rank has; all ranks call it, after they agreed."""
+    told: list[Any] = [list(names)]
+    if group is not None:
+        told *= group.size()
+        dist.all_gather_object(told, told[0], group=group)
+    return {name for some in told for name in some}
+
+
+@contextmanager
+def told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn torch.distributed.checkpoint's exception, which all ranks raise alike, into `CheckpointError`."""
+    with warnings.catch_warnings() if group is None else nullcontext():
+        if group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            found = dict.fromkeys(_words(rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
+            raise CheckpointError("\n".join(found)) from error
+
+
+def _words(rank: int, cause: BaseException) -> str:
+    return str(cause) if isinstance(cause, CheckpointError) else f"rank {rank}: {type(cause).__name__}: {cause}"
