@@ -1,0 +1,75 @@
+"""Parameters that several stages read, such as an embedding tied to the head: held by each, their gradients summed.
+
+All terms are gathered and added in the order of the meshes, so that copies of a parameter stay the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.running.execute import ShardedModule
+from ascend_parallel.strategy.pipeline.cut import StagePlan, shared
+from ascend_parallel.strategy.pipeline.groups import make_shared
+
+
+class SharedGradients:
+    """Sums the gradients of the parameters that this rank's stages share with others.
+
+    due
+        Whether a step was run since the last sum.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[StagePlan],
+        at: Sequence[int],
+        modules: Sequence[ShardedModule],
+        meshes: Sequence[ProcessMesh],
+        timeout: timedelta,
+    ) -> None:
+        """Take all stages, the index of each one's mesh, and this rank's modules. Every rank has to call it."""
+        found = shared(parts)
+        self._holders = {name: tuple(sorted({at[stage] for stage in stages})) for name, stages in found.items()}
+        self._groups = make_shared([one for one in self._holders.values() if len(one) > 1], meshes, timeout)
+        self._copies = {
+            name: [module.get_parameter(name) for module in modules if name in module.held] for name in found
+        }
+        self.due = self._summed = False
+
+    def check_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise `RuntimeError` if a step would add to gradients that were summed."""
+        if self._summed and any(parameter.grad is not None for parameter in parameters):
+            raise RuntimeError(
+                "the gradients are summed over ranks, to which a step would add some that are not: call "
+                "zero_grad(set_to_none=True) before, or reduce_gradients() after the last of several steps"
+            )
+        self._summed = False
+
+    def sum(self) -> None:
+        """Give each copy the sum of all copies' gradients. Every rank has to call it, after a step."""
+        for name, copies in self._copies.items() if self.due else ():
+            if not copies or not copies[0].requires_grad:
+                continue
+            terms = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
+            own = _added(terms)
+            group = self._groups.get(self._holders[name])
+            if group is not None:
+                of_meshes = [torch.empty_like(own) for _ in range(group.size())]
+                dist.all_gather(of_meshes, own.contiguous(), group=group)
+                own = _added(of_meshes)
+            for copy in copies:
+                copy.grad = own if len(copies) == 1 else own.clone()
+        self.due, self._summed = False, True
+
+
+def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
