@@ -10,9 +10,11 @@ from rich.table import Table
 
 import ascend_parallel
 from ascend_parallel.cli.bench import bench, tune
+from ascend_parallel.cli.checkpoint import app as checkpoint
 from ascend_parallel.cli.doctor import doctor
 from ascend_parallel.cli.predict import EXAMPLES, predict
 from ascend_parallel.cli.propagate import propagate
+from ascend_parallel.cli.strategy import strategy
 from ascend_parallel.cli.timeline import timeline
 from ascend_parallel.cli.verify import verify
 
@@ -24,6 +26,8 @@ app.command()(tune)
 app.command()(timeline)
 app.command()(verify)
 app.command()(propagate)
+app.command()(strategy)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback()

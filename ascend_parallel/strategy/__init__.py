@@ -1,4 +1,39 @@
 """Training strategies around a sharded model: data, pipeline, recompute, optimizer parallel, checkpoints.
 
-pieces           a rank's part of a tensor, as a box in the whole one: what checkpoints are made of
+options, strategy    what is said about a training: one frozen Strategy, from Python or TOML
+loss, passes         the model and its loss as one graph; operators of it that become one
+watch                which ranks are still there
 """
+
+from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.strategy.options import (
+    AmpOptions,
+    CommFusion,
+    GradientMerge,
+    OverlapOptions,
+    PipelineOptions,
+    ShardingOptions,
+    StrategyOptionError,
+)
+from ascend_parallel.strategy.planned import TrainingPlan, plan_training
+from ascend_parallel.strategy.recompute import Recompute, recompute
+from ascend_parallel.strategy.strategy import Strategy
+from ascend_parallel.strategy.training import TrainStep, train_step
+
+__all__ = [
+    "AmpOptions",
+    "CommFusion",
+    "GradientMerge",
+    "OverlapOptions",
+    "Piece",
+    "PipelineOptions",
+    "Recompute",
+    "ShardingOptions",
+    "Strategy",
+    "StrategyOptionError",
+    "TrainStep",
+    "TrainingPlan",
+    "plan_training",
+    "recompute",
+    "train_step",
+]

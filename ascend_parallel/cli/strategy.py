@@ -1,0 +1,53 @@
+"""``ascend-parallel strategy``: what a training strategy comes to for a model, without processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ascend_parallel.cli.building import build_model, errors
+
+
+def strategy(
+    model: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns (model, batch).")],
+    config: Annotated[Path, typer.Option(help="The strategy, a TOML file.")],
+    operators: Annotated[bool, typer.Option("--operators", help="Also the layout of every operator.")] = False,
+    schedule: Annotated[Path | None, typer.Option(help="Write the pipeline's schedule as a picture (SVG).")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the graph, coloured by layout.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
+) -> None:
+    """Plan the training of a model by a strategy, for any number of ranks, and say what each option comes to.
+
+    The function is called with no arguments while torch makes tensors without memory (the meta device). Its model
+    returns the mean loss of a batch, which is that of all replicas together.
+
+    Examples:
+
+      ascend-parallel strategy examples/strategy/gpt.py:planned --config examples/strategy/gpt.toml
+
+      ascend-parallel strategy my_models:llama_70b --config 8192.toml --schedule schedule.svg
+    """
+    from ascend_parallel.strategy import Strategy, plan_training
+    from ascend_parallel.strategy.explain import as_dict
+
+    with errors("strategy"), Console(stderr=True).status("planning"):
+        for option, file in (("--schedule", schedule), ("--html", html)):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
+        wanted = Strategy.from_toml(config)
+        if schedule is not None and wanted.pipeline.degree == 1:
+            raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
+        built, batch, _ = build_model(model)
+        planned = plan_training(wanted, built, batch)
+        told = json.dumps(as_dict(planned), indent=1) if as_json else planned.explain(operators)
+    if schedule is not None:
+        schedule.write_text(wanted.pipeline.svg(), encoding="utf-8")
+    if html is not None:
+        html.write_text(planned.plan.to_html(), encoding="utf-8")
+    typer.echo(told)
+    if planned.stages and not as_json:
+        typer.echo(f"\n{wanted.pipeline}")

@@ -1,0 +1,234 @@
+"""What each option of a strategy comes to for a model: collectives, kernels, memory; predicted, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ascend_parallel import status
+from ascend_parallel.sharding.graph import PARAMETER, Value
+from ascend_parallel.sharding.layout import local_shape, local_size
+from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.running.fuse import Fusion, Schedule, fuse
+from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.sharding.running.saved import saved_bytes
+from ascend_parallel.sharding.running.summed import Bucket, buckets, read_as_copies
+from ascend_parallel.sharding.showing.explain import size_of, summary
+from ascend_parallel.strategy.optimizer.memory import OptimizerMemory, predicted_memory
+from ascend_parallel.strategy.pipeline.cut import StagePlan, cut
+from ascend_parallel.strategy.pipeline.schedule import stages_of
+from ascend_parallel.strategy.planned import TrainingPlan
+
+ITEMSIZE_OF_MASTERS = 4
+
+
+def explain(planned: TrainingPlan, operators: bool = False) -> str:
+    """Return a paragraph for each option that does something, and a rank's memory in each stage."""
+    found = _Explained(planned)
+    lines = [f"{name}: {text}" for name, text in found.lines()]
+    lines += ["", *found.table()]
+    if operators:
+        lines += ["", planned.plan.explain()]
+    return "\n".join(lines)
+
+
+def as_dict(planned: TrainingPlan) -> dict[str, Any]:
+    """Return the same as plain values, for JSON: bytes, and seconds."""
+    found = _Explained(planned)
+    return {
+        "mode": planned.strategy.mode,
+        "ranks": planned.strategy.ranks,
+        "mesh": dict(planned.strategy.mesh),
+        "collectives": planned.plan.collectives(),
+        "communication": planned.plan.seconds,
+        "spared": dict(planned.spared),
+        "bubble": found.bubble,
+        "stages": [
+            vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in found.stages
+        ],
+        "options": dict(found.lines()),
+    }
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What the ranks of one stage hold and run."""
+
+    name: str
+    plan: ShardingPlan
+    memory: OptimizerMemory
+    saved: tuple[float, float]
+    live: float
+    fused: tuple[Fusion, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def activations(self) -> float:
+        """Bytes kept from forward to backward at most, of all micro-batches under way."""
+        return self.saved[1] * self.live
+
+
+class _Explained:
+    def __init__(self, planned: TrainingPlan) -> None:
+        self._planned, self._strategy = planned, planned.strategy
+
+    @cached_property
+    def parts(self) -> tuple[StagePlan, ...]:
+        if not self._planned.stages:
+            return ()
+        options, meshes = self._strategy.pipeline, self._planned.meshes
+        at = stages_of(options.schedule, options.degree, options.count)
+        return cut(self._planned.plan, self._planned.stages, [meshes[index] for index in at])
+
+    @cached_property
+    def stages(self) -> list[_Stage]:
+        if not self.parts:
+            return [self._stage("all", self._planned.plan, 1.0)]
+        options = self._strategy.pipeline
+        live, at = options.simulated().live, stages_of(options.schedule, options.degree, options.count)
+        each = options.count / options.degree
+        return [self._stage(str(one.stage), one.plan, live[at[one.stage]] * each) for one in self.parts]
+
+    @property
+    def bubble(self) -> float:
+        return self._strategy.pipeline.simulated().bubble if self.parts else 0.0
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        strategy = self._strategy
+        mesh = ", ".join(f"{name}={size}" for name, size in strategy.mesh.items())
+        yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, each stage on a mesh of {mesh}"
+        for line in summary(self._planned.plan)[:2]:
+            yield "plan", line
+        for name, count in self._planned.spared.items():
+            yield "fused_passes", f"{name}: {count} operators and the tensors between them spared"
+        yield from self._pipeline()
+        yield from self._recompute()
+        yield from self._sharding()
+        yield from self._precision()
+        yield from self._overlap()
+
+    def table(self) -> Iterator[str]:
+        """Yield what a rank of each stage holds."""
+        yield f"{'stage':6}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>12}{'total':>12}"
+        for one in self.stages:
+            held = one.memory.parameters, one.memory.gradients, one.memory.optimizer, one.activations
+            yield f"{one.name:6}" + "".join(f"{size_of(size):>12}" for size in (*held, sum(held)))
+
+    def _pipeline(self) -> Iterator[tuple[str, str]]:
+        options = self._strategy.pipeline
+        if not self.parts:
+            if options.micro_batches > 1:
+                yield "pipeline", f"none; the gradients of {options.micro_batches} micro-batches are accumulated"
+            return
+        yield "pipeline", f"{options.count} stages on {options.degree} groups of ranks; {options.headline()}"
+        for part in self.parts[:-1]:
+            metas = {value: part.plan.graph.meta(value) for value in part.plan.returned}
+            sent = sum(
+                local_size(meta.shape, part.plan.returned[value], part.plan.mesh.shape) * meta.dtype.itemsize
+                for value, meta in metas.items()
+            )
+            yield (
+                "pipeline",
+                f"stage {part.stage} sends {size_of(sent)} a rank and micro-batch, and receives as much back",
+            )
+
+    def _recompute(self) -> Iterator[tuple[str, str]]:
+        given = self.recompute
+        if given.modules:
+            before, after = (sum(one.saved[index] for one in self.stages) for index in (0, 1))
+            yield (
+                "recompute",
+                f"{', '.join(given.modules)}: {size_of(after)} kept for backward of a micro-batch instead of "
+                f"{size_of(before)}, collectives {given.collectives}",
+            )
+
+    def _sharding(self) -> Iterator[tuple[str, str]]:
+        options = self._strategy.sharding
+        if options.level:
+            without = sum(self._memory(one.plan, 0).total for one in self.stages)
+            held = sum(one.memory.total for one in self.stages)
+            yield (
+                "sharding",
+                f"level {options.level} over {options.dim} by {options.by}: {size_of(held)} of parameters, gradients "
+                f"and optimizer instead of {size_of(without)}",
+            )
+        if self._strategy.max_norm is not None:
+            yield (
+                "max_norm",
+                f"gradients are clipped to a global norm of {self._strategy.max_norm:g}: one all-gather of a number",
+            )
+
+    def _precision(self) -> Iterator[tuple[str, str]]:
+        amp, merge = self._strategy.amp, self._strategy.gradient_merge
+        if amp.dtype is not None:
+            masters = "fp32 master weights" if amp.master_weights else "no master weights"
+            scaled = ", the loss scaled" if amp.dtype == "float16" else ""
+            yield "amp", f"{amp.dtype}, {masters}{scaled}"
+        if merge.steps > 1:
+            how = "mean" if merge.average else "sum"
+            yield "gradient_merge", f"a step of the optimizer with the {how} of {merge.steps} batches' gradients"
+
+    def _overlap(self) -> Iterator[tuple[str, str]]:
+        fused = [one for stage in self.stages for one in stage.fused]
+        if fused:
+            overlapped = sum(bool(one.operator) for one in fused)
+            yield "overlap", f"{overlapped} of {len(fused)} matmuls next to a collective run overlapped"
+        found = [bucket for stage in self.stages for bucket in stage.buckets]
+        if found:
+            count = sum(len(bucket.members) for bucket in found)
+            nbytes = sum(bucket.nbytes for bucket in found)
+            under = "under backward" if self._strategy.overlap.gradients else "after backward"
+            yield "comm_fusion", f"{count} gradients, {size_of(nbytes)}, are summed in {len(found)} buckets {under}"
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        return self._strategy.recompute if self._strategy.recompute.modules else Recompute.of(self._planned.model)
+
+    def _stage(self, name: str, plan: ShardingPlan, live: float) -> _Stage:
+        schedule = Schedule(plan.layouts, plan.inputs, plan.via)
+        if self._strategy.overlap.operators:
+            schedule = fuse(plan, status().settings)
+        schedule, summed = read_as_copies(schedule, plan)
+        part = bool(self._planned.stages)
+        saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))
+        of_size = self._strategy.comm_fusion.bucket_bytes or 1
+        memory = self._memory(plan, self._strategy.sharding.level)
+        return _Stage(name, plan, memory, (saved[0], saved[1]), live, schedule.fused, buckets(summed, of_size))
+
+    def _memory(self, plan: ShardingPlan, level: int) -> OptimizerMemory:
+        amp, sizes = self._strategy.amp, self._strategy.mesh
+        found = []
+        for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
+            nodes = [one for one in plan.graph.nodes.values() if one.kind == PARAMETER]
+            mine = [one for one in nodes if self._replicas(plan, one.name) == replicas]
+            shapes = [
+                local_shape(one.outputs[0].shape, plan.layouts[Value(one.name)], plan.mesh.shape, (0,) * len(sizes))
+                for one in mine
+            ]
+            if mine:
+                masters = ITEMSIZE_OF_MASTERS if amp.dtype is not None and amp.master_weights else None
+                found.append(
+                    predicted_memory(
+                        shapes,
+                        level=min(level, 2) if replicas > 1 else 0,
+                        ranks=replicas,
+                        by=self._strategy.sharding.by,
+                        itemsize=mine[0].outputs[0].dtype.itemsize,
+                        master_itemsize=masters,
+                    )
+                )
+        return OptimizerMemory(
+            sum(one.parameters for one in found),
+            sum(one.gradients for one in found),
+            sum(one.optimizer for one in found),
+        )
+
+    def _replicas(self, plan: ShardingPlan, name: str) -> int:
+        """Return how many ranks of the divided dimension hold the same part of a parameter."""
+        options = self._strategy.sharding
+        if not options.level or plan.graph.nodes[name].kind != PARAMETER:
+            return 1
+        cut_there = plan.layouts[Value(name)][plan.mesh.dim(options.dim)].kind == "shard"
+        return 1 if cut_there else self._strategy.mesh[options.dim]

@@ -1,0 +1,80 @@
+"""A planned model whose own Python runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.sharding.running.parallelize import parallelize
+from ascend_parallel.strategy.checkpoint.modules import pieces_of
+from ascend_parallel.strategy.loss import Loss, WithLoss
+from ascend_parallel.strategy.optimizer.targets import Target
+from ascend_parallel.strategy.options import StrategyOptionError
+from ascend_parallel.strategy.planned import TrainingPlan
+from ascend_parallel.strategy.running.runner import part_of, target_of
+
+
+class Eagerly:
+    """A planned model whose own Python runs; the optimizer has the local tensors of its DTensors."""
+
+    def __init__(self, planned: TrainingPlan, loss: Loss, local_batches: bool) -> None:
+        """Shard the model in place. Every rank comes."""
+        _check_eager(planned)
+        self._strategy, model = planned.strategy, planned.model
+        self._joined = parallelize(WithLoss(model, loss), planned.plan, local_inputs=local_batches)
+        self.modules, self.unreduced, self._mesh = (model,), False, planned.plan.mesh
+        self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._local = {name: nn.Parameter(local_of(one)) for name, one in self._sharded.items()}
+
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
+        """Add the gradients of ``factor * loss``; return the loss."""
+        count = self._strategy.pipeline.micro_batches
+        losses = []
+        for number in range(count):
+            loss = self._joined(*(part_of(one, number, count) for one in batch))
+            (loss * (factor / count)).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def finish(self) -> None:
+        """Give the optimizer the gradients, which are summed."""
+        for name, parameter in self._sharded.items():
+            self._local[name].grad = None if parameter.grad is None else local_of(parameter.grad)
+            parameter.grad = None
+
+    def targets(self) -> list[Target]:
+        """Return this rank's parameters."""
+        pieces, found = self.pieces(), []
+        for name, parameter in self._local.items():
+            placements = cast(DTensor, self._sharded[name]).placements
+            whole = [dim for dim, one in zip(self._mesh.dim_names, placements, strict=True) if not one.is_shard()]
+            found.append(target_of(name, parameter, pieces[name], whole, self._strategy, self._mesh))
+        return found
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return this rank's part of parameters and buffers."""
+        return pieces_of(self.modules[0])
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, as it lies."""
+    return cast(DTensor, tensor.detach()).to_local()
+
+
+def _check_eager(planned: TrainingPlan) -> None:
+    """Refuse by name what only a graph can."""
+    strategy = planned.strategy
+    for name, given in (
+        ("pipeline.degree", planned.stages),
+        ("recompute", strategy.recompute.modules or Recompute.of(planned.model).modules),
+        ("fused_passes", strategy.fused_passes),
+        ("sharding.level=2", strategy.sharding.level == 2),
+    ):
+        if given:
+            raise StrategyOptionError(f"{name} with static=False: only the graph can, which static=True runs")

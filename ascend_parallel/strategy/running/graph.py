@@ -1,0 +1,60 @@
+"""A rank's part of a planned graph, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.sharding.running.execute import ShardedModule
+from ascend_parallel.strategy.optimizer.targets import Target
+from ascend_parallel.strategy.planned import TrainingPlan
+from ascend_parallel.strategy.running.runner import part_of, targets_of
+
+
+class Whole:
+    """This rank's part of a graph, micro-batch by micro-batch."""
+
+    def __init__(self, planned: TrainingPlan, settings: Settings | None, local_batches: bool) -> None:
+        """Take this rank's part. Every rank comes."""
+        self._strategy = strategy = planned.strategy
+        self.module = ShardedModule(
+            planned.model,
+            planned.plan,
+            overlap=strategy.overlap.operators,
+            settings=settings,
+            local_inputs=local_batches,
+            recompute=strategy.recompute if strategy.recompute.modules else None,
+            bucket_bytes=strategy.comm_fusion.bucket_bytes or 1,
+        )
+        self.modules, self.unreduced = (self.module,), strategy.sharding.level == 2
+
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
+        """Add the gradients of ``factor * loss``; return the loss."""
+        count = self._strategy.pipeline.micro_batches
+        losses = []
+        for number in range(count):
+            summed = last and number == count - 1 and self._strategy.overlap.gradients and not self.unreduced
+            later = (self._strategy.sharding.dim,) if self.unreduced else ()
+            with nullcontext() if summed else self.module.no_sync(*later):
+                loss = self.module(*(part_of(one, number, count) for one in batch))
+                (loss * (factor / count)).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def finish(self) -> None:
+        """Sum what was held back; at level 2 the optimizer sums over its replicas."""
+        if not self.unreduced:
+            self.module.reduce_gradients()
+
+    def targets(self) -> list[Target]:
+        """Return this rank's parameters."""
+        return targets_of([self.module], self._strategy, self.module.plan.mesh, {})
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return this rank's part of parameters and buffers."""
+        return self.module.pieces()

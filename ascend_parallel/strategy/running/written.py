@@ -1,0 +1,64 @@
+"""A model that runs as it is, with collectives of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.strategy.loss import Loss
+from ascend_parallel.strategy.optimizer.targets import Target
+from ascend_parallel.strategy.options import StrategyOptionError
+from ascend_parallel.strategy.strategy import Strategy
+
+
+class AsWritten:
+    """A model that runs as it is, with collectives of its own (mode "hybrid"); gradients are summed over data."""
+
+    def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
+        """Take the rank's own model."""
+        self._model, self._loss, self._strategy = model, loss, strategy
+        self.modules, self.unreduced = (model,), True
+        (mesh,) = strategy.meshes()
+        mesh.device_mesh()
+        self._replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
+        self._group = None if strategy.data_dim is None else mesh.group(strategy.data_dim)
+        if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "pieces"):
+            raise StrategyOptionError(
+                'mode="hybrid" with a mesh of more than the data dimension: the model has to tell what of each '
+                "parameter a rank holds, by a method pieces() -> dict[str, Piece]"
+            )
+
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
+        """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
+        loss = self._loss(self._model, *batch)
+        (loss * (factor / self._replicas)).backward()  # type: ignore[no-untyped-call]
+        mean = loss.detach() / self._replicas
+        if self._group is not None:
+            dist.all_reduce(mean, group=self._group)
+        return mean
+
+    def finish(self) -> None:
+        """Leave the sums to the optimizer."""
+
+    def targets(self) -> list[Target]:
+        """Return this rank's parameters; each is a replica along the data dimension."""
+        pieces, ranks = self.pieces(), prod(self._strategy.mesh.values())
+        found = []
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parts = prod(pieces[name].shape) // max(1, parameter.numel())
+                found.append(Target(name, parameter, pieces[name], self._group, max(1, ranks // parts)))
+        return found
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return what the model says it holds, or all of it."""
+        if hasattr(self._model, "pieces"):
+            found: dict[str, Piece] = self._model.pieces()  # type: ignore[operator]
+            return found
+        return {name: Piece(one, tuple(one.shape), (0,) * one.ndim) for name, one in self._model.state_dict().items()}

@@ -1,0 +1,210 @@
+"""A training step of a strategy: made once on every rank, then called with one batch after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.strategy.checkpoint.loading import load
+from ascend_parallel.strategy.checkpoint.saving import Saving, save
+from ascend_parallel.strategy.loss import Loss, mean_loss
+from ascend_parallel.strategy.optimizer.parallel import ParallelOptimizer
+from ascend_parallel.strategy.optimizer.recipe import recipe
+from ascend_parallel.strategy.optimizer.scaling import LossScale
+from ascend_parallel.strategy.options import StrategyOptionError
+from ascend_parallel.strategy.planned import TrainingPlan, cast, plan_training
+from ascend_parallel.strategy.running.eager import Eagerly
+from ascend_parallel.strategy.running.graph import Whole
+from ascend_parallel.strategy.running.runner import Runner
+from ascend_parallel.strategy.running.staged import Staged
+from ascend_parallel.strategy.running.written import AsWritten
+from ascend_parallel.strategy.strategy import Strategy
+from ascend_parallel.strategy.watch import Watch
+
+
+def train_step(
+    model: nn.Module,
+    batch: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    *,
+    loss: Loss = mean_loss,
+    static: bool = True,
+    local_batches: bool = False,
+    settings: Settings | None = None,
+    timeout: timedelta | None = None,
+) -> TrainStep:
+    """Make the training step of `model` by `strategy`. Every rank of the default group calls it alike.
+
+    model
+        Written for one card (in mode "hybrid" this rank's part), with the same values on every rank. It is not
+        changed, but in mode "hybrid", where it is what trains.
+    batch
+        One like those to come, of all replicas together; its numbers do not matter.
+    optimizer
+        Any that `recipe` takes, made over the model's parameters; it is not used itself (`TrainStep.optimizer` is).
+    loss
+        Called as ``loss(model, *batch)``; returns the mean loss. By default the model returns it.
+    static
+        The traced graph runs, with overlapped operators. False: the model's own Python runs on DTensors by the same
+        plan (`sharding.parallelize`), and the model is changed in place; not with stages, recompute, fused passes.
+    local_batches
+        Every rank gives its own part of the batches, along the data dimension, and not the whole of them.
+    settings
+        Of the overlapped operators; by default those in force.
+    timeout
+        How long stages of a pipeline wait for one another.
+
+    Raises `StrategyOptionError` if the job has another number of ranks than the strategy, and what `plan_training`,
+    `parallelize`, `Pipeline` and `ParallelOptimizer` raise.
+    """
+    if dist.get_world_size() != strategy.ranks:
+        raise StrategyOptionError(
+            f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
+            f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
+        )
+    made = recipe(optimizer, model)
+    planned: TrainingPlan | None = None
+    runner: Runner
+    if strategy.mode == "hybrid":
+        model = model if strategy.amp.dtype is None else model.to(getattr(torch, strategy.amp.dtype))
+        runner = AsWritten(model, loss, strategy)
+    else:
+        planned = plan_training(strategy, model, batch, loss)
+        runner = _runner(planned, settings, local_batches, timeout) if static else Eagerly(planned, loss, local_batches)
+    master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
+    parallel = ParallelOptimizer(
+        runner.targets(),
+        made,
+        level=strategy.sharding.level,
+        by=strategy.sharding.by,
+        max_norm=strategy.max_norm,
+        master_dtype=master,
+        unreduced=runner.unreduced,
+        loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
+        bucket_bytes=strategy.comm_fusion.bucket_bytes or 1,
+    )
+    return TrainStep(strategy, planned, runner, parallel)
+
+
+def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:
+    if planned.stages:
+        return Staged(planned, settings, local_batches, timeout)
+    return Whole(planned, settings, local_batches)
+
+
+class TrainStep:
+    """``step(*batch)`` trains on one batch and returns its mean loss.
+
+    strategy, planned
+        What it was made of; `planned` is None in mode "hybrid".
+    modules
+        This rank's part of the model, one module per stage.
+    optimizer
+        The `ParallelOptimizer`; learning rate schedulers of torch work on it.
+    batches
+        How many batches were trained on, also before the checkpoint that was loaded: the data's position.
+    """
+
+    def __init__(
+        self, strategy: Strategy, planned: TrainingPlan | None, runner: Runner, optimizer: ParallelOptimizer
+    ) -> None:
+        """Take what runs forward and backward, and what updates; see `train_step`."""
+        self.strategy, self.planned, self.optimizer = strategy, planned, optimizer
+        self.modules = tuple(runner.modules)
+        self.batches = 0
+        self._runner, self._watch = runner, Watch()
+        self._saving: Saving | None = None
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """Train on a batch. Every rank calls it alike, with the same batch or with local_batches its part.
+
+        The optimizer steps after every `gradient_merge.steps` batches. Raises `ValueError` for a batch unlike the one
+        the step was made with, and `RankLostError` if ranks have stopped.
+        """
+        merge = self.strategy.gradient_merge
+        last = (self.batches + 1) % merge.steps == 0
+        factor = 1 / merge.steps if merge.average else 1.0
+        if self.optimizer.loss_scale is not None:
+            factor *= self.optimizer.loss_scale.scale
+        given = [cast(one, self.strategy) for one in batch]
+        with self._watch.naming(self.batches):
+            # In a pipeline terms are summed over stages first, and only then over replicas.
+            with self.optimizer.no_sync() if isinstance(self._runner, Staged) else nullcontext():
+                loss = self._runner.accumulate(given, factor, last)
+            if last:
+                self._runner.finish()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self.batches += 1
+        return loss
+
+    def explain(self, operators: bool = False) -> str:
+        """Return what each option of the strategy comes to; with `operators` the whole sharding plan."""
+        if self.planned is None:
+            return 'mode "hybrid": the model runs as it is written'
+        return self.planned.explain(operators)
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return this rank's part of the model's parameters and buffers."""
+        return self._runner.pieces()
+
+    def save(
+        self,
+        path: str | Path,
+        values: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+    ) -> Saving:
+        """Save a checkpoint ``path/step-N``, N the batches so far: all that training goes on from.
+
+        values
+            What else there is, alike on all ranks: of a learning rate scheduler, of the data.
+
+        Refused between the batches of a gradient merge, whose gradients are not saved. See `checkpoint.save`.
+        """
+        if self.batches % self.strategy.gradient_merge.steps:
+            raise StrategyOptionError(
+                f"{self.batches} batches are no multiple of gradient_merge.steps="
+                f"{self.strategy.gradient_merge.steps}: save after the optimizer's step"
+            )
+        mine = {"batches": self.batches, "optimizer": self.optimizer.plain_state(), "user": dict(values or {})}
+        self._saving = save(
+            path,
+            step=self.batches,
+            model=self.pieces(),
+            optimizer=self.optimizer.pieces(),
+            values=mine,
+            asynchronous=asynchronous,
+            keep=keep,
+        )
+        return self._saving
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Load a checkpoint, of any layout, or the latest in a folder of them; return the `values` saved with it."""
+        state = self.optimizer.empty_pieces()
+        found = load(path, model=self.pieces(), optimizer=state).values
+        self.optimizer.load_pieces(state)
+        self.optimizer.load_plain_state(found["optimizer"])
+        self.batches = found["batches"]
+        user: dict[str, Any] = found["user"]
+        return user
+
+    def close(self) -> None:
+        """Wait for a checkpoint under way, and end the watch over the other ranks.
+
+        Call it before torch.distributed.destroy_process_group.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+        self._watch.stop()

@@ -1,0 +1,174 @@
+"""A training step of a GPT on 8 ranks (data 2 x tensor 2 x pipeline 2): torch's own parts, by hand, and by a strategy.
+
+    python benchmarks/strategy.py                   about two minutes, on gloo over the loopback
+    python benchmarks/strategy.py --link 1gbit      every rank with a link of its own; needs root
+    python benchmarks/strategy.py --plan 8192       plans the same strategy for so many ranks, without processes
+
+fp32, AdamW, 1F1B with 4 micro-batches, tensor parallelism without sequence parallelism; a step is forward, backward,
+the gradients' sums and the optimizer. All run in turn, in an order drawn anew for each round; before, each
+one's losses are compared with one card's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import resource
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from strategy_cases import CASES, GPT, RANKS, TORCH, Step, strategy_of_example
+
+from ascend_parallel.measuring.link import LinkError, shaped_link
+from ascend_parallel.measuring.ranks import Job, RankError, begin_rank, deliver, report, run_ranks
+from ascend_parallel.strategy import PipelineOptions
+from ascend_parallel.strategy.pipeline.cut import cut
+from ascend_parallel.strategy.planned import plan_training
+
+LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 8, 512, 128, 16
+LR, CHECKED, WARM_UP = 1e-3, 3, 1
+TOLERANCE = 1e-4  # of fp32
+LIMIT = 600
+LARGE = {"layers": 32, "width": 4096, "heads": 32, "vocabulary": 50304, "length": 2048}
+
+
+def main() -> int:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--link", metavar="RATE", help="of each rank, such as 1gbit (needs root)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plan", type=int, metavar="RANKS", help="plan for so many ranks (a multiple of 64) instead")
+    options = parser.parse_args()
+    if options.plan:
+        print(planned(options.plan))
+        return 0
+    link = shaped_link(options.link, RANKS) if options.link else nullcontext([])
+    with link as ends, Console(stderr=True).status("measuring") as status:
+        told = {"rounds": options.rounds}
+        job = Job(program=(str(Path(__file__)),), arguments=told, ranks=RANKS, limit=LIMIT, ends=ends)
+        times = run_ranks(job, lambda line: status.update(line))
+    print("| | ms | torch's parts / it |\n|---|---|---|")
+    for name, its in times.items():
+        gain = median(theirs / ours for theirs, ours in zip(times[TORCH], its, strict=True))
+        print(f"| {name} | {1e3 * median(its):.0f} | {gain:.2f} |")
+    return 0
+
+
+def rank() -> None:
+    """Time every case on this rank."""
+    job = begin_rank()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+    report("one card")
+    right = losses_of_one_card()
+    steps: dict[str, Step] = {}
+    for name, case in CASES.items():
+        report(f"checking: {name}")
+        steps[name] = case(model_of_run(), batch_of(0), LR)
+        check(name, steps[name], right)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    batch = batch_of(CHECKED)
+    for index in range(WARM_UP + job["rounds"]):
+        report(f"round {index + 1} of {WARM_UP + job['rounds']}")
+        order = list(steps)
+        random.Random(index).shuffle(order)
+        for name in order:
+            took = timed(steps[name], batch)
+            if index >= WARM_UP:
+                times[name].append(took)
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    deliver(dict(zip(times, slowest.tolist(), strict=True)))
+    for step in steps.values():
+        step.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def losses_of_one_card() -> list[float]:
+    """Return what one card's first steps give; rank 0 alone computes them."""
+    losses = torch.zeros(CHECKED, dtype=torch.float64)
+    if dist.get_rank() == 0:
+        model = model_of_run()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        for index in range(CHECKED):
+            loss = model(*batch_of(index))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[index] = loss.detach()
+    dist.broadcast(losses, 0)
+    return losses.tolist()
+
+
+def check(name: str, step: Step, right: list[float]) -> None:
+    """Raise unless the first steps' losses are right."""
+    found = [step(*batch_of(index)) for index in range(len(right))]
+    if any(abs(one - other) > TOLERANCE * other for one, other in zip(found, right, strict=True)):
+        raise ValueError(f"{name}: losses {found}, one card has {right}")
+
+
+def timed(step: Step, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Return the seconds of one step on this rank."""
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    start = time.perf_counter()
+    step(*batch)
+    took = time.perf_counter() - start
+    gc.enable()
+    return took
+
+
+def model_of_run() -> GPT:
+    """Make the model, alike in every process."""
+    torch.manual_seed(0)
+    return GPT(LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH)
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random tokens and targets, alike in every process."""
+    drawn = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def planned(ranks: int) -> str:
+    """Plan the training of a large GPT by the same strategy, cut into its stages; return what it took."""
+    if ranks % 64:
+        raise ValueError(f"--plan {ranks}: give a multiple of 64, of 8 tensor-parallel ranks in 8 stages")
+    replicas, layers = ranks // 64, range(LARGE["layers"])
+    stages = {"tokens": 0} | {f"layers.{layer}": layer * 8 // len(layers) for layer in layers}
+    strategy = replace(
+        strategy_of_example(),
+        mesh={"dp": replicas, "tp": 8},
+        pipeline=PipelineOptions(degree=8, micro_batches=8, stages=stages),
+    )
+    with torch.device("meta"):
+        model = GPT(**LARGE).bfloat16()
+        tokens = torch.zeros(8 * replicas, LARGE["length"], dtype=torch.long)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    found = plan_training(strategy, model, (tokens, tokens))
+    parts = cut(found.plan, found.stages, found.meshes)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = f"{peak / 1024:.0f} MB, {(peak - before) / 1024:.0f} of it for the plan"
+    return (
+        f"{strategy.ranks} ranks, {len(found.plan.graph.nodes)} nodes, {len(parts)} stages: {seconds:.1f} s, {memory}"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(rank() if sys.argv[-1].endswith("job.json") else main())
+    except (LinkError, RankError, ValueError) as error:
+        sys.exit(f"strategy.py: {error}")
