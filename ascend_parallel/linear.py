@@ -3,12 +3,10 @@
 Y = X W' + b with the weight as torch.nn.functional.linear has it, ``[N, K]``.
 
 column  W is cut along N. Sequence parallel: X arrives as this rank's rows and is gathered.
-row     W is cut along K, X along its last dimension; Y is summed over ranks. Sequence parallel: each
-        rank keeps its rows of the sum.
+row     W is cut along K, X along its last dimension; Y is summed over ranks. Sequence parallel: of the sum its rows.
 
-Every matmul next to a collective overlaps with it, in both directions, and the weight gradient runs
-under what is left of the input gradient's communication. The weight gradient itself is never cut:
-its sum over rows would change its bits.
+Every matmul next to a collective overlaps with it, in both directions, and the weight gradient runs under what is left
+of the input gradient's communication. That gradient is never cut: its sum over rows would change its bits.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def strategy(
 
     Examples:
 
-      ascend-parallel strategy examples/strategy/gpt.py:planned --config examples/strategy/gpt.toml
+      ascend-parallel strategy examples/strategy/train.py:planned --config examples/strategy/gpt.toml
 
       ascend-parallel strategy my_models:llama_70b --config 8192.toml --schedule schedule.svg
     """

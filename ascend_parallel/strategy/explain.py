@@ -11,14 +11,16 @@ from ascend_parallel import status
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape, local_size
 from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.running.ahead import Ahead, start_ahead
 from ascend_parallel.sharding.running.fuse import Fusion, Schedule, fuse
 from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.sharding.running.regions import regions
 from ascend_parallel.sharding.running.saved import saved_bytes
 from ascend_parallel.sharding.running.summed import Bucket, buckets, read_as_copies
 from ascend_parallel.sharding.showing.explain import size_of, summary
 from ascend_parallel.strategy.optimizer.memory import OptimizerMemory, predicted_memory
 from ascend_parallel.strategy.pipeline.cut import StagePlan, cut
-from ascend_parallel.strategy.pipeline.schedule import stages_of
+from ascend_parallel.strategy.pipeline.schedule import SPLIT, stages_of
 from ascend_parallel.strategy.planned import TrainingPlan
 
 ITEMSIZE_OF_MASTERS = 4
@@ -63,6 +65,7 @@ class _Stage:
     live: float
     fused: tuple[Fusion, ...]
     buckets: tuple[Bucket, ...]
+    ahead: tuple[Ahead, ...]
 
     @property
     def activations(self) -> float:
@@ -175,6 +178,13 @@ class _Explained:
         if fused:
             overlapped = sum(bool(one.operator) for one in fused)
             yield "overlap", f"{overlapped} of {len(fused)} matmuls next to a collective run overlapped"
+        ahead = [one for stage in self.stages for one in stage.ahead]
+        if ahead:
+            joined = sum(len(one.conversions) for one in ahead)
+            yield (
+                "comm_fusion",
+                f"{joined} collectives start ahead of what reads them, as {len(ahead)}",
+            )
         found = [bucket for stage in self.stages for bucket in stage.buckets]
         if found:
             count = sum(len(bucket.members) for bucket in found)
@@ -195,7 +205,10 @@ class _Explained:
         saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))
         of_size = self._strategy.comm_fusion.bucket_bytes or 1
         memory = self._memory(plan, self._strategy.sharding.level)
-        return _Stage(name, plan, memory, (saved[0], saved[1]), live, schedule.fused, buckets(summed, of_size))
+        again = {node for one in regions(plan, schedule, self.recompute, part=part).values() for node in one.nodes}
+        starts = start_ahead(schedule, plan, again, of_size) if self._strategy.pipeline.schedule not in SPLIT else {}
+        ahead = tuple(one for found in starts.values() for one in found)
+        return _Stage(name, plan, memory, (saved[0], saved[1]), live, schedule.fused, buckets(summed, of_size), ahead)
 
     def _memory(self, plan: ShardingPlan, level: int) -> OptimizerMemory:
         amp, sizes = self._strategy.amp, self._strategy.mesh

@@ -44,6 +44,11 @@ def main() -> None:
     step.close()
 
 
+def planned() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Return the model and a batch, for the command: ascend-parallel strategy examples/strategy/train.py:planned."""
+    return GPT().double(), batch_of(0)
+
+
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
