@@ -80,7 +80,7 @@ ALONE = {
     "data": {"mode": "data", "mesh": {"dp": 4}},
     "auto from nothing": {"mode": "auto", "mesh": {"dp": 2, "tp": 2}, "hardware": "cpu-gloo"},
     "semi_auto": TP,
-    "recompute": {**TP, "recompute": Recompute(modules=["layers.*"], keep=["layers.*:*attention*"])},
+    "recompute": {**TP, "recompute": Recompute(modules=["layers.*"], keep=["layers.*:scaled_dot_product_attention"])},
     "zero 1": {**TP, "sharding": ShardingOptions(level=1), "max_norm": 0.3},
     "zero 2": {**TP, "sharding": ShardingOptions(level=2), "max_norm": 0.3},
     "zero 3": {**TP, "sharding": ShardingOptions(level=3), "max_norm": 0.3},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from ascend_parallel.planning.tables import PlanningError, parse_toml
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -116,6 +118,12 @@ class Strategy:
         """Return the mesh of each pipeline stage's group of ranks: ranks in order, stage by stage."""
         size, shape = prod(self.mesh.values()), tuple(self.mesh.values())
         return tuple(_mesh(first, shape, list(self.mesh)) for first in range(0, self.ranks, size))
+
+    def explain(self, model: nn.Module, batch: Sequence[Any], operators: bool = False) -> str:
+        """Return what each option comes to for a model that returns its loss: see `plan_training`, `TrainingPlan`."""
+        from ascend_parallel.strategy.planned import plan_training  # which reads strategies
+
+        return plan_training(self, model, batch).explain(operators)
 
     def _check_types(self) -> None:
         for name, kind in PARTS.items():

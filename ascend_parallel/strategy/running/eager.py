@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from ascend_parallel.strategy.loss import Loss, WithLoss
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import part_of, target_of
+from ascend_parallel.strategy.running.runner import divided_over, part_of
 
 
 class Eagerly:
@@ -50,11 +51,13 @@ class Eagerly:
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
-        pieces, found = self.pieces(), []
-        for name, parameter in self._local.items():
-            placements = cast(DTensor, self._sharded[name]).placements
-            whole = [dim for dim, one in zip(self._mesh.dim_names, placements, strict=True) if not one.is_shard()]
-            found.append(target_of(name, parameter, pieces[name], whole, self._strategy, self._mesh))
+        pieces, mesh, dim, found = self.pieces(), self._mesh, divided_over(self._strategy), []
+        for path, parameter in self._local.items():
+            placements = cast(DTensor, self._sharded[path]).placements
+            whole = [name for name, one in zip(mesh.dim_names, placements, strict=True) if not one.is_shard()]
+            group = mesh.group(dim) if dim is not None and dim in whole else None
+            copies = prod(map(mesh.size, whole))
+            found.append(Target(path, parameter, pieces[path], group, copies))
         return found
 
     def pieces(self) -> dict[str, Piece]:

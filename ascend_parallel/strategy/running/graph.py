@@ -11,9 +11,9 @@ import torch
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.execute import ShardedModule
-from ascend_parallel.strategy.optimizer.targets import Target
+from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import part_of, targets_of
+from ascend_parallel.strategy.running.runner import divided_over, part_of
 
 
 class Whole:
@@ -53,7 +53,7 @@ class Whole:
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
-        return targets_of([self.module], self._strategy, self.module.plan.mesh, {})
+        return module_targets(self.module, divided_over(self._strategy))
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's part of parameters and buffers."""

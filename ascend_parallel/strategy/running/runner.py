@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.planned import rows_of_part
 from ascend_parallel.strategy.strategy import Strategy
@@ -49,32 +46,6 @@ def part_of(one: Any, number: int, count: int) -> Any:
     return one[number * rows : (number + 1) * rows]
 
 
-def targets_of(
-    modules: Sequence[ShardedModule], strategy: Strategy, mesh: ProcessMesh, holders: Mapping[str, int]
-) -> list[Target]:
-    """Return the parameters of a rank's modules; `holders` says how many stages hold one, if several."""
-    found = []
-    for module in modules:
-        pieces = module.pieces()
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                layout = module.held[name].layout
-                whole = [dim for dim, state in zip(mesh.dim_names, layout, strict=True) if state.kind != "shard"]
-                holds = holders.get(name, 1)
-                found.append(target_of(name, parameter, pieces[name], whole, strategy, mesh, holds))
-    return found
-
-
-def target_of(
-    name: str,
-    parameter: nn.Parameter,
-    piece: Piece,
-    whole: Sequence[str],
-    strategy: Strategy,
-    mesh: ProcessMesh,
-    holders: int = 1,
-) -> Target:
-    """Return a parameter that is whole on these mesh dimensions, and held by so many stages."""
-    options = strategy.sharding
-    replicas = mesh.group(options.dim) if options.level and options.dim in whole else None
-    return Target(name, parameter, piece, replicas, prod(mesh.size(dim) for dim in whole) * holders)
+def divided_over(strategy: Strategy) -> str | None:
+    """Return the mesh dimension whose ranks share the optimizer's work; None if nobody does."""
+    return strategy.sharding.dim if strategy.sharding.level else None

@@ -10,10 +10,10 @@ import torch
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.strategy.optimizer.targets import Target
+from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.pipeline.run import Pipeline
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import targets_of
+from ascend_parallel.strategy.running.runner import divided_over
 
 
 class Staged:
@@ -55,7 +55,8 @@ class Staged:
         for part in self.pipeline.parts:
             for name in part.parameters:
                 holders[name] = holders.get(name, 0) + 1
-        return targets_of(self.modules, self._strategy, self.modules[0].plan.mesh, holders)
+        dim = divided_over(self._strategy)
+        return [one for module in self.modules for one in module_targets(module, dim, stages=holders)]
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's part of parameters and buffers."""

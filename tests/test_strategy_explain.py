@@ -1,0 +1,97 @@
+"""What a strategy says of itself: each option's effect, without processes."""
+
+import json
+import re
+
+import gpt
+import pytest
+import torch
+
+from ascend_parallel.strategy import (
+    AmpOptions,
+    CommFusion,
+    GradientMerge,
+    OverlapOptions,
+    PipelineOptions,
+    Recompute,
+    ShardingOptions,
+    Strategy,
+    plan_training,
+)
+from ascend_parallel.strategy.explain import as_dict
+
+COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
+MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}
+BASE = {"mesh": {"dp": 2, "tp": 2}, "operators": MEGATRON, "hardware": "cpu-gloo"}
+
+
+def planned(**options):
+    return plan_training(Strategy(**BASE, **options), gpt.GPT(), gpt.batch_of(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "mode: auto, 4 ranks, each stage on a mesh of dp=2, tp=2"),
+        ({}, r"overlap: (\d+) of \1 matmuls next to a collective run overlapped"),
+        ({}, r"comm_fusion: \d+ gradients, \S+ KB, are summed in \d buckets under backward"),
+        ({"comm_fusion": CommFusion(bucket_mb=0)}, r"comm_fusion: (\d+) gradients, \S+ KB, are summed in \1 buckets"),
+        ({"overlap": OverlapOptions(gradients=False)}, "after backward"),
+        ({"pipeline": PipelineOptions(micro_batches=4)}, "pipeline: none; the gradients of 4 micro-batches"),
+        (
+            {"pipeline": PipelineOptions(degree=2, micro_batches=4)},
+            r"2 stages on 2 groups of ranks; 1f1b, 4 micro-batches: bubble 20.0 % of a step \(20.0 % by the formula\)",
+        ),
+        ({"pipeline": PipelineOptions(degree=2, micro_batches=4)}, r"stage 0 sends 4.1 KB a rank and micro-batch"),
+        ({"recompute": Recompute(modules=["layers.*"])}, r"recompute: layers.*: \S+ KB kept for backward"),
+        ({"sharding": ShardingOptions(level=2)}, "sharding: level 2 over dp by slices: "),
+        ({"max_norm": 0.5}, "max_norm: gradients are clipped to a global norm of 0.5"),
+        ({"amp": AmpOptions(dtype="bfloat16")}, "amp: bfloat16, fp32 master weights"),
+        (
+            {"gradient_merge": GradientMerge(steps=4)},
+            "gradient_merge: a step of the optimizer with the mean of 4 batches",
+        ),
+    ],
+)
+def test_an_option_says_what_it_does(options, said):
+    assert re.search(said, planned(**options).explain())
+
+
+def test_no_overlap_says_nothing_of_it():
+    assert "overlap:" not in planned(overlap=OverlapOptions(operators=False)).explain()
+
+
+def test_the_levels_divide_what_they_say():
+    held = {}
+    for level in range(4):
+        (stage,) = as_dict(planned(sharding=ShardingOptions(level=level)))["stages"]
+        held[level] = [stage[name] for name in ("parameters", "gradients", "optimizer")]
+    for level, (parameters, gradients, optimizer) in held.items():
+        assert optimizer == pytest.approx(held[0][2] / (2 if level >= 1 else 1), rel=0.02)
+        assert gradients == pytest.approx(held[0][1] / (2 if level >= 2 else 1), rel=0.02)
+        assert parameters == pytest.approx(held[0][0] / (2 if level >= 3 else 1), rel=0.02)
+
+
+def test_stages_hold_their_part_and_the_embedding_twice():
+    whole = as_dict(planned())["stages"][0]["parameters"]
+    stages = as_dict(planned(pipeline=PipelineOptions(degree=2, micro_batches=4)))["stages"]
+    tied = gpt.VOCABULARY * 32 * 4
+    assert sum(stage["parameters"] for stage in stages) == whole + tied
+
+
+def test_the_plan_is_json_and_says_the_operators_if_asked():
+    found = planned(pipeline=PipelineOptions(degree=2, micro_batches=4))
+    assert json.loads(json.dumps(as_dict(found)))["bubble"] == pytest.approx(0.2)
+    assert "layers.0.up linear" in found.explain(operators=True)
+    assert "layers.0.up linear" not in found.explain()
+    assert found.explain() == found.strategy.explain(gpt.GPT(), gpt.batch_of(0))
+
+
+def test_thousands_of_ranks_need_no_memory():
+    strategy = Strategy(mesh={"dp": 128, "tp": 8}, pipeline=PipelineOptions(degree=8, micro_batches=16), mode="auto")
+    with torch.device("meta"):
+        model = gpt.GPT(layers=8, width=1024, heads=16, vocabulary=32768)
+        tokens = torch.zeros(128 * 16, gpt.LENGTH, dtype=torch.long)
+    found = plan_training(strategy, model, (tokens, tokens))
+    assert strategy.ranks == 8192
+    assert len(as_dict(found)["stages"]) == 8
