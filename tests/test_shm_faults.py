@@ -180,6 +180,7 @@ def test_groups_in_threads_open_and_grow_beside_one_another():
 
 
 INTERRUPTED = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
 shm.reach(group)
 if rank == 0:
     threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

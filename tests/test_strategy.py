@@ -62,7 +62,7 @@ def test_a_strategy_is_read_from_toml(tmp_path):
         ("[pipeline]\ndegree = 2\nvirtual_stages = 2", "pipeline.virtual_stages=2 with the schedule 1f1b"),
         ('[pipeline]\ndegree = 2\nschedule = "zbv"', "zbv has 2 stages on each group"),
         ("[pipeline]\nvirtual_stages = 2\nschedule = 'interleaved_1f1b'", "need pipeline.degree of 2 or more"),
-        ("[pipeline]\ndegree = 2\nstages = { a = 2 }", "'a': 2; give 0 to 1"),
+        ("[pipeline]\ndegree = 2\nmicro_batches = 2\nstages = { a = 2 }", "'a': 2; give 0 to 1"),
         ("[sharding]\nlevel = 4", "sharding.level=4: give one of 0, 1, 2, 3"),
         ('[sharding]\nlevel = 3\nby = "parameters"', "with level 3"),
         ('[sharding]\nlevel = 1\ndim = "mp"', "sharding.dim='mp': the mesh has dp"),

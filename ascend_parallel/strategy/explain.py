@@ -102,7 +102,10 @@ class _Explained:
         strategy = self._strategy
         mesh = ", ".join(f"{name}={size}" for name, size in strategy.mesh.items())
         yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, each stage on a mesh of {mesh}"
+        micro_batches = strategy.pipeline.micro_batches
         for line in summary(self._planned.plan)[:2]:
+            if micro_batches > 1:  # the plan is of one of them
+                line = line.replace("collectives of a step", f"collectives of one of {micro_batches} micro-batches")
             yield "plan", line
         for name, count in self._planned.spared.items():
             yield "fused_passes", f"{name}: {count} operators and the tensors between them spared"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ascend_parallel.strategy.pipeline.picture import svg, text
-from ascend_parallel.strategy.pipeline.schedule import SCHEDULES, Simulated, Times, closed_bubble, simulate
+from ascend_parallel.strategy.pipeline.schedule import SCHEDULES, Simulated, Times, check, closed_bubble, simulate
 
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 DTYPES = ("bfloat16", "float16")
@@ -56,6 +56,15 @@ class PipelineOptions:
             )
         if self.degree == 1 and (self.stages or self.virtual_stages > 1):
             raise StrategyOptionError("pipeline.stages and pipeline.virtual_stages need pipeline.degree of 2 or more")
+        if not isinstance(self.stages, Mapping):
+            raise StrategyOptionError(
+                f"pipeline.stages={self.stages!r}: give stages by pattern, such as {{'layers.[01]': 0, 'layers.*': 1}}"
+            )
+        if self.degree > 1:
+            try:
+                check(self.schedule, self.degree, self.count, self.micro_batches)
+            except ValueError as error:
+                raise StrategyOptionError(f"pipeline.{error}") from error
         for pattern, stage in self.stages.items():
             if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < self.count:
                 raise StrategyOptionError(f"pipeline.stages, {pattern!r}: {stage!r}; give 0 to {self.count - 1}")

@@ -116,6 +116,9 @@ def meta_part(one: Any, strategy: Strategy) -> Any:
     if not isinstance(one, torch.Tensor):
         return one
     rows = rows_of_part(one, strategy.pipeline.micro_batches)
+    replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
+    if rows % replicas:
+        log.warning("%s rows of a micro-batch on %s replicas: what does not divide is not cut", rows, replicas)
     return cast(one.detach()[:rows], strategy)
 
 

@@ -29,7 +29,7 @@ from ascend_parallel.strategy.recompute import Recompute
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
 # What a hybrid model, which is not traced, cannot have.
-OF_PLANS = ("operators", "pipeline", "fused_passes")
+OF_PLANS = ("operators", "pipeline", "recompute", "fused_passes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Strategy:
                 values[name] = _part(kind, table, f"{place}, [{name}]")
         if "operators" in values:
             values["operators"] = strategies_of_tables(values["operators"], f"{place}, [operators]")
-        if "fused_passes" in values:
+        if isinstance(values.get("fused_passes"), list):
             values["fused_passes"] = tuple(values["fused_passes"])
         return cls(**values)
 
@@ -129,6 +129,10 @@ class Strategy:
         for name, kind in PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise StrategyOptionError(f"{name}={getattr(self, name)!r}: give a {kind.__name__}")
+        if not isinstance(self.fused_passes, (tuple, list)):
+            raise StrategyOptionError(f"fused_passes={self.fused_passes!r}: give a list of {', '.join(PASSES)}")
+        if not isinstance(self.hardware, str):
+            raise StrategyOptionError(f"hardware={self.hardware!r}: give a name, such as '910b' or 'cpu-gloo'")
         for name in ("max_norm", "memory_limit"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -137,7 +141,7 @@ class Strategy:
 
     def _check_mesh(self) -> None:
         fine = isinstance(self.mesh, Mapping) and self.mesh
-        if not fine or not all(isinstance(size, int) and size >= 1 for size in self.mesh.values()):
+        if not fine or not all(type(size) is int and size >= 1 for size in self.mesh.values()):
             raise StrategyOptionError(f'mesh={self.mesh!r}: give sizes by name, such as {{"dp": 2, "tp": 2}}')
         names = ", ".join(self.mesh)
         if self.data_dim is not None and self.data_dim not in self.mesh:

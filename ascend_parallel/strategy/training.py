@@ -14,11 +14,12 @@ from torch import nn
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.strategy.agreed import confirm_batch, confirm_strategy
 from ascend_parallel.strategy.checkpoint.loading import load
 from ascend_parallel.strategy.checkpoint.saving import Saving, save
 from ascend_parallel.strategy.loss import Loss, mean_loss
 from ascend_parallel.strategy.optimizer.parallel import ParallelOptimizer
-from ascend_parallel.strategy.optimizer.recipe import recipe
+from ascend_parallel.strategy.optimizer.recipe import Recipe, recipe
 from ascend_parallel.strategy.optimizer.scaling import LossScale
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import TrainingPlan, cast, plan_training
@@ -64,15 +65,25 @@ def train_step(
     timeout
         How long stages of a pipeline wait for one another.
 
-    Raises `StrategyOptionError` if the job has another number of ranks than the strategy, and what `plan_training`,
-    `parallelize`, `Pipeline` and `ParallelOptimizer` raise.
+    Raises `DisagreementError` on every rank if they come with different strategies, `StrategyOptionError` if the job
+    has another number of ranks than the strategy, `ValueError` for a parameter that wants a gradient and that the
+    optimizer lacks, and what `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer` raise.
     """
+    if isinstance(batch, torch.Tensor):
+        raise TypeError("batch is a tensor: give the loss's arguments as a tuple, such as (x,)")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise StrategyOptionError(
+            "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
+            "checkpoint afterwards (plan_training takes it as it is)"
+        )
+    confirm_strategy(strategy, batch, {"static": static, "local_batches": local_batches})
     if dist.get_world_size() != strategy.ranks:
         raise StrategyOptionError(
             f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
             f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
         )
     made = recipe(optimizer, model)
+    _check_all_updated(made, model)
     planned: TrainingPlan | None = None
     runner: Runner
     if strategy.mode == "hybrid":
@@ -93,7 +104,15 @@ def train_step(
         loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
         bucket_bytes=strategy.comm_fusion.bucket_bytes or 1,
     )
-    return TrainStep(strategy, planned, runner, parallel)
+    whole = planned is not None and not local_batches
+    return TrainStep(strategy, planned, runner, parallel, whole_batches=whole)
+
+
+def _check_all_updated(made: Recipe, model: nn.Module) -> None:
+    updated = frozenset[str]().union(*(names for names, _ in made.groups))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in updated:
+            raise ValueError(f"{name} wants a gradient, and the optimizer has it not: add it, or requires_grad_(False)")
 
 
 def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:
@@ -116,7 +135,13 @@ class TrainStep:
     """
 
     def __init__(
-        self, strategy: Strategy, planned: TrainingPlan | None, runner: Runner, optimizer: ParallelOptimizer
+        self,
+        strategy: Strategy,
+        planned: TrainingPlan | None,
+        runner: Runner,
+        optimizer: ParallelOptimizer,
+        *,
+        whole_batches: bool,
     ) -> None:
         """Take what runs forward and backward, and what updates; see `train_step`."""
         self.strategy, self.planned, self.optimizer = strategy, planned, optimizer
@@ -124,15 +149,28 @@ class TrainStep:
         self.batches = 0
         self._runner, self._watch = runner, Watch()
         self._saving: Saving | None = None
+        self._failed, self._unseen = False, whole_batches
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch. Every rank calls it alike, with the same batch or with local_batches its part.
 
-        The optimizer steps after every `gradient_merge.steps` batches. Raises `ValueError` for a batch unlike the one
-        the step was made with, and `RankLostError` if ranks have stopped.
+        The optimizer steps after every `gradient_merge.steps` batches; gradients that are there before the first of
+        them are dropped. Raises `DisagreementError` if ranks come to the first batch with different ones, `ValueError`
+        for a batch unlike the one the step was made with, and `RankLostError` if ranks have stopped.
         """
         merge = self.strategy.gradient_merge
         last = (self.batches + 1) % merge.steps == 0
+        if self._unseen:
+            confirm_batch(batch)
+            self._unseen = False
+        if self.batches % merge.steps == 0:
+            self._clear()
+        elif self._failed:
+            raise RuntimeError(
+                f"batch {self.batches} failed before, and may have left a part of its gradients among those of "
+                f"gradient_merge.steps={merge.steps} batches: load() a checkpoint"
+            )
+        self._failed = True
         factor = 1 / merge.steps if merge.average else 1.0
         if self.optimizer.loss_scale is not None:
             factor *= self.optimizer.loss_scale.scale
@@ -144,9 +182,14 @@ class TrainStep:
             if last:
                 self._runner.finish()
                 self.optimizer.step()
-                self.optimizer.zero_grad()
-        self.batches += 1
+                self._clear()
+        self.batches, self._failed = self.batches + 1, False
         return loss
+
+    def _clear(self) -> None:
+        """Drop all gradients, also those that a batch left which failed."""
+        self.optimizer.zero_grad()
+        self._runner.clear()
 
     def explain(self, operators: bool = False) -> str:
         """Return what each option of the strategy comes to; with `operators` the whole sharding plan."""
@@ -192,11 +235,12 @@ class TrainStep:
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, of any layout, or the latest in a folder of them; return the `values` saved with it."""
+        self._clear()
         state = self.optimizer.empty_pieces()
         found = load(path, model=self.pieces(), optimizer=state).values
         self.optimizer.load_pieces(state)
         self.optimizer.load_plain_state(found["optimizer"])
-        self.batches = found["batches"]
+        self.batches, self._failed = found["batches"], False
         user: dict[str, Any] = found["user"]
         return user
 

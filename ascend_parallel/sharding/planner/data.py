@@ -10,12 +10,15 @@ from ascend_parallel.sharding.planner.options import Option, is_cut, is_whole
 if TYPE_CHECKING:
     from ascend_parallel.sharding.planner.search import Search
 
+WHOLE = ("replicate", "copy")
+
 
 def keep_data_parallel(search: Search, data: int) -> None:
     """Leave of each node's options those that data parallelism along a mesh dimension has.
 
     Inputs are cut along their first dimension, and what is computed from them somehow, where it can be, also by
-    configured operators where their strategies say nothing else. Parameters are whole there. In semi-automatic mode
+    configured operators where their strategies say nothing else. Parameters are whole there, and read whole. In
+    semi-automatic mode
     what is not configured is whole on the other dimensions, but for the parameters of configured operators.
     """
     from_inputs: set[str] = set()
@@ -29,11 +32,13 @@ def keep_data_parallel(search: Search, data: int) -> None:
             if search.semi_auto and name not in read:
                 kept = [one for one in kept if is_whole(one, data, node.kind == PARAMETER)]
             elif node.kind == PARAMETER:
-                kept = [one for one in kept if one.outputs[0][data].kind in ("replicate", "copy")]
+                kept = [one for one in kept if one.outputs[0][data].kind in WHOLE]
             elif search.semi_auto:
                 kept = [one for one in kept if is_whole(one, data, False)]
         cut = [one for one in kept if name in from_inputs and is_cut(one, data, node.kind == INPUT)]
-        search.options[name] = cut or kept
+        others = [index for index, value in enumerate(node.inputs) if value.node not in from_inputs]
+        of_batch = [one for one in cut if all(one.inputs[index][data].kind in WHOLE for index in others)]
+        search.options[name] = of_batch or cut or kept
 
 
 def _is_given(search: Search, node: Node, option: Option, data: int) -> bool:

@@ -26,6 +26,20 @@ class _Again:
         return self.gather().as_strided(self.size, self.stride, self.offset)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor as it is, detached: a result would keep its graph. Under hooks torch checks no version."""
+
+    kept: torch.Tensor
+    version: int
+
+    def tensor(self) -> torch.Tensor:
+        if self.kept._version != self.version:
+            shape = list(self.kept.shape)
+            raise RuntimeError(f"a tensor of shape {shape} that backward needs was changed in place after forward")
+        return self.kept
+
+
 _KNOWN: ContextVar[dict[int, Gather] | None] = ContextVar("gathered", default=None)
 
 
@@ -38,14 +52,14 @@ def gathered_again(tensors: Sequence[tuple[torch.Tensor, Gather]]) -> Iterator[N
     known = {_storage(tensor): gather for tensor, gather in tensors if tensor.numel()}
     token = _KNOWN.set(known)
 
-    def pack(saved: torch.Tensor) -> torch.Tensor | _Again:
+    def pack(saved: torch.Tensor) -> _Kept | _Again:
         gather = known.get(_storage(saved))
         if gather is None:
-            return saved
+            return _Kept(saved.detach(), saved._version)
         return _Again(gather, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
 
-    def unpack(kept: torch.Tensor | _Again) -> torch.Tensor:
-        return kept.tensor() if isinstance(kept, _Again) else kept
+    def unpack(kept: _Kept | _Again) -> torch.Tensor:
+        return kept.tensor()
 
     try:
         with saved_tensors_hooks(pack, unpack):

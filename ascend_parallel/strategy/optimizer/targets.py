@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.strategy.optimizer.division import Box
 
@@ -57,24 +58,26 @@ def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | Non
 
 
 def module_targets(
-    module: ShardedModule, dim: str | None = "dp", *, stages: Mapping[str, int] | None = None
+    module: ShardedModule, dim: str | None = "dp", *, meshes: Mapping[str, int] | None = None
 ) -> list[Target]:
     """Return targets for a rank's part of a planned model.
 
     dim
         The mesh dimension whose ranks share the update of what is whole on it; None: nobody shares.
-    stages
-        How many pipeline stages have a parameter, by name, where that is more than one.
+    meshes
+        On how many meshes of a pipeline a parameter is, by name, where that is more than one.
     """
     mesh, held, pieces = module.plan.mesh, module.held, module.pieces()
     index = None if dim is None else mesh.dim(dim)
+    given = (node.source for node in module.plan.graph.nodes.values() if node.kind == PARAMETER)
+    read = set(map(module.get_parameter, given))  # the others have no gradient
     found = []
     for name, one in module.named_parameters():
-        if one.requires_grad:
+        if one.requires_grad and one in read:
             whole = [size for size, state in zip(mesh.shape, held[name].layout, strict=True) if state.kind != "shard"]
             shared = index is not None and held[name].layout[index].kind != "shard"
             group = mesh.group(index) if shared and index is not None else None
-            found.append(Target(name, one, pieces[name], group, prod(whole) * (stages or {}).get(name, 1)))
+            found.append(Target(name, one, pieces[name], group, prod(whole) * (meshes or {}).get(name, 1)))
     return found
 
 

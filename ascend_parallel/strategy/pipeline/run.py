@@ -47,6 +47,8 @@ class Pipeline:
     stages, modules
         Those of this rank, in their order. Parameters are slices, under the model's own names, and a parameter that
         several stages read is held by each of them.
+    shared
+        The parameters that several stages read.
     factor
         By which the gradients of the next steps are multiplied.
     """
@@ -115,7 +117,7 @@ class Pipeline:
         own = [self.parts[stage] for stage in self.stages]
         self._wrapped = [StageModule(part, module) for part, module in zip(own, self.modules, strict=True)]
         self._batch = Batch(plan, micro_batches, local_inputs, uncut, self.modules[0].coordinate)
-        self._shared = SharedGradients(self.parts, self._at, self.modules, meshes, limit)
+        self.shared = SharedGradients(self.parts, self._at, self.modules, meshes, limit)
         self._ran: list[Slot] = []
         self._losses: list[torch.Tensor] = []
         self._seconds = 0.0
@@ -130,7 +132,7 @@ class Pipeline:
 
         Raises `ValueError` for a batch unlike the traced one, `PipelineError` if a stage fails or waits too long.
         """
-        self._shared.check_cleared(self.parameters())
+        self.shared.check_cleared(self.parameters())
         cut_inputs, uncut = self._batch.inputs(args, kwargs, self.parts, self.stages)
         self._ran.clear()
         self._losses.clear()
@@ -145,7 +147,7 @@ class Pipeline:
             except RuntimeError as error:
                 raise PipelineError(self._failure(error)) from error
         self._seconds = perf_counter() - start
-        self._shared.due = True
+        self.shared.due = True
         return loss
 
     def reduce_gradients(self, *dims: str, but: Sequence[str] = ()) -> None:
@@ -159,11 +161,12 @@ class Pipeline:
         chosen = [dim for dim in dims or self.meshes[0].dim_names if dim not in but]
         for module in self.modules if chosen else ():
             module.reduce_gradients(*chosen)
-        self._shared.sum()
+        self.shared.sum()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return this rank's slices of all its stages' parameters."""
-        return (parameter for module in self.modules for parameter in module.parameters())
+        """Return this rank's slices of all its stages' parameters; what several of them read, once."""
+        found = (parameter for module in self.modules for parameter in module.parameters())
+        return (parameter for parameter in found if parameter not in self.shared.repeated)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -172,7 +175,7 @@ class Pipeline:
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's part of parameters and persistent buffers by the model's names."""
-        return {name: piece for module in self.modules for name, piece in module.pieces().items()}
+        return {name: piece for module in reversed(self.modules) for name, piece in module.pieces().items()}
 
     def measure(self, *args: Any, **kwargs: Any) -> Measured:
         """Run a step that all ranks begin together, and return where its time went. Every rank has to call it."""

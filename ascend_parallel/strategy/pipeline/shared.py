@@ -23,6 +23,10 @@ class SharedGradients:
 
     due
         Whether a step was run since the last sum.
+    meshes
+        On how many meshes each of this rank's shared parameters is.
+    repeated
+        Those that an earlier stage of this rank has too; they share its memory, and only that one is updated.
     """
 
     def __init__(
@@ -40,6 +44,11 @@ class SharedGradients:
         self._copies = {
             name: [module.get_parameter(name) for module in modules if name in module.held] for name in found
         }
+        for copies in self._copies.values():
+            for copy in copies[1:]:
+                copy.data = copies[0].data
+        self.meshes = {copy: len(self._holders[name]) for name, copies in self._copies.items() for copy in copies}
+        self.repeated = frozenset(copy for copies in self._copies.values() for copy in copies[1:])
         self.due = self._summed = False
 
     def check_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -52,7 +61,7 @@ class SharedGradients:
         self._summed = False
 
     def sum(self) -> None:
-        """Give each copy the sum of all copies' gradients. Every rank has to call it, after a step."""
+        """Give a rank's first copy the sum of all copies' gradients. Every rank has to call it, after a step."""
         for name, copies in self._copies.items() if self.due else ():
             if not copies or not copies[0].requires_grad:
                 continue
@@ -64,7 +73,8 @@ class SharedGradients:
                 dist.all_gather(of_meshes, own.contiguous(), group=group)
                 own = _added(of_meshes)
             for copy in copies:
-                copy.grad = own if len(copies) == 1 else own.clone()
+                copy.grad = None
+            copies[0].grad = own
         self.due, self._summed = False, True
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.marked import Recompute
 from ascend_parallel.sharding.running.parallelize import parallelize
@@ -30,7 +31,9 @@ class Eagerly:
         self._strategy, model = planned.strategy, planned.model
         self._joined = parallelize(WithLoss(model, loss), planned.plan, local_inputs=local_batches)
         self.modules, self.unreduced, self._mesh = (model,), False, planned.plan.mesh
-        self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        given = (node.source for node in planned.plan.graph.nodes.values() if node.kind == PARAMETER)
+        read = set(map(model.get_parameter, given))  # the others have no gradient
+        self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad and one in read}
         self._local = {name: nn.Parameter(local_of(one)) for name, one in self._sharded.items()}
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
@@ -48,6 +51,10 @@ class Eagerly:
         for name, parameter in self._sharded.items():
             self._local[name].grad = None if parameter.grad is None else local_of(parameter.grad)
             parameter.grad = None
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.modules[0].zero_grad(set_to_none=True)
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""

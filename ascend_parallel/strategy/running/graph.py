@@ -51,6 +51,10 @@ class Whole:
         if not self.unreduced:
             self.module.reduce_gradients()
 
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.module.zero_grad(set_to_none=True)
+
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
         return module_targets(self.module, divided_over(self._strategy))

@@ -31,6 +31,9 @@ class Runner(Protocol):
     def finish(self) -> None:
         """Sum what has to be whole before the optimizer steps."""
 
+    def clear(self) -> None:
+        """Drop all gradients."""
+
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.graph import BUFFER, PARAMETER
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.pipeline.run import Pipeline
@@ -38,6 +40,9 @@ class Staged:
             bucket_bytes=strategy.comm_fusion.bucket_bytes or 1,
             recompute=strategy.recompute if strategy.recompute.modules else None,
         )
+        given = [node for part in self.pipeline.parts for node in part.plan.graph.nodes.values()]
+        read = {node.source for node in given if node.kind in (PARAMETER, BUFFER)}
+        self._unread = unread(planned.model, read)
         self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.level == 2
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
@@ -51,13 +56,24 @@ class Staged:
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
-        holders: dict[str, int] = {}
-        for part in self.pipeline.parts:
-            for name in part.parameters:
-                holders[name] = holders.get(name, 0) + 1
-        dim = divided_over(self._strategy)
-        return [one for module in self.modules for one in module_targets(module, dim, stages=holders)]
+        dim, shared, found = divided_over(self._strategy), self.pipeline.shared, []
+        for module in self.modules:
+            meshes = {name: shared.meshes[one] for name, one in module.named_parameters() if one in shared.meshes}
+            found += module_targets(module, dim, meshes=meshes)
+        return [one for one in found if one.parameter not in shared.repeated]
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.pipeline.zero_grad()
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this rank's part of parameters and buffers."""
-        return self.pipeline.pieces()
+        """Return this rank's part of parameters and buffers; what no stage reads is whole on every rank."""
+        return self._unread | self.pipeline.pieces()
+
+
+def unread(model: nn.Module, read: Set[str]) -> dict[str, Piece]:
+    """Return, whole, what of a model's state has none of the names in `read` and is tied to nothing that has."""
+    state = model.state_dict(keep_vars=True)
+    tensors = {id(tensor) for name, tensor in state.items() if name in read}
+    rest = {name: tensor.detach().clone() for name, tensor in state.items() if id(tensor) not in tensors}
+    return {name: Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in rest.items()}

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ascend_parallel.agreement import DisagreementError
+from ascend_parallel.exchange import exchange
 from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.strategy.agreed import confirm_replicas
 from ascend_parallel.strategy.loss import Loss
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
@@ -28,6 +31,8 @@ class AsWritten:
         mesh.device_mesh()
         self._replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
         self._group = None if strategy.data_dim is None else mesh.group(strategy.data_dim)
+        if self._group is not None:
+            confirm_replicas(model, self._group)
         if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "pieces"):
             raise StrategyOptionError(
                 'mode="hybrid" with a mesh of more than the data dimension: the model has to tell what of each '
@@ -46,15 +51,19 @@ class AsWritten:
     def finish(self) -> None:
         """Leave the sums to the optimizer."""
 
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self._model.zero_grad(set_to_none=True)
+
     def targets(self) -> list[Target]:
         """Return this rank's parameters; each is a replica along the data dimension."""
-        pieces, ranks = self.pieces(), prod(self._strategy.mesh.values())
-        found = []
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                parts = prod(pieces[name].shape) // max(1, parameter.numel())
-                found.append(Target(name, parameter, pieces[name], self._group, max(1, ranks // parts)))
-        return found
+        pieces, everybody = self.pieces(), dist.group.WORLD
+        assert everybody is not None
+        wanted = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        boxes = {name: str((pieces[name].offsets, tuple(one.shape))) for name, one in wanted.items()}
+        told = exchange(everybody, "train_step", boxes, DisagreementError).values()
+        copies = {name: sum(of_rank.get(name) == box for of_rank in told) for name, box in boxes.items()}
+        return [Target(name, one, pieces[name], self._group, copies[name]) for name, one in wanted.items()]
 
     def pieces(self) -> dict[str, Piece]:
         """Return what the model says it holds, or all of it."""

@@ -1,0 +1,128 @@
+"""train_step under attack: tied tensors in pipelines, ranks that come with something else, batches that fail."""
+
+import gpt
+import pytest
+import torch
+from test_strategy_training import STEPS, check, farthest, model_and_optimizer, trained_whole
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_parallel.strategy import (
+    GradientMerge,
+    OverlapOptions,
+    PipelineOptions,
+    ShardingOptions,
+    Strategy,
+    train_step,
+)
+
+
+class Tied(gpt.GPT):
+    """A GPT whose head is a module tied to the embedding: one tensor of two names."""
+
+    def __init__(self):
+        super().__init__(layers=2, width=16, heads=2)
+        self.head = nn.Linear(16, gpt.VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens) + self.places.weight
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def tied(_group, schedule, virtual, level):
+    """Train with a clipped norm that counts the tied tensor once; return as `trained` does."""
+    pipeline = PipelineOptions(degree=2, micro_batches=2, schedule=schedule, virtual_stages=virtual)
+    strategy = Strategy(
+        mode="data",
+        pipeline=pipeline,
+        overlap=OverlapOptions(operators=False),
+        sharding=ShardingOptions(level=level),
+        max_norm=0.1,
+    )
+    found, whole = [], []
+    torch.manual_seed(0)
+    model = Tied().double()
+    step = train_step(model, gpt.batch_of(0), torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for number in range(STEPS):
+        found.append(step(*gpt.batch_of(number)).item())
+        loss = model(*gpt.batch_of(number))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.append(loss.item())
+    state = model.state_dict()
+    worst = max(farthest(piece, state[name]) for name, piece in step.pieces().items())
+    step.close()
+    return found, whole, worst
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "level"), [("1f1b", 1, 2), ("zbv", 2, 1)])
+def test_a_tied_head_counts_once_in_the_norm_also_where_both_stages_are_on_one_rank(ranks, schedule, virtual, level):
+    check(ranks(2).run(tied, schedule, virtual, level))
+
+
+def disagreeing(group, what):
+    """Come with something else on rank 1; return the error."""
+    rank, options, more = group.rank(), {"mode": "data", "mesh": {"dp": 2}}, {}
+    if rank and what == "gradient_merge":
+        options["gradient_merge"] = GradientMerge(steps=2)
+    if rank and what == "mesh":
+        options["mesh"] = {"dp": 4}
+    if rank and what == "static":
+        more = {"static": False}
+    model, optimizer = model_and_optimizer()
+    try:
+        step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **more)
+    except RuntimeError as error:
+        return str(error)
+    try:
+        step(*gpt.batch_of(rank if what == "argument 0" else 0))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        step.close()
+    return ""
+
+
+@pytest.mark.parametrize("what", ["gradient_merge", "mesh", "static", "argument 0"])
+def test_ranks_that_come_with_something_else_are_told_so_on_all(ranks, what):
+    assert all(f"differently: {what}" in one for one in ranks(2).run(disagreeing, what))
+
+
+def interrupted(_group, merge):
+    """Fail in the second micro-batch of the second batch, and go on; return the losses, or the error."""
+    model, optimizer = model_and_optimizer()
+    options = {"pipeline": PipelineOptions(micro_batches=2), "gradient_merge": GradientMerge(steps=merge)}
+    step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}, **options))
+    losses, calls = [step(*gpt.batch_of(0)).item()], []
+    (module,) = step.modules
+    forward = module.forward
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ArithmeticError
+        return forward(*args)
+
+    module.forward = failing
+    with pytest.raises(ArithmeticError):
+        step(*gpt.batch_of(1))
+    module.forward = forward
+    try:
+        losses += [step(*gpt.batch_of(number)).item() for number in range(1, 4)]
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        step.close()
+    return losses, trained_whole(options, 4)[0]
+
+
+def test_what_a_failed_batch_left_is_not_trained_on(ranks):
+    for found, expected in ranks(2).run(interrupted, 1):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    assert all("batch 1 failed before" in one for one in ranks(2).run(interrupted, 2))

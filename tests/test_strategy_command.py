@@ -1,0 +1,108 @@
+"""``ascend-parallel strategy``: what it prints and writes, and what a user has to put right in one line and exit 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ascend_parallel.cli.app import app
+
+MODELS = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def small():
+    return Model(), (torch.zeros(8, 8),)
+
+
+def no_loss():
+    return nn.Linear(8, 8), (torch.zeros(8, 8),)
+
+
+def no_batch():
+    return Model()
+"""
+PIPELINE = "[mesh]\ndp = 2\n\n[pipeline]\ndegree = 2\nmicro_batches = 4\n"
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """Return a function that runs the command in a folder with the models and a strategy."""
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+
+    def tell(toml, *options, function="small"):
+        Path("s.toml").write_text(toml)
+        return CliRunner().invoke(app, ["strategy", f"models.py:{function}", "--config", "s.toml", *options])
+
+    return tell
+
+
+def test_it_says_what_a_pipeline_comes_to_and_draws_it(told):
+    found = told(PIPELINE, "--schedule", "s.svg", "--html", "s.html")
+    assert found.exit_code == 0, found.output
+    assert "4 ranks, each stage on a mesh of dp=2" in found.stdout
+    assert "collectives of one of 4 micro-batches" in found.stdout  # the plan is of one, and says so
+    assert "rank 1  .   F0" in found.stdout or "rank 1  .  F0" in found.stdout
+    assert Path("s.svg").read_text().startswith("<svg")
+    assert "<html" in Path("s.html").read_text()
+
+
+def test_json_is_all_that_is_printed(told):
+    found = json.loads(told(PIPELINE, "--json").stdout)
+    assert (found["ranks"], found["mesh"], [one["stage"] for one in found["stages"]]) == (4, {"dp": 2}, ["0", "1"])
+    assert found["bubble"] == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1)
+    # elements in fp32 of the whole model, 2 x (64 + 8), over both stages
+    assert sum(one["parameters"] for one in found["stages"]) == 4 * 2 * (64 + 8)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("mode = data", "s.toml is no valid TOML"),
+        ('mod = "data"', "there is no 'mod'; did you mean mode?"),
+        ("[pipeline]\nmicro_batch = 2", "s.toml, [pipeline]: there is no 'micro_batch'; did you mean micro_batches?"),
+        ("[mesh]\ndp = true", "mesh={'dp': True}: give sizes by name"),
+        ("[pipeline]\ndegree = 2\nstages = 2", "pipeline.stages=2: give stages by pattern"),
+        ('fused_passes = "matmul_add"', "fused_passes='matmul_add': give a list of matmul_add"),
+        ("hardware = 3", "hardware=3: give a name"),
+        ('hardware = "a100"', "hardware 'a100' is not known"),
+        ("[pipeline]\ndegree = 2\nmicro_batches = 3", "pipeline.micro_batches=3: a batch's tensor is [8, 8]"),
+        ('[recompute]\nmodules = ["lyers.*"]', "recompute.modules: 'lyers.*' names no module; there are layers"),
+        ('mode = "hybrid"', 'mode="hybrid": the model runs as it is written'),
+    ],
+)
+def test_what_a_strategy_says_wrongly_is_one_line(told, toml, message):
+    found = told(toml)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr.startswith("strategy: ") and message in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "function", "message"),
+    [
+        (["--schedule", "s.svg"], "small", "s.toml has no pipeline"),
+        (["--html", "nowhere/s.html"], "small", "there is no folder"),
+        ([], "smal", "models.py has no 'smal'"),
+        ([], "no_loss", "the loss has to be one number"),
+        ([], "no_batch", "models.py:no_batch returned Model: give (model, args)"),
+    ],
+)
+def test_what_the_call_says_wrongly_is_one_line(told, options, function, message):
+    found = told("[mesh]\ndp = 2", *options, function=function)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert message in found.stderr
