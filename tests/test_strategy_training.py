@@ -1,19 +1,16 @@
 """train_step: every strategy alone and composed, against the whole model trained in float64 by one process."""
 
 import gpt
+import modes
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from ascend_parallel import Settings
-from ascend_parallel.linear import column_linear, row_linear
 from ascend_parallel.strategy import (
     AmpOptions,
     CommFusion,
     GradientMerge,
     OverlapOptions,
-    Piece,
     PipelineOptions,
     Recompute,
     ShardingOptions,
@@ -145,56 +142,22 @@ def test_three_ranks(ranks):
     check(ranks(3).run(uneven))
 
 
-class Hybrid(nn.Module):
-    """An MLP whose first layer is cut by columns and second by rows, written by hand with the overlapped operators."""
-
-    def __init__(self, whole, group):
-        super().__init__()
-        self._group, self._size = group, group.size()
-        self.up = nn.Parameter(whole.up.weight.detach().chunk(group.size())[group.rank()].clone())
-        self.down = nn.Parameter(whole.down.weight.detach().chunk(group.size(), 1)[group.rank()].clone())
-
-    def forward(self, x):
-        options = {"group": self._group, "settings": Settings(num_chunks=2)}
-        return row_linear(F.gelu(column_linear(x, self.up, **options)), self.down, **options)
-
-    def pieces(self):
-        up, down, place = self.up.detach(), self.down.detach(), self._group.rank()
-        return {
-            "up": Piece(up, (up.shape[0] * self._size, up.shape[1]), (place * up.shape[0], 0)),
-            "down": Piece(down, (down.shape[0], down.shape[1] * self._size), (0, place * down.shape[1])),
-        }
-
-
-class Whole(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
-
-
-def mean_square(model, x):
-    return (model(x) - x).square().mean()
-
-
 def hybrid(_group):
     """Train by hand-written tensor parallelism x data parallelism; compare with the whole model."""
     torch.manual_seed(0)
-    whole = Whole().double()
+    whole = modes.MLP().double()
     x = torch.randn(12, 8, dtype=torch.float64)
     strategy = Strategy(mode="hybrid", mesh={"dp": 2, "tp": 2}, sharding=ShardingOptions(level=1), max_norm=0.05)
     mesh = strategy.meshes()[0]
-    mine = Hybrid(whole, mesh.group("tp"))
+    mine = modes.ParallelMLP(whole, mesh.group("tp"))
     data = mesh.coordinate(torch.distributed.get_rank())[0]
     part = x.chunk(2)[data]
-    step = train_step(mine, (part,), torch.optim.AdamW(mine.parameters(), lr=1e-2), strategy, loss=mean_square)
+    step = train_step(mine, (part,), torch.optim.AdamW(mine.parameters(), lr=1e-2), strategy, loss=modes.mean_square)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     found, expected = [], []
     for _ in range(STEPS):
         found.append(step(part).item())
-        loss = mean_square(whole, x)
+        loss = modes.mean_square(whole, x)
         loss.backward()
         nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
         optimizer.step()
@@ -207,6 +170,18 @@ def hybrid(_group):
 
 def test_a_model_with_collectives_of_its_own(ranks):
     check(ranks(4).run(hybrid))
+
+
+def all_modes(_group):
+    """Run the example of the four modes."""
+    return [modes.train(mode) for mode in modes.STRATEGIES]
+
+
+def test_the_four_modes_train_alike(ranks):
+    expected = modes.train_on_one_card()
+    for found in ranks(4).run(all_modes):
+        for losses in found:
+            torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
 
 def mixed_precision(_group, dtype):
