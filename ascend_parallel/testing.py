@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
+from ascend_parallel.sharding.mesh import forget_groups
+
 __all__ = [
     "PlainNorm",
     "end_model_parallel",
@@ -162,6 +164,7 @@ def end_model_parallel() -> None:
     for group in list(c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    forget_groups()
 
 
 def stop_model_parallel() -> None:

@@ -87,7 +87,7 @@ watch.step = 7
 if rank == 2:
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(30)
+time.sleep(9)
 os._exit(0)
 """
 

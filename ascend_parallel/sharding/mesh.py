@@ -175,6 +175,12 @@ class ProcessMesh:
         return ProcessMesh, (self._array.tolist(), list(self._names))
 
 
+def forget_groups() -> None:
+    """Have meshes make their groups anew: those that were made have been destroyed, on all ranks."""
+    _DEVICE_MESHES.clear()
+    _PROCESS_MESHES.clear()
+
+
 def default_device() -> str:
     """Return the type of the device the default group's collectives run on: an accelerator's if there is one."""
     types = [device.type for device in _default_group()._device_types]
