@@ -126,3 +126,19 @@ def test_what_a_failed_batch_left_is_not_trained_on(ranks):
     for found, expected in ranks(2).run(interrupted, 1):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
     assert all("batch 1 failed before" in one for one in ranks(2).run(interrupted, 2))
+
+
+def with_an_argument_less(_group):
+    model, optimizer = model_and_optimizer()
+    step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}))
+    try:
+        with pytest.raises(ValueError, match=r"1 arguments were given; .* has 2"):
+            step(*gpt.batch_of(0)[:1])
+        return step(*gpt.batch_of(0)).item()
+    finally:
+        step.close()
+
+
+def test_another_number_of_arguments_is_refused_and_the_next_batch_trains(ranks):
+    first, second = ranks(2).run(with_an_argument_less)
+    assert first == second

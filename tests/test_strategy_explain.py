@@ -32,7 +32,7 @@ def planned(**options):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "mode: auto, 4 ranks, each stage on a mesh of dp=2, tp=2"),
+        ({}, "mode: auto, 4 ranks, a mesh of dp=2, tp=2"),
         ({}, r"overlap: (\d+) of \1 matmuls next to a collective run overlapped"),
         ({}, r"comm_fusion: \d+ gradients, \S+ KB, are summed in \d buckets under backward"),
         ({"comm_fusion": CommFusion(bucket_mb=0)}, r"comm_fusion: (\d+) gradients, \S+ KB, are summed in \1 buckets"),

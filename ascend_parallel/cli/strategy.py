@@ -41,7 +41,11 @@ def strategy(
         wanted = Strategy.from_toml(config)
         if schedule is not None and wanted.pipeline.degree == 1:
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
-        built, batch, _ = build_model(model)
+        built, batch, keywords = build_model(model)
+        if keywords:
+            raise ValueError(
+                f"{model} returned (model, args, kwargs): give (model, batch), all arguments in their order"
+            )
         planned = plan_training(wanted, built, batch)
         told = json.dumps(as_dict(planned), indent=1) if as_json else planned.explain(operators)
     if schedule is not None:

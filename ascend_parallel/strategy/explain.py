@@ -101,7 +101,8 @@ class _Explained:
     def lines(self) -> Iterator[tuple[str, str]]:
         strategy = self._strategy
         mesh = ", ".join(f"{name}={size}" for name, size in strategy.mesh.items())
-        yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, each stage on a mesh of {mesh}"
+        where = "each stage on a mesh" if self.parts else "a mesh"
+        yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, {where} of {mesh}"
         micro_batches = strategy.pipeline.micro_batches
         for line in summary(self._planned.plan)[:2]:
             if micro_batches > 1:  # the plan is of one of them
@@ -208,7 +209,7 @@ class _Explained:
         schedule, summed = read_as_copies(schedule, plan)
         part = bool(self._planned.stages)
         saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))
-        of_size = self._strategy.comm_fusion.bucket_bytes or 1
+        of_size = self._strategy.comm_fusion.bucket_bytes
         memory = self._memory(plan, self._strategy.sharding.level)
         again = {node for one in regions(plan, schedule, self.recompute, part=part).values() for node in one.nodes}
         starts = start_ahead(schedule, plan, again, of_size) if self._strategy.pipeline.schedule not in SPLIT else {}

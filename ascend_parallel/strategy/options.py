@@ -183,8 +183,8 @@ class CommFusion:
 
     @property
     def bucket_bytes(self) -> int:
-        """The bucket's size."""
-        return int(self.bucket_mb * 1e6)
+        """The bucket's size; 1 where each gradient is summed alone."""
+        return max(1, int(self.bucket_mb * 1e6))
 
 
 def check_count(name: str, value: object) -> None:

@@ -102,10 +102,10 @@ def train_step(
         master_dtype=master,
         unreduced=runner.unreduced,
         loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
-        bucket_bytes=strategy.comm_fusion.bucket_bytes or 1,
+        bucket_bytes=strategy.comm_fusion.bucket_bytes,
     )
     whole = planned is not None and not local_batches
-    return TrainStep(strategy, planned, runner, parallel, whole_batches=whole)
+    return TrainStep(strategy, planned, runner, parallel, arguments=len(batch), whole_batches=whole)
 
 
 def _check_all_updated(made: Recipe, model: nn.Module) -> None:
@@ -141,6 +141,7 @@ class TrainStep:
         runner: Runner,
         optimizer: ParallelOptimizer,
         *,
+        arguments: int,
         whole_batches: bool,
     ) -> None:
         """Take what runs forward and backward, and what updates; see `train_step`."""
@@ -149,6 +150,7 @@ class TrainStep:
         self.batches = 0
         self._runner, self._watch = runner, Watch()
         self._saving: Saving | None = None
+        self._arguments = arguments
         self._failed, self._unseen = False, whole_batches
 
     def __call__(self, *batch: Any) -> torch.Tensor:
@@ -158,6 +160,10 @@ class TrainStep:
         them are dropped. Raises `DisagreementError` if ranks come to the first batch with different ones, `ValueError`
         for a batch unlike the one the step was made with, and `RankLostError` if ranks have stopped.
         """
+        if len(batch) != self._arguments:
+            raise ValueError(
+                f"{len(batch)} arguments were given; the batch that the step was made with has {self._arguments}"
+            )
         merge = self.strategy.gradient_merge
         last = (self.batches + 1) % merge.steps == 0
         if self._unseen:

@@ -18,8 +18,8 @@ def keep_data_parallel(search: Search, data: int) -> None:
 
     Inputs are cut along their first dimension, and what is computed from them somehow, where it can be, also by
     configured operators where their strategies say nothing else. Parameters are whole there, and read whole. In
-    semi-automatic mode
-    what is not configured is whole on the other dimensions, but for the parameters of configured operators.
+    semi-automatic mode what is not configured is whole on the other dimensions, but for the parameters of configured
+    operators.
     """
     from_inputs: set[str] = set()
     read = {value.node for name in search.configured for value in search.graph.nodes[name].inputs}

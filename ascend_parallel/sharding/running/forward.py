@@ -38,8 +38,8 @@ class Ran:
         Path of the module that reads the tensor; of the one that makes it, if it is converted for several readers.
     value, reader
         The tensor, and the node that reads it: "" for the user, "via" for several, "inside" for a collective of the
-        operator that makes the tensor. "gradients" for terms of
-        parameters' gradients that are summed as one, of which the tensor is the first (gradients.py).
+        operator that makes the tensor, "gradients" for terms of parameters' gradients that are summed as one, of which
+        the tensor is the first (gradients.py).
     direction
         "forward" or "backward".
     """
@@ -191,7 +191,7 @@ class Forward:
     def _gathered_again(
         self, nodes: Sequence[Node], inputs: Sequence[Sequence[torch.Tensor]]
     ) -> AbstractContextManager[None]:
-        """Return a context in which parameters that were gathered are not kept; a region keeps none anyway."""
+        """Return a context in which gathered parameters are not kept; a region keeps them with its collectives."""
         regathered = self._plan.regathered
         if not regathered or self._region is not None or not torch.is_grad_enabled():
             return nullcontext()

@@ -110,7 +110,10 @@ def _group(
     found: set[str] = set()
     for parameter in group["params"]:
         if parameter not in names:
-            raise ValueError(f"group {index} of the optimizer has a {list(parameter.shape)} that is not of the model")
+            raise ValueError(
+                f"group {index} of the optimizer has a {list(parameter.shape)} that is not of the model: make the "
+                "optimizer over this model's parameters, before it is parallelized"
+            )
         found |= names[parameter]
     return frozenset(found), {name: value for name, value in group.items() if name not in ("params", "param_names")}
 

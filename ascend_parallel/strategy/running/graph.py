@@ -29,7 +29,7 @@ class Whole:
             settings=settings,
             local_inputs=local_batches,
             recompute=strategy.recompute if strategy.recompute.modules else None,
-            bucket_bytes=strategy.comm_fusion.bucket_bytes or 1,
+            bucket_bytes=strategy.comm_fusion.bucket_bytes,
         )
         self.modules, self.unreduced = (self.module,), strategy.sharding.level == 2
 

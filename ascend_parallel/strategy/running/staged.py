@@ -37,7 +37,7 @@ class Staged:
             settings=settings,
             local_inputs=local_batches,
             timeout=timeout,
-            bucket_bytes=strategy.comm_fusion.bucket_bytes or 1,
+            bucket_bytes=strategy.comm_fusion.bucket_bytes,
             recompute=strategy.recompute if strategy.recompute.modules else None,
         )
         given = [node for part in self.pipeline.parts for node in part.plan.graph.nodes.values()]
