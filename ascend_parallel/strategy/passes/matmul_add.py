@@ -1,8 +1,7 @@
-"""Operators of a traced graph that become one, before it is planned."""
+"""A bias's addition as part of the matmul before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +12,6 @@ from ascend_parallel.sharding.graph import CALL, Call, Graph, Node, Ref, Value
 
 aten = torch.ops.aten
 ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
-Merge = Callable[[Node, Node, Value], Node | None]
-
-
-def fuse_operators(graph: Graph, names: tuple[str, ...]) -> tuple[Graph, dict[str, int]]:
-    """Run the passes of these names (PASSES); return the graph and how many operators each has spared."""
-    spared = {}
-    for name in names:
-        before = len(graph.nodes)
-        graph = PASSES[name](graph)
-        spared[name] = before - len(graph.nodes)
-    return graph, spared
 
 
 def matmul_add(graph: Graph) -> Graph:
@@ -45,9 +33,6 @@ def matmul_add(graph: Graph) -> Graph:
     gone = {name for name, _ in merged.values()}
     nodes = {name: merged[name][1] if name in merged else one for name, one in graph.nodes.items() if name not in gone}
     return replace(graph, nodes=nodes)
-
-
-PASSES: dict[str, Callable[[Graph], Graph]] = {"matmul_add": matmul_add}
 
 
 def _matmul_of(graph: Graph, node: Node) -> tuple[Node, Value] | None:
