@@ -265,7 +265,7 @@ def test_memory_between_forward_and_backward(ranks, overlap):
     assert again < plain / 3  # of each layer what it reads; and embeddings, norm and loss
     _, kept = found()
     assert again < kept < plain / 2
-    _, excepted = found(keep=["layers.*:gelu"])
+    _, excepted = found(keep=["layers.*:*elu"])  # as on a plain module a piece of an operator's name is enough
     numbers = 3 * 4 * 16 * 128  # that gelu gives in 3 layers on a rank
     assert excepted - kept == pytest.approx(8 * numbers, rel=0.01)
     _, single = found(modules=["layers.*:gelu"])

@@ -117,14 +117,15 @@ def named_nodes(graph: Graph, pattern: str) -> list[Node]:
     """Return the calls that a pattern names; "*" stands for one part of a path, or for a piece of it.
 
     "layers.*.mlp.up": the calls with weights in modules of that path, or their only call. A colon adds the operator:
-    "layers.*.attn:scaled_dot_product_attention"; "inputs:tokens" is an input, "weights:layers.*.up.weight" a parameter.
+    "layers.*.attn:scaled_dot_product_attention", or "layers.*.attn:*attention"; "inputs:tokens" is an input,
+    "weights:layers.*.up.weight" a parameter.
     Raises `StrategyError` if there is none, or if it cannot be told which is meant.
     """
     path, _, operator = pattern.partition(":")
     if path in ("inputs", "weights"):
         found = [node for node in graph.nodes.values() if node.kind != CALL and path_matches(node.source, operator)]
     elif operator:
-        found = [node for node in _calls(graph, path) if operator_name(node) == operator]
+        found = [node for node in _calls(graph, path) if fnmatchcase(operator_name(node), operator)]
     else:
         found = _main_calls(graph, path)
     if not found:
