@@ -150,8 +150,6 @@ class _Explained:
                 f"{', '.join(given.modules)}: {size_of(after)} kept for backward of a micro-batch instead of "
                 f"{size_of(before)}, collectives {given.collectives}",
             )
-            if self._strategy.sharding.level == 3 and given.collectives == "keep":
-                yield "recompute", 'weights gathered in there are kept too; collectives = "again" gathers them again'
 
     def _sharding(self) -> Iterator[tuple[str, str]]:
         options = self._strategy.sharding

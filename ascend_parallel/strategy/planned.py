@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ascend_parallel.sharding.evaluation import check_evaluation, in_evaluation
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import annotated
@@ -39,6 +41,8 @@ class TrainingPlan:
         Stage of every node; empty without a pipeline.
     spared
         Operators that each of the fused passes spared.
+    loss, batch
+        What was traced beside the model; `batch` is one micro-batch.
     """
 
     strategy: Strategy
@@ -47,6 +51,21 @@ class TrainingPlan:
     meshes: tuple[ProcessMesh, ...]
     stages: Mapping[str, int] = field(default_factory=dict)
     spared: Mapping[str, int] = field(default_factory=dict)
+    loss: Loss = mean_loss
+    batch: tuple[Any, ...] = ()
+
+    def check_evaluation(self) -> None:
+        """Trace the model in evaluation mode.
+
+        Raises `StrategyOptionError` unless it runs what it ran in training, but for dropout and running statistics.
+        """
+        with evaluating([self.model]):
+            traced = trace_with_loss(self.model, self.loss, self.batch)
+        traced, _ = fuse_operators(traced, self.strategy.fused_passes)
+        try:
+            check_evaluation(in_evaluation(self.plan.graph), traced)
+        except ValueError as error:
+            raise StrategyOptionError(f"evaluate: {error}") from None
 
     def explain(self, operators: bool = False) -> str:
         """Return what each option comes to: collectives, kernels, memory; with `operators` the whole sharding plan."""
@@ -77,7 +96,8 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     if strategy.mode == "semi_auto" and not marked and not strategy.operators:
         raise StrategyOptionError('mode="semi_auto" without any operator\'s strategy: give mode "data" or "auto"')
     model = in_dtype(model, strategy)
-    graph = trace_with_loss(model, loss, [meta_part(one, strategy) for one in batch])
+    traced = tuple(meta_part(one, strategy) for one in batch)
+    graph = trace_with_loss(model, loss, traced)
     if graph.meta(graph.outputs).dtype == torch.float16:
         raise StrategyOptionError(
             'amp.dtype="float16" and a loss in float16, whose scale is above the largest float16: compute it in fp32, '
@@ -94,7 +114,29 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
         patterns, count = strategy.pipeline.stages, strategy.pipeline.count
         said = patterns or any(hasattr(module, "pipeline_stage") for module in model.modules())
         stages = assign(graph, model, patterns, count) if said else balanced(graph, count)
-    return TrainingPlan(strategy=strategy, model=model, plan=plan, meshes=meshes, stages=stages, spared=spared)
+    return TrainingPlan(
+        strategy=strategy,
+        model=model,
+        plan=plan,
+        meshes=meshes,
+        stages=stages,
+        spared=spared,
+        loss=loss,
+        batch=traced,
+    )
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have modules in evaluation mode inside, and afterwards each part of them as it was."""
+    modes = [(one, one.training) for module in modules for one in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for one, mode in modes:
+            one.training = mode
 
 
 def in_dtype(model: nn.Module, strategy: Strategy) -> nn.Module:

@@ -160,15 +160,8 @@ class TrainStep:
         them are dropped. Raises `DisagreementError` if ranks come to the first batch with different ones, `ValueError`
         for a batch unlike the one the step was made with, and `RankLostError` if ranks have stopped.
         """
-        if len(batch) != self._arguments:
-            raise ValueError(
-                f"{len(batch)} arguments were given; the batch that the step was made with has {self._arguments}"
-            )
-        merge = self.strategy.gradient_merge
+        merge, given = self.strategy.gradient_merge, self._given(batch)
         last = (self.batches + 1) % merge.steps == 0
-        if self._unseen:
-            confirm_batch(batch)
-            self._unseen = False
         if self.batches % merge.steps == 0:
             self._clear()
         elif self._failed:
@@ -180,7 +173,6 @@ class TrainStep:
         factor = 1 / merge.steps if merge.average else 1.0
         if self.optimizer.loss_scale is not None:
             factor *= self.optimizer.loss_scale.scale
-        given = [cast(one, self.strategy) for one in batch]
         with self._watch.naming(self.batches):
             # In a pipeline terms are summed over stages first, and only then over replicas.
             with self.optimizer.no_sync() if isinstance(self._runner, Staged) else nullcontext():
@@ -191,6 +183,28 @@ class TrainStep:
                 self._clear()
         self.batches, self._failed = self.batches + 1, False
         return loss
+
+    def evaluate(self, *batch: Any) -> torch.Tensor:
+        """Return the mean loss of a batch in evaluation mode: no dropout, running statistics, nothing trained.
+
+        Every rank calls it alike, with a batch as for training. Random numbers, gradients and the data's position are
+        left alone. Raises as a training step, and `StrategyOptionError` at the first batch if the model does otherwise
+        in evaluation mode, which what was traced in training cannot.
+        """
+        given = self._given(batch)
+        with self._watch.naming(self.batches):
+            return self._runner.evaluate(given)
+
+    def _given(self, batch: Sequence[Any]) -> list[Any]:
+        """Return a batch in the strategy's dtype; refuse what is unlike that of the first."""
+        if len(batch) != self._arguments:
+            raise ValueError(
+                f"{len(batch)} arguments were given; the batch that the step was made with has {self._arguments}"
+            )
+        if self._unseen:
+            confirm_batch(batch)
+            self._unseen = False
+        return [cast(one, self.strategy) for one in batch]
 
     def _clear(self) -> None:
         """Drop all gradients, also those that a batch left which failed."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ascend_parallel
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Node, Value
+from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.pieces import Piece
@@ -37,8 +37,12 @@ class ShardedModule(torch.nn.Module):
     """This rank's part of a model; see `parallelize`.
 
     Parameters are slices, under the model's own names, and so are their gradients after backward: whole for what is
-    replicated, so that an optimizer needs no communication. It runs what was traced: train() and eval() change nothing.
+    replicated, so that an optimizer needs no communication. It runs what was traced: train() and eval() change nothing,
+    but for `evaluation`.
 
+    evaluation
+        What eval() runs of a plan traced in training mode (`in_evaluation` of its graph); None: it refuses where an
+        operator works otherwise in evaluation.
     ran
         How often each collective ran so far; to be looked at, and cleared.
     """
@@ -85,6 +89,7 @@ class ShardedModule(torch.nn.Module):
         if place is None:
             raise ValueError(f"rank {rank} is not in {plan.mesh}, so it has no part of the model")
         self.plan, self.ran, self.training = plan, Counter[Ran](), plan.graph.training
+        self.evaluation: Graph | None = None
         self.coordinate, self.local_inputs = place, local_inputs
         self.schedule = Schedule(plan.layouts, plan.inputs, plan.via)
         if overlap:
@@ -108,6 +113,11 @@ class ShardedModule(torch.nn.Module):
         self.regions = regions(plan, self.schedule, recompute, part=group is not None)
         again = {name for region in self.regions.values() for name in region.nodes}
         self.starts = start_ahead(self.schedule, plan, again, bucket_bytes) if bucket_bytes and ahead else {}
+
+    @property
+    def graph(self) -> Graph:
+        """What runs: what was traced, or what stands for it in evaluation mode."""
+        return self.plan.graph if self.training or self.evaluation is None else self.evaluation
 
     @property
     def fused(self) -> tuple[Fusion, ...]:
@@ -137,7 +147,8 @@ class ShardedModule(torch.nn.Module):
     def train(self, mode: bool = True) -> ShardedModule:
         """Refuse another mode than was traced, where an operator works otherwise in it."""
         names = (node.call.name for node in self._given(CALL) if node.call is not None)
-        if mode != self.plan.graph.training and any(word in name for name in names for word in OF_MODES):
+        other = mode != self.plan.graph.training and (mode or self.evaluation is None)
+        if other and any(word in name for name in names for word in OF_MODES):
             traced = "training" if self.plan.graph.training else "evaluation"
             raise ValueError(
                 f"the model was traced in {traced} mode, and has dropout or running statistics: trace it again"
@@ -197,7 +208,7 @@ class ShardedModule(torch.nn.Module):
 
     def update_buffers(self, values: Mapping[Value, torch.Tensor]) -> None:
         """Take what the forward computed for buffers, running statistics."""
-        for name, value in self.plan.graph.updates.items():
+        for name, value in self.graph.updates.items():
             shape, source = self.plan.graph.meta(value).shape, self.schedule.layouts[value]
             with torch.no_grad():
                 new = convert(values[value], shape, self.plan.mesh, source, self.held[name].layout, self.plan.costs)

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.once import Once, at_once
-from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, Node, Value
+from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.rules import own_reductions, run_local
@@ -69,14 +69,16 @@ class Forward:
         given: Mapping[str, torch.Tensor],
         region: Region | None = None,
         results: Results | None = None,
+        graph: Graph | None = None,
     ) -> None:
         """Take the rank's part of the model, and the tensors given for its input nodes.
 
-        region, results
-            What this is a run of, if not of the whole, and what its first run leaves to its second.
+        region, results, graph
+            What this is a run of, if not of the whole; what its first run leaves to its second, and was itself of.
         """
         self._module, self._plan, self._schedule = module, module.plan, module.schedule
         self._given, self._region, self._results = given, region, results
+        self._graph = graph or module.graph
         self._values: dict[Value, torch.Tensor] = {}
         self._hubs: dict[Value, torch.Tensor] = {}
         self._read_before: set[Value] = set()
@@ -84,13 +86,13 @@ class Forward:
 
     def outputs(self) -> Any:
         """Run all nodes and return what the model returns."""
-        self._run_all(self._plan.graph.nodes.values(), self._module.regions if torch.is_grad_enabled() else {})
+        self._run_all(self._graph.nodes.values(), self._module.regions if torch.is_grad_enabled() else {})
         self._module.update_buffers(self._values)
-        return pytree.tree_map(self._returned, self._plan.graph.outputs)
+        return pytree.tree_map(self._returned, self._graph.outputs)
 
     def inside(self, tensors: Tensors) -> Tensors:
         """Run the region's nodes for what it reads, and return what it gives."""
-        region, graph = self._region, self._plan.graph
+        region, graph = self._region, self._graph
         assert region is not None
         count = len(region.reads)
         self._values |= dict(zip(region.reads, tensors[:count], strict=True))
@@ -119,10 +121,10 @@ class Forward:
 
     def _recomputed(self, region: Region) -> None:
         """Run a region that runs again in backward."""
-        module, values = self._module, [self._value(value) for value in region.reads]
+        module, graph, values = self._module, self._graph, [self._value(value) for value in region.reads]
 
         def body(results: Results, tensors: Tensors) -> Tensors:
-            return Forward(module, {}, region, results).inside(tensors)
+            return Forward(module, {}, region, results, graph).inside(tensors)
 
         inputs = (*values, *(self._hub(value)[0] for value in region.read_hubs))
         outputs = recomputed(body, inputs, keep_collectives=not region.again)
@@ -191,7 +193,7 @@ class Forward:
     def _gathered_again(
         self, nodes: Sequence[Node], inputs: Sequence[Sequence[torch.Tensor]]
     ) -> AbstractContextManager[None]:
-        """Return a context in which gathered parameters are not kept; a region keeps them with its collectives."""
+        """Return a context in which gathered parameters are not kept; a region gathers them in its second run."""
         regathered = self._plan.regathered
         if not regathered or self._region is not None or not torch.is_grad_enabled():
             return nullcontext()
@@ -232,7 +234,7 @@ class Forward:
                 local, at = self._hub(value)
                 known[value, target] = self._convert(local, value, node.name, node.module, at, target)
             found.append(known[value, target])
-        fence = self._region is not None and self._region.again and node.name == self._region.last
+        fence = self._region is not None and self._region.fenced and node.name == self._region.last
         return fenced(found) if fence else found
 
     def _hub(self, value: Value) -> tuple[torch.Tensor, Layout]:
@@ -295,4 +297,4 @@ class Forward:
         run = partial(convert, local, shape, mesh, source, target, self._plan.costs, count)
         if self._results is None or source == target:
             return run()
-        return self._results.conversion(run, lambda: bool(sent))
+        return self._results.conversion(run, lambda: bool(sent) and value not in self._plan.regathered)

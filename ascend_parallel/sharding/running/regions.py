@@ -47,6 +47,9 @@ class Region:
         The node at whose reads the second run ends: nothing that it computes is needed.
     again
         Whether collectives run again.
+    fenced
+        Whether any do, also the gathers of parameters that are not kept whole: all ranks then have to begin and end the
+        second run at the same operators.
     """
 
     module: str
@@ -59,6 +62,7 @@ class Region:
     read_again: Set[str]
     last: str
     again: bool
+    fenced: bool
 
 
 def regions(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> dict[str, Region]:
@@ -175,7 +179,8 @@ class _Regions:
             kept=self._kept(nodes, owner) - set(last),
             read_again={value.node for value, names in readers.items() if names & inside},
             last=last[0],
-            again=self._recompute.collectives == "again",
+            again=(again := self._recompute.collectives == "again"),
+            fenced=again or not self._plan.regathered.isdisjoint(read),
         )
 
     def _kept(self, nodes: Sequence[Node], owner: str | None) -> set[str]:

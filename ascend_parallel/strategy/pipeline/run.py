@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from time import perf_counter
@@ -27,7 +27,7 @@ from ascend_parallel.strategy.pipeline.batch import Batch
 from ascend_parallel.strategy.pipeline.cut import cut
 from ascend_parallel.strategy.pipeline.groups import check_meshes, make_groups, time_limit
 from ascend_parallel.strategy.pipeline.measured import Measured, measured
-from ascend_parallel.strategy.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, stages_of
+from ascend_parallel.strategy.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, forward_only, stages_of
 from ascend_parallel.strategy.pipeline.shared import SharedGradients
 from ascend_parallel.strategy.pipeline.stage import RankStage, StageModule
 from ascend_parallel.strategy.pipeline.stages import assign, balanced
@@ -133,22 +133,17 @@ class Pipeline:
         Raises `ValueError` for a batch unlike the traced one, `PipelineError` if a stage fails or waits too long.
         """
         self.shared.check_cleared(self.parameters())
-        cut_inputs, uncut = self._batch.inputs(args, kwargs, self.parts, self.stages)
-        self._ran.clear()
-        self._losses.clear()
-        start = perf_counter()
-        with ExitStack() as stack:
-            for wrapped, module in zip(self._wrapped, self.modules, strict=True):
-                wrapped.uncut = uncut
-                stack.enter_context(module.no_sync())
-            try:
-                self._torch.step(target=torch.zeros(self.micro_batches), return_outputs=False, **cut_inputs)
-                loss = self._told()
-            except RuntimeError as error:
-                raise PipelineError(self._failure(error)) from error
-        self._seconds = perf_counter() - start
+        loss = self._run(self._torch.step, args, kwargs)
         self.shared.due = True
         return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward of all micro-batches of a batch, as the modules are, and return the mean of their losses.
+
+        No gradient is touched. Arguments and errors as for `step`.
+        """
+        with torch.no_grad(), forward_only(self._torch):
+            return self._run(self._torch.eval, args, kwargs)
 
     def reduce_gradients(self, *dims: str, but: Sequence[str] = ()) -> None:
         """Sum gradients over the ranks of the named mesh dimensions, or of all, and of shared parameters over stages.
@@ -190,6 +185,24 @@ class Pipeline:
         """When this rank's actions of the last step ran, in seconds of time.perf_counter."""
         return tuple(self._ran)
 
+    def _run(self, schedule: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Run one of the ways of torch's schedule, and return the mean loss."""
+        cut_inputs, uncut = self._batch.inputs(args, kwargs, self.parts, self.stages)
+        self._ran.clear()
+        self._losses.clear()
+        start = perf_counter()
+        with ExitStack() as stack:
+            for wrapped, module in zip(self._wrapped, self.modules, strict=True):
+                wrapped.uncut = uncut
+                stack.enter_context(module.no_sync())
+            try:
+                schedule(target=torch.zeros(self.micro_batches), return_outputs=False, **cut_inputs)
+                loss = self._told()
+            except RuntimeError as error:
+                raise PipelineError(self._failure(error)) from error
+        self._seconds = perf_counter() - start
+        return loss
+
     def _made(self) -> Any:
         """Return torch's schedule of this rank's stages."""
         device, count = torch.device(default_device()), len(self.parts)
@@ -204,9 +217,10 @@ class Pipeline:
 
     def _told(self) -> torch.Tensor:
         """Return the mean loss, which the last stage tells the others."""
-        last = self.parts[-1].plan
-        found = torch.zeros((), dtype=last.graph.meta(last.graph.outputs).dtype, device=default_device())
-        if self._losses:
+        last, graph = self.parts[-1], self.parts[-1].plan.graph
+        found = torch.zeros((), dtype=graph.meta(graph.outputs).dtype, device=default_device())
+        if last.stage in self.stages:
+            assert len(self._losses) == self.micro_batches, f"{len(self._losses)} losses of {self.micro_batches}"
             found = torch.stack(self._losses).mean()
         dist.broadcast(found, group=self._groups.along, group_src=self._at[-1])
         return found

@@ -19,7 +19,7 @@ from ascend_parallel.strategy.loss import Loss, WithLoss
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import divided_over, part_of
+from ascend_parallel.strategy.running.runner import divided_over, loss_of, part_of
 
 
 class Eagerly:
@@ -45,6 +45,10 @@ class Eagerly:
             (loss * (factor / count)).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
+        """Return the loss in evaluation mode, if the model runs as it was traced there too."""
+        return loss_of(self._joined, self.modules, batch, self._strategy.pipeline.micro_batches)
 
     def finish(self) -> None:
         """Give the optimizer the gradients, which are summed."""

@@ -13,7 +13,7 @@ from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import divided_over, part_of
+from ascend_parallel.strategy.running.runner import divided_over, loss_of, part_of, take_evaluation
 
 
 class Whole:
@@ -21,7 +21,8 @@ class Whole:
 
     def __init__(self, planned: TrainingPlan, settings: Settings | None, local_batches: bool) -> None:
         """Take this rank's part. Every rank comes."""
-        self._strategy = strategy = planned.strategy
+        self._planned, self._strategy = planned, planned.strategy
+        strategy = planned.strategy
         self.module = ShardedModule(
             planned.model,
             planned.plan,
@@ -45,6 +46,11 @@ class Whole:
                 (loss * (factor / count)).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
+        """Return the loss in evaluation mode."""
+        take_evaluation(self._planned, self.modules)
+        return loss_of(self.module, self.modules, batch, self._strategy.pipeline.micro_batches)
 
     def finish(self) -> None:
         """Sum what was held back; at level 2 the optimizer sums over its replicas."""

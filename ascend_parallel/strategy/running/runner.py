@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ascend_parallel.sharding.evaluation import in_evaluation
 from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.strategy.optimizer.targets import Target
-from ascend_parallel.strategy.planned import rows_of_part
+from ascend_parallel.strategy.planned import TrainingPlan, evaluating, rows_of_part
 from ascend_parallel.strategy.strategy import Strategy
 
 
@@ -28,6 +30,9 @@ class Runner(Protocol):
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
         """Add the gradients of ``factor * loss``; return the loss. `last`: of the batches between two steps."""
 
+    def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
+        """Return the loss in evaluation mode; no gradient is touched."""
+
     def finish(self) -> None:
         """Sum what has to be whole before the optimizer steps."""
 
@@ -39,6 +44,26 @@ class Runner(Protocol):
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's part of parameters and buffers."""
+
+
+def take_evaluation(planned: TrainingPlan, modules: Sequence[ShardedModule]) -> None:
+    """Have modules run in evaluation mode what stands for what was traced in training, once it is checked to be that.
+
+    Raises as `TrainingPlan.check_evaluation`, on all ranks alike.
+    """
+    if not planned.plan.graph.training or all(module.evaluation is not None for module in modules):
+        return
+    planned.check_evaluation()
+    for module in modules:
+        module.evaluation = in_evaluation(module.plan.graph)
+
+
+def loss_of(
+    run: Callable[..., torch.Tensor], modules: Sequence[nn.Module], batch: Sequence[Any], count: int
+) -> torch.Tensor:
+    """Return the mean loss of a batch in `count` micro-batches with the modules in evaluation mode."""
+    with torch.no_grad(), evaluating(modules):
+        return torch.stack([run(*(part_of(one, number, count) for one in batch)) for number in range(count)]).mean()
 
 
 def part_of(one: Any, number: int, count: int) -> Any:

@@ -14,8 +14,8 @@ from ascend_parallel.sharding.graph import BUFFER, PARAMETER
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.pipeline.run import Pipeline
-from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import divided_over
+from ascend_parallel.strategy.planned import TrainingPlan, evaluating
+from ascend_parallel.strategy.running.runner import divided_over, take_evaluation
 
 
 class Staged:
@@ -25,7 +25,8 @@ class Staged:
         self, planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None
     ) -> None:
         """Take this rank's stages. Every rank comes."""
-        self._strategy = strategy = planned.strategy
+        self._planned, self._strategy = planned, planned.strategy
+        strategy = planned.strategy
         self.pipeline = Pipeline(
             planned.model,
             planned.plan,
@@ -49,6 +50,12 @@ class Staged:
         """Add the gradients of ``factor * loss``; return the loss."""
         self.pipeline.factor = factor
         return self.pipeline.step(*batch)
+
+    def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
+        """Return the loss in evaluation mode."""
+        take_evaluation(self._planned, self.modules)
+        with evaluating(self.modules):
+            return self.pipeline.evaluate(*batch)
 
     def finish(self) -> None:
         """Sum over ranks and, what several stages share, over stages; at level 2 the optimizer sums over replicas."""

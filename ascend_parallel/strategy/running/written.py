@@ -17,6 +17,7 @@ from ascend_parallel.strategy.agreed import confirm_replicas
 from ascend_parallel.strategy.loss import Loss
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
+from ascend_parallel.strategy.planned import evaluating
 from ascend_parallel.strategy.strategy import Strategy
 
 
@@ -43,7 +44,15 @@ class AsWritten:
         """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
         loss = self._loss(self._model, *batch)
         (loss * (factor / self._replicas)).backward()  # type: ignore[no-untyped-call]
-        mean = loss.detach() / self._replicas
+        return self._mean(loss.detach())
+
+    def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
+        """Return the mean over data of the loss in evaluation mode."""
+        with torch.no_grad(), evaluating(self.modules):
+            return self._mean(self._loss(self._model, *batch))
+
+    def _mean(self, loss: torch.Tensor) -> torch.Tensor:
+        mean = loss / self._replicas
         if self._group is not None:
             dist.all_reduce(mean, group=self._group)
         return mean
