@@ -87,6 +87,10 @@ def refused(group):
         ParallelOptimizer([Target("other", model.bias, Piece(model.bias, (7,), (0,)))], its)
     with pytest.raises(ValueError, match="copies=1 on groups of 2 replicas"):
         ParallelOptimizer([Target("bias", model.bias, Piece(model.bias, (7,), (0,)), group)], its)
+    whole = Piece(model.bias, (7,), (0,))
+    wrong, said = (targets, "rank 1: other") if group.rank() == 0 else ([Target("other", model.bias, whole)], "^other")
+    with pytest.raises(ValueError, match=said):  # on both, and nobody waits
+        ParallelOptimizer(wrong, its)
     with pytest.raises(DisagreementError, match=r"ranks make different optimizers: options is .*level=1.*on rank 0"):
         ParallelOptimizer(targets, its, level=group.rank() + 1, unreduced=True)
     with pytest.raises(DisagreementError, match="targets is"):

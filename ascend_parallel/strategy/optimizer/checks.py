@@ -49,8 +49,25 @@ class Options:
             raise ValueError(f"bucket_bytes={self.bucket_bytes!r}: give 1 or more bytes")
 
 
-def check(targets: Sequence[Target], recipe: Recipe, options: Options) -> None:
-    """Raise `ValueError` for targets that are not as they say, or that cannot be divided so."""
+def check_everywhere(
+    targets: Sequence[Target], recipe: Recipe, options: Options, everybody: dist.ProcessGroup | None
+) -> None:
+    """Raise `ValueError` on every rank for one's targets that are not as they say, or that cannot be divided so."""
+    mine: ValueError | None = None
+    try:
+        _check(targets, recipe, options)
+    except ValueError as error:
+        mine = error
+    refused = {"refused": "" if mine is None else str(mine)}
+    told = {} if everybody is None else exchange(everybody, "ParallelOptimizer", refused, DisagreementError)
+    if mine is not None:
+        raise mine
+    for rank, one in told.items():
+        if one["refused"]:
+            raise ValueError(f"rank {rank}: {one['refused']}")
+
+
+def _check(targets: Sequence[Target], recipe: Recipe, options: Options) -> None:
     names = [target.name for target in targets]
     double = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
     if double:

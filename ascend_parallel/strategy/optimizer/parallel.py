@@ -74,7 +74,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         """
         self._everybody = everybody or dist.group.WORLD
         options = checks.Options(level, by, max_norm, norm_type, master_dtype, unreduced, bucket_bytes)
-        checks.check(targets, recipe, options)
+        checks.check_everywhere(targets, recipe, options, self._everybody)
         checks.confirm_alike(targets, recipe, options, loss_scale, self._everybody)
         self._options, self._recipe, self.loss_scale = options, recipe, loss_scale
         self._shares = share(targets, level, by, master_dtype)
