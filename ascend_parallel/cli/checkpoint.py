@@ -154,8 +154,10 @@ def _as_dict(saved: Saved, all_steps: list[int]) -> dict[str, Any]:
 
 
 def _tree(told: dict[str, Any]) -> Tree:
+    from ascend_parallel.sharding.showing.explain import size_of
+
     total = sum(tensor["bytes"] for tensor in told["tensors"].values())
-    tree = Tree(f"[bold]{told['path']}[/]  step {told['step']}, ranks: {told['ranks']}, {_size(total)}")
+    tree = Tree(f"[bold]{told['path']}[/]  step {told['step']}, ranks: {told['ranks']}, {size_of(total)}")
     if len(told["steps"]) > 1:
         tree.add(f"steps here: {', '.join(map(str, told['steps']))}")
     values = tree.add("values")
@@ -164,13 +166,13 @@ def _tree(told: dict[str, Any]) -> Tree:
     for space in ("model", "optimizer"):
         names = [name for name in told["tensors"] if name.startswith(f"{space}.")]
         bytes_ = sum(told["tensors"][name]["bytes"] for name in names)
-        branch = tree.add(f"{space}: {len(names)} tensors, {_size(bytes_)}")
+        branch = tree.add(f"{space}: {len(names)} tensors, {size_of(bytes_)}")
         table = Table("tensor", "shape", "dtype", "size", "written in", box=box.SIMPLE, padding=(0, 1, 0, 0))
         for name in names:
             tensor = told["tensors"][name]
             shape = " x ".join(map(str, tensor["shape"])) or "scalar"
             table.add_row(
-                name.removeprefix(f"{space}."), shape, tensor["dtype"], _size(tensor["bytes"]), _cut(tensor["boxes"])
+                name.removeprefix(f"{space}."), shape, tensor["dtype"], size_of(tensor["bytes"]), _cut(tensor["boxes"])
             )
         if names:
             branch.add(table)
@@ -181,11 +183,3 @@ def _cut(boxes: list[dict[str, list[int]]]) -> str:
     """Return how a tensor was cut: 1 piece, or 2 x 4 pieces."""
     starts = [len({entry["offsets"][dim] for entry in boxes}) for dim in range(len(boxes[0]["offsets"]))]
     return "1 piece" if len(boxes) == 1 else f"{' x '.join(map(str, starts))} pieces"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
