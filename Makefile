@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS := 1
+# The tests start many processes: each would compile all files anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint stress sanitize compat bench clean
 

@@ -88,7 +88,13 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("operator", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "matmul_all_reduce",
+        *(pytest.param(one, marks=pytest.mark.stress) for one in ("matmul_reduce_scatter", "all_gather_matmul")),
+    ],
+)
 def test_a_rank_that_dies_is_named_by_the_others(operator):
     ranks = launch(code(DIES.replace("OPERATOR", operator), limit=8), [{}] * 3)
     assert ranks[1].returncode == 7
@@ -114,7 +120,7 @@ try:
 except (ap.CollectiveError, MemoryError) as error:
     print(type(error).__name__, error)
 if rank == 1:
-    time.sleep(25)
+    time.sleep(15)
 os._exit(0)
 """
 

@@ -337,7 +337,7 @@ def test_memory(ranks):
 def part_of_a_job(group):
     """Two meshes, each with a plan of its own, as pipeline stages have."""
     model, x = made(Stack, 4), torch.ones(4, 8, dtype=torch.float64)
-    meshes = [ProcessMesh([0, 1], ["dp"]), ProcessMesh([2, 3], ["dp"])]
+    meshes = [ProcessMesh(ranks, ["of_stage"]) for ranks in ([0, 1], [2, 3])]  # with groups nobody has made
     groups = [dist.new_group(mesh.process_ids) for mesh in meshes]
     stage = group.rank() // 2
     half = nn.Module()

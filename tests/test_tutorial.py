@@ -56,7 +56,12 @@ def test_the_page_goes_from_one_card_to_eight_ranks(tmp_path):
     assert example in found
 
 
-@pytest.mark.parametrize("number", range(len(STEPS)))
+IN_CI = (0, 1, 4, len(STEPS) - 1)
+
+
+@pytest.mark.parametrize(
+    "number", [one if one in IN_CI else pytest.param(one, marks=pytest.mark.stress) for one in range(len(STEPS))]
+)
 def test_each_step_has_the_losses_of_one_card(ranks, one_card, tmp_path, number):
     folder, strategy = written(tmp_path, STEPS[number].files)
     near = EXACT if strategy.amp.dtype is None else {"rtol": 0.02, "atol": 0}
@@ -64,6 +69,7 @@ def test_each_step_has_the_losses_of_one_card(ranks, one_card, tmp_path, number)
         torch.testing.assert_close(losses, one_card, **near)
 
 
+@pytest.mark.stress
 def test_a_restart_goes_on_bit_for_bit(ranks, tmp_path):
     uninterrupted, interrupted = tmp_path / "whole", tmp_path / "stopped"
     for folder in (uninterrupted, interrupted):

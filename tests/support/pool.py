@@ -57,6 +57,11 @@ class RankPool:
         self._folder.cleanup()
 
     @property
+    def threads(self):
+        """How many threads the first process has."""
+        return sum(1 for _ in Path(f"/proc/{self._processes[0].pid}/task").iterdir())
+
+    @property
     def alive(self):
         """Whether the pool can be used."""
         return all(process.is_alive() for process in self._processes)
