@@ -34,7 +34,7 @@ def with_torch_npu(tmp_path_factory):
 
     def run(function):
         code = f"import test_npu_wheel as tests; tests.on_a_rank(tests.{function.__name__})"
-        for rank, finished in enumerate(launch(code, [environ] * 2)):
+        for rank, finished in enumerate(launch(code, [environ] * 2, fresh=True)):
             assert finished.returncode == 0, f"rank {rank}:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
             assert "every check was made" in finished.stdout
 
