@@ -1,12 +1,12 @@
 """A training step of a GPT on 8 ranks (data 2 x tensor 2 x pipeline 2): torch's own parts, by hand, and by a strategy.
 
-    python benchmarks/strategy.py                   about two minutes, on gloo over the loopback
+    python benchmarks/strategy.py                   about nine minutes, on gloo over the loopback
     python benchmarks/strategy.py --link 1gbit      every rank with a link of its own; needs root
     python benchmarks/strategy.py --plan 8192       plans the same strategy for so many ranks, without processes
 
 fp32, AdamW, 1F1B with 4 micro-batches, tensor parallelism without sequence parallelism; a step is forward, backward,
-the gradients' sums and the optimizer. All run in turn, in an order drawn anew for each round; before, each
-one's losses are compared with one card's.
+the gradients' sums and the optimizer. Each runs in processes of its own, where no other's threads disturb it, all in
+turn and several times over, in an order drawn anew; before, its losses are compared with one card's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main() -> int:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--link", metavar="RATE", help="of each rank, such as 1gbit (needs root)")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=10, help="steps in each turn")
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--plan", type=int, metavar="RANKS", help="plan for so many ranks (a multiple of 64) instead")
     options = parser.parse_args()
     if options.plan:
@@ -53,43 +54,39 @@ def main() -> int:
         return 0
     link = shaped_link(options.link, RANKS) if options.link else nullcontext([])
     with link as ends, Console(stderr=True).status("measuring") as status:
-        told = {"rounds": options.rounds}
-        job = Job(program=(str(Path(__file__)),), arguments=told, ranks=RANKS, limit=LIMIT, ends=ends)
-        times = run_ranks(job, lambda line: status.update(line))
-    print("| | ms | torch's parts / it |\n|---|---|---|")
+        times: dict[str, list[float]] = {name: [] for name in CASES}
+        for turn in range(options.turns):
+            for name in random.Random(turn).sample(list(CASES), len(CASES)):
+                told = {"rounds": options.rounds, "case": name}
+                job = Job(program=(str(Path(__file__)),), arguments=told, ranks=RANKS, limit=LIMIT, ends=ends)
+                line = f"turn {turn + 1} of {options.turns}, {name}: "
+                times[name] += run_ranks(job, lambda said, line=line: status.update(line + said))
+    print(f"| medians of {options.turns} x {options.rounds} steps | ms | torch's parts / it |\n|---|---|---|")
     for name, its in times.items():
-        gain = median(theirs / ours for theirs, ours in zip(times[TORCH], its, strict=True))
-        print(f"| {name} | {1e3 * median(its):.0f} | {gain:.2f} |")
+        print(f"| {name} | {1e3 * median(its):.0f} | {median(times[TORCH]) / median(its):.2f} |")
     return 0
 
 
 def rank() -> None:
-    """Time every case on this rank."""
+    """Time a case on this rank."""
     job = begin_rank()
+    name = job["case"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
     report("one card")
     right = losses_of_one_card()
-    steps: dict[str, Step] = {}
-    for name, case in CASES.items():
-        report(f"checking: {name}")
-        steps[name] = case(model_of_run(), batch_of(0), LR)
-        check(name, steps[name], right)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    batch = batch_of(CHECKED)
+    report("its losses")
+    step = CASES[name](model_of_run(), batch_of(0), LR)
+    check(name, step, right)
+    times, batch = [], batch_of(CHECKED)
     for index in range(WARM_UP + job["rounds"]):
-        report(f"round {index + 1} of {WARM_UP + job['rounds']}")
-        order = list(steps)
-        random.Random(index).shuffle(order)
-        for name in order:
-            took = timed(steps[name], batch)
-            if index >= WARM_UP:
-                times[name].append(took)
-    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+        report(f"step {index + 1} of {WARM_UP + job['rounds']}")
+        took = timed(step, batch)
+        times += [took] if index >= WARM_UP else []
+    slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    deliver(dict(zip(times, slowest.tolist(), strict=True)))
-    for step in steps.values():
-        step.close()
+    deliver(slowest.tolist())
+    step.close()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,9 +12,11 @@ from sharded import BATCHES, EXACT, S0, C, R, gradients, made, mesh_of, planned,
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.running.execute import ShardedModule
+from ascend_parallel.sharding.running.summed import Summed, buckets
 from ascend_parallel.sharding.trace import trace
 
 SMALL = 3000  # bytes of a bucket, so that there are several
@@ -281,6 +283,17 @@ def failing(group):
 
 def test_a_backward_that_fails(ranks):
     ranks(2).run(failing)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "expected"),
+    [(25 << 20, [1, 5]), (2 << 20, [1, 2, 2, 1]), (1000, [1] * 6)],  # the first, which backward fills first, is small
+)
+def test_the_first_bucket_is_at_most_a_megabyte(bucket_bytes, expected):
+    each = [Summed(Value(str(one)), "", (0,), (), torch.float32, 1 << 20) for one in range(6)]
+    found = buckets(each, bucket_bytes)
+    assert [len(bucket.members) for bucket in found] == expected
+    assert [one.value.node for bucket in found for one in bucket.members] == list("543210")
 
 
 class Operators(TorchDispatchMode):

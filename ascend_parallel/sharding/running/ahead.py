@@ -17,7 +17,7 @@ from ascend_parallel.sharding.layout import Layout, local_size
 from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.running.conversion import ways_between
 from ascend_parallel.sharding.running.fuse import Schedule
-from ascend_parallel.sharding.running.summed import units_of
+from ascend_parallel.sharding.running.summed import FIRST_BYTES, units_of
 from ascend_parallel.sharding.tensors.redistribution import Step
 
 LOOK_AHEAD = 16
@@ -74,7 +74,7 @@ def start_ahead(
     recomputed
         Nodes that run again in backward: what they read stays where it stands.
     bucket_bytes
-        How much is gathered as one, unless it is one tensor.
+        How much is gathered as one, unless it is one tensor; the first of a kind is at most `FIRST_BYTES`.
     """
     units, ready = _units(schedule, plan)
     outside = [place for place, unit in enumerate(units) if not recomputed & set(unit)]
@@ -142,7 +142,8 @@ def _of_given(found: Sequence[_Found], bucket_bytes: int) -> Iterator[tuple[int,
     for one in found:
         if one.given:
             of_kind = groups.setdefault(one.like, [[]])
-            if of_kind[-1] and sum(other.nbytes for other in of_kind[-1]) + one.nbytes > bucket_bytes:
+            limit = bucket_bytes if len(of_kind) > 1 else min(bucket_bytes, FIRST_BYTES)
+            if of_kind[-1] and sum(other.nbytes for other in of_kind[-1]) + one.nbytes > limit:
                 of_kind.append([])
             of_kind[-1].append(one)
     for of_kind in groups.values():

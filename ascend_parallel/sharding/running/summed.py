@@ -19,6 +19,8 @@ from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.running.fuse import Schedule
 
 BUCKET_BYTES = 25 << 20
+# Of the first bucket, so that what it sends begins early: as torch/nn/parallel/distributed.py has it.
+FIRST_BYTES = 1 << 20
 """As torch's DistributedDataParallel has it."""
 
 
@@ -124,14 +126,17 @@ def units_of(schedule: Schedule, plan: ShardingPlan) -> Iterator[tuple[str, ...]
 def buckets(summed: Sequence[Summed], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Return the buckets in the order in which a backward fills them: the last that was read comes first.
 
-    Each has parameters of one dtype and the same mesh dimensions, and at most `bucket_bytes` unless it is of one.
+    Each has parameters of one dtype and the same mesh dimensions, and at most `bucket_bytes`, the first of a kind at
+    most `FIRST_BYTES`, unless it is of one.
     """
     found: list[list[Summed]] = []
     open_ones: dict[tuple[object, ...], list[Summed]] = {}
+    limits: dict[tuple[object, ...], int] = {}
     for one in reversed([one for one in summed if one.dims]):
         key = (one.dims, one.dtype)
         members = open_ones.get(key, [])
-        if not members or sum(member.nbytes for member in members) + one.nbytes > bucket_bytes:
+        if not members or sum(member.nbytes for member in members) + one.nbytes > limits[key]:
+            limits[key] = bucket_bytes if key in limits else min(bucket_bytes, FIRST_BYTES)
             members = open_ones[key] = []
             found.append(members)
         members.append(one)
