@@ -144,6 +144,19 @@ class Branching(nn.Module):
         return F.mse_loss(x * 2 if self.training else x, y)
 
 
+class OtherNumbers(Branching):
+    def forward(self, x, y):
+        return F.mse_loss(self.linear(x) * torch.tensor([2.0 if self.training else 1.0], dtype=x.dtype), y)
+
+
+def test_other_constants_in_evaluation_are_seen():
+    model = OtherNumbers().double()
+    evaluation = in_evaluation(trace(model, of_noise(0)))
+    check_evaluation(evaluation, trace(model, of_noise(0)))
+    with pytest.raises(ValueError, match=r"with other arguments than in training"):
+        check_evaluation(evaluation, trace(model.eval(), of_noise(0)))
+
+
 def branching(_group):
     model = Branching().double()
     step = train_step(model, of_noise(0), torch.optim.SGD(model.parameters(), lr=0.1), Strategy(**DATA))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,15 +41,17 @@ def check_evaluation(graph: Graph, traced: Graph) -> None:
     Names of nodes, and operators that change nothing or are of no use, do not matter.
     """
     found, wanted = _told(graph), _told(traced)
-    missing = ("nothing more",)
+    missing = ("nothing more", "")
     while True:
         one, other = next(found, missing), next(wanted, missing)
         if one == missing == other:
             return
         if one != other:
+            where = f"in {one[1]}" if isinstance(one[1], str) and one[1] else "in its own forward"
+            runs = f"{one[0]} with other arguments than" if one[0] == other[0] else f"{other[0]} where it ran {one[0]}"
             raise ValueError(
-                f"in evaluation mode the model does otherwise, not by dropout and running statistics alone: it runs "
-                f"{other[0]} where it ran {one[0]} in training"
+                f"in evaluation mode the model does otherwise, not by dropout and running statistics alone: {where} it "
+                f"runs {runs} in training"
             )
 
 
@@ -81,7 +84,7 @@ def _told(graph: Graph) -> Iterator[tuple[Any, ...]]:
     needed, count = _needed(graph), itertools.count()
     for node in graph.nodes.values():
         if node.call is None:
-            known[Value(node.name)] = (node.kind, node.source)
+            known[Value(node.name)] = (node.kind, node.source, _numbers(graph.constants.get(node.source)))
         elif node.name in needed:
             given = {name: value for name, value in arguments(node.call).items() if name != "cudnn_enabled"}
             if node.call.name.split(".")[1] in DROPOUT and not given["train"]:
@@ -93,6 +96,15 @@ def _told(graph: Graph) -> Iterator[tuple[Any, ...]]:
             yield node.call.name, node.module, pytree.tree_map(lambda leaf: _read(leaf, read), given)  # noqa: B023
     yield "its end", pytree.tree_map(lambda leaf: known.get(leaf, leaf), graph.outputs)
     yield "updates", {name: known[value] for name, value in graph.updates.items()}
+
+
+def _numbers(constant: Any) -> str:
+    """Return what tells a constant tensor from others."""
+    if not isinstance(constant, torch.Tensor):
+        return ""
+    held = constant.detach().cpu().contiguous()
+    numbers = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
+    return f"{held.dtype} {list(held.shape)} {hashlib.sha256(numbers).hexdigest()}"
 
 
 def _read(leaf: Any, read: Sequence[Any]) -> Any:
