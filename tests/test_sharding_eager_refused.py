@@ -3,8 +3,9 @@
 import pytest
 import torch
 from plans import by_hand
-from sharded import GIVEN, MLP, C, made, mesh_of, tensor_parallel
+from sharded import GIVEN, MLP, S0, S1, C, made, mesh_of, tensor_parallel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -114,6 +115,36 @@ def refused(group):
 
 def test_what_cannot_be_followed_is_refused(ranks):
     ranks(2).run(refused)
+
+
+class Twice(nn.Module):
+    """The same function, checkpointed, twice on one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        def run(y):
+            return self.first(self.second(y))
+
+        h = x * 2
+        return checkpoint(run, h, use_reentrant=False).sin() + checkpoint(run, h, use_reentrant=False).cos()
+
+
+def twice(group):
+    """Cut the first of the two along one dimension, the second along another: which runs again makes a difference."""
+    model, x = made(Twice), torch.arange(64, dtype=torch.float64).view(4, 4, 4) / 64
+    graph = trace(model, (x,))
+    names = [name for name in graph.nodes if name.startswith("linear")]
+    calls = {name: ([cut, C, C], cut) for name, cut in zip(names, (S0, S0, S1, S1), strict=True)}
+    eager = parallelize(model, by_hand(graph, mesh_of((2,)), {}, calls))
+    with pytest.raises(ValueError, match=r"calls this 2 times, and which of them torch\.utils\.checkpoint runs again"):
+        eager(x).sum().backward()
+
+
+def test_the_same_call_in_two_checkpoints_is_refused(ranks):
+    ranks(2).run(twice)
 
 
 def test_a_backward_of_its_own_is_refused():

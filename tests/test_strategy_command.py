@@ -32,6 +32,10 @@ def no_loss():
     return nn.Linear(8, 8), (torch.zeros(8, 8),)
 
 
+def with_a_loss():
+    return nn.Linear(8, 8), (torch.zeros(8, 8),), lambda model, x: model(x).square().mean()
+
+
 def no_batch():
     return Model()
 """
@@ -59,6 +63,11 @@ def test_it_says_what_a_pipeline_comes_to_and_draws_it(told):
     assert "rank 1  .   F0" in found.stdout or "rank 1  .  F0" in found.stdout
     assert Path("s.svg").read_text().startswith("<svg")
     assert "<html" in Path("s.html").read_text()
+
+
+def test_the_function_may_give_the_loss(told):
+    found = told("[mesh]\ndp = 2\n", function="with_a_loss")
+    assert "2 ranks, a mesh of dp=2" in found.stdout, found.output
 
 
 def test_json_is_all_that_is_printed(told):
@@ -99,7 +108,7 @@ def test_what_a_strategy_says_wrongly_is_one_line(told, toml, message):
         (["--html", "nowhere/s.html"], "small", "there is no folder"),
         ([], "smal", "models.py has no 'smal'"),
         ([], "no_loss", "the loss has to be one number"),
-        ([], "no_batch", "models.py:no_batch returned Model: give (model, args)"),
+        ([], "no_batch", "models.py:no_batch returned Model: give (model, batch)"),
     ],
 )
 def test_what_the_call_says_wrongly_is_one_line(told, options, function, message):

@@ -144,6 +144,77 @@ class Branching(nn.Module):
         return F.mse_loss(x * 2 if self.training else x, y)
 
 
+class Partly(nn.Module):
+    """A norm and dropout in a part that trains while the root does not say so."""
+
+    def __init__(self, times=1):
+        super().__init__()
+        self.times = times
+        self.body = nn.ModuleDict({"norm": nn.BatchNorm1d(8), "drop": nn.Dropout(0.5), "linear": nn.Linear(8, 8)})
+
+    def forward(self, x, y):
+        for _ in range(self.times):
+            x = self.body["drop"](self.body["norm"](self.body["linear"](x)))
+        return F.mse_loss(x[:, :1] + torch.rand(8, 1).to(x) * 0, y)
+
+
+def partly(_group):
+    """Evaluate a model whose root is in evaluation mode and whose parts train; return losses, truth, and modes."""
+    torch.manual_seed(0)
+    model = Partly().double().eval()
+    model.body.train()
+    step = train_step(model, of_noise(0), torch.optim.SGD(model.parameters(), lr=0.1), Strategy(**DATA))
+    step(*of_noise(1))
+    before = torch.get_rng_state()
+    found = [step.evaluate(*of_noise(2)).item() for _ in range(2)]
+    drawn = torch.equal(torch.get_rng_state(), before)
+    modes = [module.training for module in model.modules()]
+    expected = whole_of(step, copy.deepcopy(model)).eval()(*of_noise(2)).item()
+    step.close()
+    return found, expected, drawn, modes
+
+
+def test_parts_that_train_under_a_root_that_does_not(ranks):
+    for found, expected, drawn, modes in ranks(2).run(partly):
+        assert found[0] == found[1] == pytest.approx(expected, rel=1e-12)
+        assert (drawn, modes) == (True, [False, *[True] * 4])
+
+
+def test_a_norm_that_runs_twice_is_refused_by_name():
+    model = Partly(times=2).double()
+    evaluation = in_evaluation(trace(model, of_noise(0)))
+    with pytest.raises(ValueError, match="does otherwise"):
+        check_evaluation(evaluation, trace(model.eval(), of_noise(0)))
+
+
+class Merging(nn.Module):
+    """Changes its weights as its mode changes, as adapters do that are merged for evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.merged = nn.Linear(8, 1), False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.linear(x.detach() if self.merged else x), y)
+
+
+def merging(_group):
+    model = Merging().double()
+    strategy = Strategy(mode="hybrid", mesh={"dp": 2})
+    step = train_step(model, of_noise(0), torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    step.evaluate(*of_noise(0))
+    step.close()
+    return model.merged
+
+
+def test_a_models_own_way_to_change_its_mode_is_taken_back_too(ranks):
+    assert ranks(2).run(merging) == [False, False]
+
+
 class OtherNumbers(Branching):
     def forward(self, x, y):
         return F.mse_loss(self.linear(x) * torch.tensor([2.0 if self.training else 1.0], dtype=x.dtype), y)

@@ -27,8 +27,8 @@ def errors(command: str) -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def build_model(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Call the function that the user named."""
+def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:
+    """Call the function that the user named; return model, arguments, and keyword arguments or the loss."""
     where, _, name = text.rpartition(":")
     if not where:
         raise ValueError(f"{text!r}: give a module or a .py file and a function in it, such as my_models:llama")
@@ -41,12 +41,15 @@ def build_model(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, 
     except Exception as error:  # the user's own function
         raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
     fits = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
+    wanted = "(model, batch) or (model, batch, loss)" if with_loss else "(model, args) or (model, args, kwargs)"
     if not fits:
-        raise ValueError(f"{text} returned {type(returned).__name__}: give (model, args) or (model, args, kwargs)")
+        raise ValueError(f"{text} returned {type(returned).__name__}: give {wanted}")
     model, args, *rest = returned
+    if rest and callable(rest[0]) != with_loss:
+        raise ValueError(f"{text} returned a {type(rest[0]).__name__} as the third: give {wanted}")
     if isinstance(args, torch.Tensor):
         raise ValueError(f"{text} returned a tensor as the arguments: give a tuple, such as (x,)")
-    return model, tuple(args), dict(rest[0]) if rest else {}
+    return model, tuple(args), rest[0] if rest else None
 
 
 def _import(where: str) -> ModuleType:

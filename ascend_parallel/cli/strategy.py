@@ -33,6 +33,7 @@ def strategy(
     """
     from ascend_parallel.strategy import Strategy, plan_training
     from ascend_parallel.strategy.explain import as_dict
+    from ascend_parallel.strategy.loss import mean_loss
 
     with errors("strategy"), Console(stderr=True).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
@@ -41,12 +42,8 @@ def strategy(
         wanted = Strategy.from_toml(config)
         if schedule is not None and wanted.pipeline.degree == 1:
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
-        built, batch, keywords = build_model(model)
-        if keywords:
-            raise ValueError(
-                f"{model} returned (model, args, kwargs): give (model, batch), all arguments in their order"
-            )
-        planned = plan_training(wanted, built, batch)
+        built, batch, loss = build_model(model, with_loss=True)
+        planned = plan_training(wanted, built, batch, loss or mean_loss)
         told = json.dumps(as_dict(planned), indent=1) if as_json else planned.explain(operators)
     if schedule is not None:
         schedule.write_text(wanted.pipeline.svg(), encoding="utf-8")

@@ -29,9 +29,17 @@ def in_evaluation(graph: Graph) -> Graph:
     """
     if not graph.training:
         return graph
-    nodes = {name: _replaced(node) for name, node in graph.nodes.items()}
-    normalised = {node.module for name, node in nodes.items() if len(node.outputs) != len(graph.nodes[name].outputs)}
-    updates = {name: value for name, value in graph.updates.items() if name.rpartition(".")[0] not in normalised}
+    nodes: dict[str, Node] = {}
+    old: dict[Value, Value] = {}  # by the new running statistics, which nobody computes: those that were read
+    for name, node in graph.nodes.items():
+        node = replace(node, inputs=tuple(old.get(value, value) for value in node.inputs))
+        nodes[name] = _replaced(node)
+        if node.call is not None and node.call.target is FUNCTIONAL_BATCH_NORM:
+            given = arguments(node.call)
+            for index, which in ((3, "running_mean"), (4, "running_var")):
+                old[Value(name, index)] = node.inputs[given[which].index]
+    owners = {name.rpartition(".")[0] for name, value in graph.updates.items() if value in old}
+    updates = {name: value for name, value in graph.updates.items() if name.rpartition(".")[0] not in owners}
     return replace(graph, nodes=nodes, updates=updates, training=False)
 
 

@@ -107,7 +107,7 @@ class Graph:
     binding
         How the model was called; None: its inputs in the order of the nodes.
     training
-        Whether it was traced in training mode.
+        Whether the model, or a part of it, was in training mode when it was traced.
     calls
         The calls of torch's functions that ran the operators, for an eager run; or why there is none.
     """

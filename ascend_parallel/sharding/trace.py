@@ -73,7 +73,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     builder = _Builder(program, forms or {})
     graph = builder.build()
     check_marks(graph)
-    return replace(graph, binding=binding, training=model.training, calls=calls_of(recording, graph, builder.values))
+    training = any(one.training for one in model.modules())
+    return replace(graph, binding=binding, training=training, calls=calls_of(recording, graph, builder.values))
 
 
 @contextmanager

@@ -43,7 +43,14 @@ def trace_with_loss(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Graph
 
     Raises `TraceError`, also if the loss is not one number.
     """
-    graph = trace(WithLoss(model, loss), tuple(batch))
+    try:
+        graph = trace(WithLoss(model, loss), tuple(batch))
+    except TraceError as error:
+        said = str(error).replace("WithLoss", f"{type(model).__name__} with its loss", 1)
+        if "positional argument" in said:
+            called = "model(*batch), which returns the loss" if loss is mean_loss else "loss(model, *batch)"
+            said += f"; it was called as {called}" + (": give loss= if it does not" if loss is mean_loss else "")
+        raise TraceError(said) from error
     if not isinstance(graph.outputs, Value) or graph.meta(graph.outputs).shape != ():
         raise TraceError("the loss has to be one number: loss(model, *batch) returns a tensor of no dimension")
     return graph

@@ -129,12 +129,15 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Have modules in evaluation mode inside, and afterwards each part of them as it was."""
+    roots = [(module, any(one.training for one in module.modules())) for module in modules]
     modes = [(one, one.training) for module in modules for one in module.modules()]
     try:
         for module in modules:
             module.eval()
         yield
     finally:
+        for module, mode in roots:
+            module.train(mode)  # which a model may have of its own
         for one, mode in modes:
             one.training = mode
 

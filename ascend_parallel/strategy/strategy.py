@@ -145,7 +145,10 @@ class Strategy:
             raise StrategyOptionError(f'mesh={self.mesh!r}: give sizes by name, such as {{"dp": 2, "tp": 2}}')
         names = ", ".join(self.mesh)
         if self.data_dim is not None and self.data_dim not in self.mesh:
-            raise StrategyOptionError(f"data_dim={self.data_dim!r}: the mesh has {names}; None if data do not differ")
+            raise StrategyOptionError(
+                f"data_dim={self.data_dim!r}: the mesh has {names}; name one of those, or add a "
+                f"dimension of size 1 to the mesh, such as dp = 1 (in mode auto also None, if data do not differ)"
+            )
         if self.sharding.level and self.sharding.dim not in self.mesh:
             raise StrategyOptionError(f"sharding.dim={self.sharding.dim!r}: the mesh has {names}")
 

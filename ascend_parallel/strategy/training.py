@@ -14,6 +14,7 @@ from torch import nn
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.sharding.running.execute import is_modal
 from ascend_parallel.strategy.agreed import confirm_batch, confirm_strategy
 from ascend_parallel.strategy.checkpoint.loading import load
 from ascend_parallel.strategy.checkpoint.saving import Saving, save
@@ -29,6 +30,7 @@ from ascend_parallel.strategy.running.runner import Runner
 from ascend_parallel.strategy.running.staged import Staged
 from ascend_parallel.strategy.running.written import AsWritten
 from ascend_parallel.strategy.strategy import Strategy
+from ascend_parallel.strategy.usage import BatchesLike, Unused, random_numbers_kept
 from ascend_parallel.strategy.watch import Watch
 
 
@@ -69,8 +71,8 @@ def train_step(
     has another number of ranks than the strategy, `ValueError` for a parameter that wants a gradient and that the
     optimizer lacks, and what `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer` raise.
     """
-    if isinstance(batch, torch.Tensor):
-        raise TypeError("batch is a tensor: give the loss's arguments as a tuple, such as (x,)")
+    if isinstance(batch, (torch.Tensor, Mapping)):
+        raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise StrategyOptionError(
             "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
@@ -91,6 +93,7 @@ def train_step(
         runner = AsWritten(model, loss, strategy)
     else:
         planned = plan_training(strategy, model, batch, loss)
+        _check_training_mode(planned)
         runner = _runner(planned, settings, local_batches, timeout) if static else Eagerly(planned, loss, local_batches)
     master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
     parallel = ParallelOptimizer(
@@ -105,7 +108,17 @@ def train_step(
         bucket_bytes=strategy.comm_fusion.bucket_bytes,
     )
     whole = planned is not None and not local_batches
-    return TrainStep(strategy, planned, runner, parallel, arguments=len(batch), whole_batches=whole)
+    return TrainStep(strategy, planned, runner, parallel, like=batch, whole_batches=whole, unused=optimizer)
+
+
+def _check_training_mode(planned: TrainingPlan) -> None:
+    graph = planned.plan.graph
+    modal = {node.call.name for node in graph.nodes.values() if node.call is not None and is_modal(node.call.name)}
+    if modal and not graph.training:
+        raise StrategyOptionError(
+            f"the model is in evaluation mode, in which {', '.join(sorted(modal))} would be trained without dropout "
+            "and with fixed statistics: call model.train() before train_step"
+        )
 
 
 def _check_all_updated(made: Recipe, model: nn.Module) -> None:
@@ -141,8 +154,9 @@ class TrainStep:
         runner: Runner,
         optimizer: ParallelOptimizer,
         *,
-        arguments: int,
+        like: Sequence[Any],
         whole_batches: bool,
+        unused: torch.optim.Optimizer,
     ) -> None:
         """Take what runs forward and backward, and what updates; see `train_step`."""
         self.strategy, self.planned, self.optimizer = strategy, planned, optimizer
@@ -150,7 +164,7 @@ class TrainStep:
         self.batches = 0
         self._runner, self._watch = runner, Watch()
         self._saving: Saving | None = None
-        self._arguments = arguments
+        self._like, self._unused = BatchesLike(like, whole_batches), Unused(unused)
         self._failed, self._unseen = False, whole_batches
 
     def __call__(self, *batch: Any) -> torch.Tensor:
@@ -160,6 +174,7 @@ class TrainStep:
         them are dropped. Raises `DisagreementError` if ranks come to the first batch with different ones, `ValueError`
         for a batch unlike the one the step was made with, and `RankLostError` if ranks have stopped.
         """
+        self._unused.check()
         merge, given = self.strategy.gradient_merge, self._given(batch)
         last = (self.batches + 1) % merge.steps == 0
         if self.batches % merge.steps == 0:
@@ -192,15 +207,12 @@ class TrainStep:
         in evaluation mode, which what was traced in training cannot.
         """
         given = self._given(batch)
-        with self._watch.naming(self.batches):
+        with self._watch.naming(self.batches), random_numbers_kept():
             return self._runner.evaluate(given)
 
     def _given(self, batch: Sequence[Any]) -> list[Any]:
         """Return a batch in the strategy's dtype; refuse what is unlike that of the first."""
-        if len(batch) != self._arguments:
-            raise ValueError(
-                f"{len(batch)} arguments were given; the batch that the step was made with has {self._arguments}"
-            )
+        self._like.check(batch)
         if self._unseen:
             confirm_batch(batch)
             self._unseen = False

@@ -37,7 +37,7 @@ class Eager:
     calls
         The traced forward's.
     by_values
-        The calls by function and the values that they read.
+        The calls' places by function and the values that they read.
     constants
         This rank's parts, by node.
     updated
@@ -51,10 +51,10 @@ class Eager:
             raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
         self.plan, self.local_inputs, self.coordinate = plan, local_inputs, place
         self.calls, self.ran = _calls(plan), Counter[Ran]()
-        self.by_values: dict[Any, list[FunctionCall]] = defaultdict(list)
-        for call in self.calls:
+        self.by_values: dict[Any, list[int]] = defaultdict(list)
+        for number, call in enumerate(self.calls):
             values = tuple(leaf for leaf in call.arguments if isinstance(leaf, Value))
-            self.by_values[call.function, values].append(call)
+            self.by_values[call.function, values].append(number)
         self.updated = frozenset(plan.graph.updates.values())
         self.constants = {node.name: self._constant(node) for node in _nodes(plan, CONSTANT)}
         self._first = first_names(model)

@@ -33,6 +33,11 @@ from ascend_parallel.sharding.running.summed import BUCKET_BYTES, Bucket, Summed
 OF_MODES = ("dropout", "batch_norm", "instance_norm", "rrelu")
 
 
+def is_modal(name: str) -> bool:
+    """Tell whether an operator of that name works otherwise in training."""
+    return any(word in name for word in OF_MODES)
+
+
 class ShardedModule(torch.nn.Module):
     """This rank's part of a model; see `parallelize`.
 
@@ -148,7 +153,7 @@ class ShardedModule(torch.nn.Module):
         """Refuse another mode than was traced, where an operator works otherwise in it."""
         names = (node.call.name for node in self._given(CALL) if node.call is not None)
         other = mode != self.plan.graph.training and (mode or self.evaluation is None)
-        if other and any(word in name for name in names for word in OF_MODES):
+        if other and any(map(is_modal, names)):
             traced = "training" if self.plan.graph.training else "evaluation"
             raise ValueError(
                 f"the model was traced in {traced} mode, and has dropout or running statistics: trace it again"

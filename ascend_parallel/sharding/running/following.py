@@ -36,6 +36,7 @@ class Following(TorchFunctionMode):
         self._given: dict[str, Local] = {}  # parameters, buffers and constants read so far, by node
         self._updates: dict[Value, torch.Tensor] = {}
         self._next = 0
+        self._again = -1  # the call that ran again last
 
     def inputs(self, given: Mapping[str, torch.Tensor]) -> list[Activation]:
         """Return the tensors given for input nodes as the forward gets them."""
@@ -82,9 +83,21 @@ class Following(TorchFunctionMode):
         """Run one of the forward's calls once more, as torch.utils.checkpoint does in backward."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         values = tuple(leaf.local.value for leaf in leaves if isinstance(leaf, Activation))
-        for call in self._eager.by_values.get((function, values), ()):
-            if self._is(call, function, leaves, spec) and not call.changed:
-                return self._run(call, leaves)
+        calls = self._eager.calls
+        found = self._eager.by_values.get((function, values), ())
+        found = [
+            place for place in found if self._is(calls[place], function, leaves, spec) and not calls[place].changed
+        ]
+        if len(found) > 1 and self._again + 1 in found:
+            found = [self._again + 1]
+        if len(found) == 1:
+            (self._again,) = found
+            return self._run(calls[self._again], leaves)
+        if found:
+            raise ValueError(
+                f"{_shown_call(function, leaves)}: the forward calls this {len(found)} times, and which of them "
+                "torch.utils.checkpoint runs again cannot be told; parallelize(..., static=True) recomputes by itself"
+            )
         raise ValueError(
             f"{_shown_call(function, leaves)}: a tensor of a parallelized model's forward is computed with there only, "
             "as was traced. To look at it take x.to_local() or x.full_tensor() under torch.no_grad(); what you go on "

@@ -120,6 +120,11 @@ def _is_transposed(reading: Reading, node: Node) -> bool:
 
 
 def _fits(graph: Graph, found: _Attention) -> bool:
-    """Tell whether the operator takes the tensors: the same batch and heads, the same dtype."""
+    """Tell whether the operator takes the tensors: the same batch and heads, the same dtype, a mask that fits."""
     metas = [graph.meta(value) for value in (found.q, found.k, found.v)]
+    if found.mask is not None:  # it may not be larger than the scores
+        scores = (*metas[0].shape[:3], metas[1].shape[2])
+        sizes = zip(reversed(graph.meta(found.mask).shape), reversed(scores), strict=False)
+        if len(graph.meta(found.mask).shape) > 4 or any(size not in (1, of_scores) for size, of_scores in sizes):
+            return False
     return len({(meta.shape[:2], meta.dtype) for meta in metas}) == 1 and all(len(one.shape) == 4 for one in metas)

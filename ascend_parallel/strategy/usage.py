@@ -1,0 +1,76 @@
+"""What a training step holds its caller to: batches like the first, and an optimizer that nobody steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ascend_parallel.sharding.mesh import default_device
+
+
+class BatchesLike:
+    """Batches have the arguments, and where every rank gives the whole of them the shapes, of the first."""
+
+    def __init__(self, batch: Sequence[Any], whole: bool) -> None:
+        """Take the batch that the step is made with."""
+        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in batch]
+        self._shapes, self._whole = shapes, whole
+
+    def check(self, batch: Sequence[Any]) -> None:
+        """Raise `ValueError` for a batch of another number of arguments, or of other shapes."""
+        if len(batch) != len(self._shapes):
+            raise ValueError(
+                f"{len(batch)} arguments were given; the batch that the step was made with has {len(self._shapes)}"
+            )
+        for number, (one, shape) in enumerate(zip(batch, self._shapes, strict=True)):
+            if self._whole and isinstance(one, torch.Tensor) and shape is not None and tuple(one.shape) != shape:
+                raise ValueError(
+                    f"argument {number} of the batch is {list(one.shape)}; the step was made with {list(shape)}, and "
+                    "all batches are of one shape: leave out a smaller last one (drop_last=True of a DataLoader)"
+                )
+
+
+class Unused:
+    """The optimizer that a step was made with, whose settings were taken over: what it does later has no effect."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note its settings."""
+        self._optimizer = weakref.ref(optimizer)
+        self._before = _settings(optimizer)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if it was stepped, or its settings changed, as by a learning rate scheduler."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        changed = [
+            f"{name} from {before[name]!r} to {value!r}"
+            for before, now in zip(self._before, _settings(optimizer), strict=False)
+            for name, value in now.items()
+            if name in before and before[name] != value
+        ]
+        if changed or optimizer.state:
+            what = f"changed ({', '.join(dict.fromkeys(changed))})" if changed else "stepped"
+            raise RuntimeError(
+                f"the optimizer that train_step was given was {what} since, which trains nothing: the step has its "
+                "own. Make schedulers over step.optimizer, and set learning rates in its param_groups"
+            )
+
+
+def random_numbers_kept() -> AbstractContextManager[None]:
+    """Return a context after which random numbers, also the device's, go on as if nothing had been drawn in it."""
+    device = torch.device(default_device())
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(device_type=device.type)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    plain = (bool, int, float, str, tuple)
+    return [
+        {name: value for name, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
+    ]
