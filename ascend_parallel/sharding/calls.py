@@ -144,7 +144,10 @@ class _Noting(TorchFunctionMode):
         results, results_spec = pytree.tree_flatten(given)
         changed = {place: written.pop(id(one)) for place, one in enumerate(results) if id(one) in written}
         if written:
-            self._recording.refuse(f"{name_of(function)} writes to an argument: write it out of place")
+            self._recording.refuse(
+                f"{name_of(function)} writes to an argument, or hands it on as another tensor (as mse_loss and l1_loss "
+                "do): write it out of place, or as what it computes"
+            )
         if any(isinstance(one, torch.Tensor) for one in results):
             made = [self._origin(one) for one in results]
             self._recording.calls.append((function, arguments, spec, made, results_spec, changed))
