@@ -58,8 +58,11 @@ class RankPool:
 
     @property
     def threads(self):
-        """How many threads the first process has."""
-        return sum(1 for _ in Path(f"/proc/{self._processes[0].pid}/task").iterdir())
+        """How many threads the first process has; 0 if it has ended."""
+        try:
+            return sum(1 for _ in Path(f"/proc/{self._processes[0].pid}/task").iterdir())
+        except OSError:
+            return 0
 
     @property
     def alive(self):
