@@ -5,11 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from launch import launch
 
-from ascend_parallel.strategy.watch import PATIENCE
+from ascend_parallel.strategy.watch import PATIENCE, Watch
 
 TRAIN = Path(__file__).parent.parent / "examples" / "strategy" / "train.py"
 STRATEGY = """
@@ -47,6 +48,18 @@ def test_training_goes_on_after_a_rank_was_killed(tmp_path):
     assert found[:6] == expected[:6]
     for rank in (0, 1, 3):
         assert re.search(rf"rank 2 stopped in step 6 of the training \(told on rank {rank}\)", told), told
+
+
+def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
+    watch, begin = object.__new__(Watch), time.monotonic()
+    watch._rank, watch._ranks, watch._interval = 1, 3, 0.02
+
+    def count(rank):
+        passed = time.monotonic() - begin
+        return passed // 0.02 if rank == 0 else int(passed > 0.005)
+
+    watch._count = count
+    assert watch.silent() == [2]
 
 
 WATCHED = """

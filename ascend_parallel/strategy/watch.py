@@ -77,6 +77,7 @@ class Watch:
     def silent(self) -> list[int]:
         """Return the ranks that do not beat; takes a few intervals. [] if the store itself is gone with its rank."""
         others = [rank for rank in range(self._ranks) if rank != self._rank]
+        time.sleep(self._interval)  # the last beat of one that has just died may still be on its way
         try:
             before = {rank: self._count(rank) for rank in others}
             end = time.monotonic() + PATIENCE * self._interval
