@@ -154,6 +154,16 @@ def misused(_group):
         step(*gpt.batch_of(2))
     said.append(str(error.value))
     step.close()
+    model, _ = model_and_optimizer()
+    of_model = torch.optim.Adagrad(model.parameters())  # which has a state from the first
+    step = train_step(model, gpt.batch_of(0), of_model, strategy)
+    step(*gpt.batch_of(0))
+    model(*gpt.batch_of(0)).backward()
+    of_model.step()
+    with pytest.raises(RuntimeError) as error:
+        step(*gpt.batch_of(1))
+    said.append(str(error.value))
+    step.close()
     return said
 
 
@@ -163,6 +173,7 @@ def test_what_would_train_otherwise_than_it_looks_is_refused(ranks):
         assert "batch is a dict: give the loss's arguments as a tuple" in said[1]
         assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in said[2]
         assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in said[3]
+        assert "was stepped since, which trains nothing" in said[4]
 
 
 def with_an_argument_less(_group):

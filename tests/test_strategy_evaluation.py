@@ -9,7 +9,7 @@ from test_strategy_training import LAYERS, TP, farthest, model_and_optimizer
 from torch import nn
 from torch.nn import functional as F
 
-from ascend_parallel.sharding import trace
+from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
 from ascend_parallel.sharding.evaluation import check_evaluation, in_evaluation
 from ascend_parallel.strategy import (
     OverlapOptions,
@@ -213,6 +213,21 @@ def merging(_group):
 
 def test_a_models_own_way_to_change_its_mode_is_taken_back_too(ranks):
     assert ranks(2).run(merging) == [False, False]
+
+
+def attending(_group):
+    class Attending(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
+
+    x, model = torch.ones(2, 2, 4, 4), Attending()
+    sharded = parallelize(model, propagate(trace(model, (x,)), ProcessMesh([0, 1], ["dp"])), static=True)
+    with pytest.raises(ValueError, match="was traced in training mode"):
+        sharded.eval()
+
+
+def test_attention_with_dropout_is_no_evaluation_either(ranks):
+    ranks(2).run(attending)
 
 
 class OtherNumbers(Branching):

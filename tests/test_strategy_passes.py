@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.sharding import shard
 from ascend_parallel.sharding.graph import Ref
 from ascend_parallel.strategy.loss import trace_with_loss
 from ascend_parallel.strategy.passes import fuse_operators
@@ -126,6 +127,16 @@ def test_other_attention_stays_as_it_is(how):
 
 def test_scores_times_a_tensor_stay_as_they_are():
     assert "scaled_dot_product_attention" not in check(Attention("other_scale"), qkv(), "attention", 0)
+
+
+def test_what_has_a_strategy_of_its_own_stays_as_it_is():
+    class Marked(nn.Module):
+        def forward(self, q, k, v):
+            matmul = shard(torch.matmul, in_strategy=[("mp", 1, 1, 1), None])
+            return matmul(torch.softmax(q @ k.transpose(-2, -1), -1), v)
+
+    graph = trace_with_loss(Marked(), squared, qkv())
+    assert fuse_operators(graph, ("attention",))[1] == {"attention": 0}
 
 
 class Norm(nn.Module):

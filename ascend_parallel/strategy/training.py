@@ -113,7 +113,7 @@ def train_step(
 
 def _check_training_mode(planned: TrainingPlan) -> None:
     graph = planned.plan.graph
-    modal = {node.call.name for node in graph.nodes.values() if node.call is not None and is_modal(node.call.name)}
+    modal = {node.call.name for node in graph.nodes.values() if node.call is not None and is_modal(node.call)}
     if modal and not graph.training:
         raise StrategyOptionError(
             f"the model is in evaluation mode, in which {', '.join(sorted(modal))} would be trained without dropout "

@@ -40,7 +40,7 @@ class Unused:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Note its settings."""
         self._optimizer = weakref.ref(optimizer)
-        self._before = _settings(optimizer)
+        self._before, self._steps = _settings(optimizer), _steps(optimizer)
 
     def check(self) -> None:
         """Raise `RuntimeError` if it was stepped, or its settings changed, as by a learning rate scheduler."""
@@ -53,12 +53,17 @@ class Unused:
             for name, value in now.items()
             if name in before and before[name] != value
         ]
-        if changed or optimizer.state:
+        if changed or _steps(optimizer) != self._steps:
             what = f"changed ({', '.join(dict.fromkeys(changed))})" if changed else "stepped"
             raise RuntimeError(
                 f"the optimizer that train_step was given was {what} since, which trains nothing: the step has its "
                 "own. Make schedulers over step.optimizer, and set learning rates in its param_groups"
             )
+
+
+def _steps(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return what a step changes: how often each parameter was updated, and which have a state."""
+    return [float(state["step"]) if "step" in state else 0.0 for state in optimizer.state.values()]
 
 
 def random_numbers_kept() -> AbstractContextManager[None]:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 import ascend_parallel
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, Value
+from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Call, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.running.agreed import confirm_alike
 from ascend_parallel.sharding.running.ahead import Ahead, start_ahead
 from ascend_parallel.sharding.running.conversion import convert
@@ -33,9 +34,9 @@ from ascend_parallel.sharding.running.summed import BUCKET_BYTES, Bucket, Summed
 OF_MODES = ("dropout", "batch_norm", "instance_norm", "rrelu")
 
 
-def is_modal(name: str) -> bool:
-    """Tell whether an operator of that name works otherwise in training."""
-    return any(word in name for word in OF_MODES)
+def is_modal(call: Call) -> bool:
+    """Tell whether a call works otherwise in training: it is of such an operator, or attention with dropout."""
+    return any(word in call.name for word in OF_MODES) or bool(arguments(call).get("dropout_p"))
 
 
 class ShardedModule(torch.nn.Module):
@@ -151,9 +152,9 @@ class ShardedModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Refuse another mode than was traced, where an operator works otherwise in it."""
-        names = (node.call.name for node in self._given(CALL) if node.call is not None)
+        calls = (node.call for node in self._given(CALL) if node.call is not None)
         other = mode != self.plan.graph.training and (mode or self.evaluation is None)
-        if other and any(map(is_modal, names)):
+        if other and any(map(is_modal, calls)):
             traced = "training" if self.plan.graph.training else "evaluation"
             raise ValueError(
                 f"the model was traced in {traced} mode, and has dropout or running statistics: trace it again"

@@ -106,7 +106,7 @@ def _scaled(reading: Reading, scores: Value, gone: set[str]) -> tuple[Value, flo
     """Return the scores before they are multiplied, or divided, by a number."""
     node = reading.inner(scores, aten.mul.Tensor, aten.div.Tensor)
     number = None if node is None else given(node)["other"]
-    if node is None or not isinstance(number, (int, float)) or isinstance(number, bool):
+    if node is None or not isinstance(number, (int, float)) or isinstance(number, bool) or number == 0:
         return scores, 1.0
     gone.add(node.name)
     return node.inputs[0], float(number) if reading.calls(node, aten.mul.Tensor) else 1.0 / number

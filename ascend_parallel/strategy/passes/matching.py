@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ascend_parallel.sharding.graph import CALL, Graph, Node, Ref, Value
+from ascend_parallel.sharding.graph import Graph, Node, Ref, Value
 from ascend_parallel.sharding.rules.axes import arguments
 
 
@@ -35,8 +35,8 @@ class Reading:
         return node if self.calls(node, *targets) and self.alone(value) else None
 
     def calls(self, node: Node, *targets: Any) -> bool:
-        """Tell whether a node calls one of the operators."""
-        return node.kind == CALL and node.call is not None and node.call.target in targets
+        """Tell whether a node calls one of the operators, and has no strategy of its own, which would be lost."""
+        return node.call is not None and node.call.target in targets and node.mark is None
 
     def alone(self, value: Value) -> bool:
         """Tell whether a tensor has one reader, and is not returned."""

@@ -28,6 +28,7 @@ def matmul_add(graph: Graph) -> Graph:
             continue
         matmul, bias = found
         alone = len(readers[Value(matmul.name)]) == 1 and Value(matmul.name) not in graph.kept
+        alone = alone and matmul.mark is None and node.mark is None  # a strategy of its own would be lost
         if alone and (one := _with_bias(matmul, node, bias, graph)) is not None:
             merged[node.name] = matmul.name, one
     gone = {name for name, _ in merged.values()}
