@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.ops.pending import describe
-from ascend_parallel.settings import Settings, option_name
+from ascend_parallel.groups import describe, time_limit
+from ascend_parallel.settings import PER_RANK, Settings, option_name
 from ascend_parallel.version import __version__
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _publish(group: dist.ProcessGroup, settings: Settings) -> dict[int, str]:
         return {}
     store = c10d._get_process_group_store(group)
     mine = {"version of ascend_parallel": __version__}
-    mine |= {option_name(name): value for name, value in settings.as_dict().items()}
+    mine |= {option_name(name): value for name, value in settings.as_dict().items() if name not in PER_RANK}
     # Each rank counts its own changes of settings, so that those made on every rank are compared afresh.
     round_ = store.add(f"ascend_parallel/round/{dist.get_rank()}", 1)
     keys = {rank: f"ascend_parallel/settings/{round_}/{rank}" for rank in dist.get_process_group_ranks(group)}
@@ -112,14 +112,6 @@ def wait_for_ranks(
             raise error(absence(missing, limit))
         if missing:
             log.warning("%s", absence(missing, PATIENCE))
-
-
-def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the shorter of the time limits of the group and of its store (Megatron gives groups half an hour)."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    store: Any = c10d._get_process_group_store(group)
-    limit: timedelta = store.timeout
-    return min(limit, getattr(options, "_timeout", None) or limit)
 
 
 def _absence(group: dist.ProcessGroup, missing: list[int], seconds: float) -> str:

@@ -20,6 +20,7 @@ from ascend_parallel.settings import (
     CALLS,
     CONFIG_VARIABLE,
     KNOWN_VARIABLES,
+    LOG_LEVELS,
     LONGEST,
     MODES,
     RAREST,
@@ -115,6 +116,9 @@ def _parse(variable: str, name: str, text: str) -> Any:
         require(variable, text, text.strip() != "", "the folder to write to")
     if name in ("plan", "tune", "timeline"):
         return text
+    if name == "log_level":
+        require(variable, text, text.strip().lower() in LOG_LEVELS, "debug, info, warning or error")
+        return text.strip().lower()
     if name == "verify_every":
         require(variable, text, isinstance(number, int) and 0 <= number <= RAREST, CALLS)
         return number

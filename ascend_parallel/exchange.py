@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.agreement import wait_for_ranks
-from ascend_parallel.ops.pending import describe
+from ascend_parallel.groups import describe
 
 
 def exchange(

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
-from ascend_parallel.ops.registry import Choice, choose
+from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.settings import Settings
 
 
@@ -21,6 +21,11 @@ class Pass:
     m: int
     k: int
     n: int
+
+    @property
+    def layout(self) -> str:
+        """How the right operand lies: the weight [N, K] transposed in forward, as it is in backward."""
+        return TRANSPOSED if self.run == "forward" else ROW_MAJOR
 
 
 @lru_cache(maxsize=64)
@@ -54,39 +59,8 @@ def row_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> l
     return [Pass("forward", REDUCE_SCATTER, m, k, n), Pass("backward", ALL_GATHER, m, n, k)]
 
 
-def column_choices(
-    x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
-) -> list[Choice]:
-    """Tell how a column-parallel layer would run its operators, forward and backward, on x."""
-    passes = column_passes(x.shape[:-1].numel(), weight.shape[1], weight.shape[0], ranks, sequence_parallel)
-    return _choices(passes, x, ranks, settings, column_backward_settings(settings))
-
-
-def row_choices(
-    x: torch.Tensor, weight: torch.Tensor, ranks: int, sequence_parallel: bool, settings: Settings
-) -> list[Choice]:
-    """Tell how a row-parallel layer would run its operators, forward and backward, on x."""
-    passes = row_passes(x.shape[:-1].numel(), weight.shape[1], weight.shape[0], ranks, sequence_parallel)
-    return _choices(passes, x, ranks, settings, backward_settings(settings))
-
-
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a layer multiplies x: autocast's, where it is on for it."""
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def possible(problem: Problem, settings: Settings) -> list[Choice]:
-    """Return every choice that a call may get: whether its group can share memory is not asked here."""
-    settings = replace(settings, strict=False)
-    asked = [None, problem.shm] if settings.fused else [problem.shm]
-    return [choose(replace(problem, shm=shm), settings) for shm in asked]
-
-
-def _choices(passes: list[Pass], x: torch.Tensor, ranks: int, forward: Settings, backward: Settings) -> list[Choice]:
-    found = []
-    for one in passes:
-        problem = Problem(one.operator, one.m, one.k, one.n, operand_dtype(x), x.device.type, ranks)
-        found += possible(problem, forward if one.run == "forward" else backward)
-    return found

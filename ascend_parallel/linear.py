@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ascend_parallel.layer_choices import backward_settings, column_backward_settings, operand_dtype
 from ascend_parallel.once import Once, Products, at_once
+from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -174,7 +175,7 @@ class _ColumnLinear(torch.autograd.Function):
             dx, dw = _column_sequence_backward(dy, kept, weight, layer)
         elif layer.reduce_input_grad and weight is not None:
             layer.about_to_communicate()
-            with start_matmul_all_reduce(dy, weight, layer.group, layer.settings) as pending:
+            with start_matmul_all_reduce(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR) as pending:
                 dw = _weight_gradient(layer, kept, dy)
                 dx = pending.wait()
         else:
@@ -203,7 +204,7 @@ class _RowLinear(torch.autograd.Function):
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
-            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None)
+            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None, layout=ROW_MAJOR)
             dw = None if dy_m is None else _weight_gradient(layer, x, dy_m)
         else:
             dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
@@ -217,7 +218,7 @@ def _column_forward(
     gathered_m = None
     if layer.sequence_parallel:
         layer.about_to_communicate()
-        y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keeps)
+        y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keeps, layout=TRANSPOSED)
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
     else:
         check_operands("column_linear", x, weight.t())
@@ -231,9 +232,10 @@ def _row_forward(x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.
     layer.about_to_communicate()
     w, group, settings = weight.t(), layer.group, layer.settings
     if layer.sequence_parallel:
-        y_m = start_matmul_reduce_scatter(x, w, group, settings).wait()
+        y_m = start_matmul_reduce_scatter(x, w, group, settings, layout=TRANSPOSED).wait()
         return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[0]))
-    return shaped(start_matmul_all_reduce(x, w, group, settings).wait(), (*x.shape[:-1], weight.shape[0]))
+    y_m = start_matmul_all_reduce(x, w, group, settings, layout=TRANSPOSED).wait()
+    return shaped(y_m, (*x.shape[:-1], weight.shape[0]))
 
 
 def _column_sequence_backward(
@@ -255,7 +257,8 @@ def _column_sequence_backward(
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        return running.enter_context(start_matmul_reduce_scatter(dy, weight, group, settings, after))
+        started = start_matmul_reduce_scatter(dy, weight, group, settings, after, layout=ROW_MAJOR)
+        return running.enter_context(started)
 
     with ExitStack() as running:
         if settings.order == "compute_first":

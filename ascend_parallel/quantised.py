@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
-from ascend_parallel.layer_choices import backward_settings, operand_dtype, possible, row_choices
+from ascend_parallel.layer_choices import backward_settings
 from ascend_parallel.linear import cast_by_autocast
 from ascend_parallel.ops.operators import (
     rows_of,
@@ -29,10 +29,8 @@ from ascend_parallel.ops.operators import (
     start_matmul_reduce_scatter,
     without_autocast,
 )
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
-from ascend_parallel.ops.registry import Choice
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -199,17 +197,6 @@ def int8_weight(layer: torch.nn.Module) -> QuantisedWeight | None:
         return None
     chain: Any = layer.parametrizations["weight"]  # type: ignore[index]
     return chain[0].weight(chain.original) if len(chain) == 1 and isinstance(chain[0], Int8) else None
-
-
-def quantised_row_choices(
-    x: torch.Tensor, weight: QuantisedWeight, ranks: int, sequence_parallel: bool, settings: Settings
-) -> list[Choice]:
-    """Tell how `quantised_row_linear` would run its operators, forward and backward, on x."""
-    m, (k, n) = x.shape[:-1].numel(), weight.shape
-    if sequence_parallel:
-        return row_choices(x, weight.values.t(), ranks, True, settings)
-    problem = with_scales(Problem(ALL_REDUCE, m, k, n, operand_dtype(x), x.device.type, ranks), weight)
-    return possible(problem, settings)
 
 
 def _refuse_sharded_state_dict(*args: object, **kwargs: object) -> object:

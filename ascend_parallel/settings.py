@@ -20,6 +20,7 @@ COMM_MODES = ("ai_cpu", "aiv")
 LONGEST = 86400
 MOST_PASSES = 1_000_000
 RAREST = 999_999_999
+LOG_LEVELS = ("debug", "info", "warning", "error")
 CALLS = f"0 (off) or a whole number of calls from 1 to {RAREST}"
 
 # Fields that are true or false.
@@ -45,7 +46,10 @@ VARIABLES = {
     "tune": "COC_TUNE",
     "timeline": "COC_TIMELINE",
     "verify_every": "COC_VERIFY",
+    "log_level": "COC_LOG_LEVEL",
 }
+# Fields that decide nothing of what is computed, so that ranks may differ in them.
+PER_RANK = ("log_level",)
 CONFIG_VARIABLE = "COC_CONFIG"
 KNOWN_VARIABLES = (*VARIABLES.values(), CONFIG_VARIABLE)
 
@@ -133,8 +137,8 @@ class Settings:
     recompute_all_gather
         Gather the column layer's input again in backward instead of keeping the gathered copy.
     deterministic
-        Sums over ranks are taken in rank order and in fp32, so that bits depend neither on the run nor
-        on the number of chunks. COC_DETERMINISTIC.
+        Matmuls run in tiles of rows and sums over ranks are taken in rank order and in fp32, so that bits depend
+        neither on the run nor on the number of chunks, one included, nor on the kernel. COC_DETERMINISTIC.
     strict
         A request that a call cannot have (a fused operator, chunks) is an error instead of a warning.
         COC_STRICT.
@@ -156,6 +160,8 @@ class Settings:
     order
         Which of two independent steps a path starts first where it allows either (the column layer's
         sequence-parallel backward): the input gradient, or the gather. "auto" is "communicate_first".
+    log_level
+        Level of the logger "ascend_parallel"; None leaves it alone, which shows warnings. COC_LOG_LEVEL.
 
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
@@ -181,6 +187,7 @@ class Settings:
     order: str = "auto"
     verify_every: int = 0
     verify_limit: float | None = None
+    log_level: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed with a `SettingsError`."""
@@ -201,6 +208,8 @@ class Settings:
         require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)
         allowed = error is None or (type(error) in (int, float) and 0 <= error < 1)
         require("verify_limit", error, allowed, "a number from 0 to less than 1, such as 0.02")
+        level = self.log_level
+        require("log_level", level, level is None or level in LOG_LEVELS, "debug, info, warning or error")
         _require_path(option_name("tune"), self.tune)
         folder = self.timeline
         require("timeline", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
@@ -231,7 +240,8 @@ class Settings:
         """0, 1 or 2: what -1 comes to."""
         if self.mode != -1:
             return self.mode
-        return 2 if self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto else 0
+        asks = self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto or self.deterministic
+        return 2 if asks else 0
 
     @property
     def enabled(self) -> bool:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import wrapt
 
 from ascend_parallel.environment import near_misses, read_settings
+from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
@@ -75,6 +76,7 @@ class Switch:
         self.refused: SettingsError | None = None
         self._verifies = False
         self._timeline = Variable()
+        self._log_level = LogLevel()
 
     def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
         """Read the settings and put them in force: applied now or when Megatron-core is imported, or off."""
@@ -84,6 +86,7 @@ class Switch:
         self.revert()
         self._settings = settings
         self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
+        self._log_level.follow(settings.log_level)
         self._timeline.follow(settings.timeline, settings.timeline_passes)
         if settings.verify_every and not self._verifies:
             self._verifies = True
@@ -104,13 +107,17 @@ class Switch:
                 f"COC_MODE={asked.mode} switch overlap off; export others, or call configure(num_chunks=4)"
             )
         if "megatron.core" not in sys.modules and not _installed("megatron.core"):
-            raise PatchError("megatron-core: expected a version " + megatron.VERSIONS + ", found none installed")
+            raise PatchError(
+                f"megatron-core: expected a version {megatron.VERSIONS}, found none installed: the variables have "
+                "nothing to overlap (column_linear, row_linear and the operators read none)"
+            )
         importlib.import_module(megatron.LAYERS)  # whose hook may apply the patches
         if self._patches is None:
             patches = megatron.patch_set(self._settings)
             patches.apply(megatron.installed_version())
             self._patches = patches
-            log.info("%s", self.status().state)
+            if os.environ.get("RANK", "0") == "0":
+                log.info("%s", self.status().state)
 
     def revert(self) -> None:
         """Put the originals back; nothing to do if they are in place."""

@@ -176,14 +176,16 @@ def stop_model_parallel() -> None:
         dist.destroy_process_group()
 
 
-class PlainNorm(torch.nn.LayerNorm):
-    """LayerNorm for Megatron's layer specs, because its own wrapper refuses sequence parallel."""
+class PlainNorm:
+    """Torch's LayerNorm or RMSNorm for Megatron's layer specs, because its own wrapper refuses sequence parallel."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        """Take Megatron's arguments; mark the weights whose gradients are partial, as its norms do."""
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        """Return the norm that the configuration names, its weights marked whose gradients are partial."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm: Any = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
 
 
 def small_gpt(
@@ -203,24 +205,22 @@ def small_gpt(
     """Build Megatron's GPTModel from its local layers, small enough for a CPU.
 
     ``tied`` shares the embedding's weight with the output layer; ``recompute`` recomputes every layer
-    in backward; ``config_overrides`` go to its TransformerConfig. The weights depend on ``seed`` alone:
-    over tensor-parallel ranks they are slices of the whole model's, and the caller's random state stays.
+    in backward; ``config_overrides`` go to its TransformerConfig. Its norms are Megatron's own, or `PlainNorm` with
+    sequence parallel, which those refuse. The weights depend on ``seed`` alone: over tensor-parallel ranks they are
+    slices of the whole model's, and the caller's random state stays.
     With pipeline parallel each stage gets its share of the layers, and draws weights of its own.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     config = _small_config(num_layers, hidden, heads, sequence_parallel, recompute, dtype, config_overrides)
-    layers_here = num_layers // config.pipeline_model_parallel_size
     layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PlainNorm
     with torch.random.fork_rng(devices=[]):
         _manual_seed(seed)
         model: torch.nn.Module = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=PlainNorm),
+            transformer_layer_spec=_with_plain_norms(layer, config) if sequence_parallel else layer,
             vocab_size=vocab,
             max_sequence_length=seq,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -228,6 +228,14 @@ def small_gpt(
             share_embeddings_and_output_weights=tied,
         )
     return model.to(dtype)  # the position embedding does not heed params_dtype
+
+
+def _with_plain_norms(layer: Any, config: Any) -> Any:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PlainNorm
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=PlainNorm)
 
 
 def _small_config(

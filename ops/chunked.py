@@ -13,14 +13,13 @@ Views are made by cutting a tensor once: a slice in the loop costs several times
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import columns
 from ascend_parallel.ops.collectives import Scatter, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.multiply import cut_blocks, multiply, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
@@ -33,7 +32,9 @@ def supports(problem: Problem) -> str | None:
     return summed_in_backend_order(problem)
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+def matmul_all_reduce(
+    x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
+) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank.
 
     Each chunk's rows are computed and reduced in their final place. An int8 weight is cut by columns instead.
@@ -44,7 +45,7 @@ def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, si
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
     with pending.launching():
         for x_c, y_c in zip(torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True):
-            compute(MATMUL, "matmul", torch.mm, x_c, w, out=y_c)
+            compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
     return pending
@@ -58,6 +59,7 @@ def matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     in_rank_order: bool = False,
+    row_tile: int = 0,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N].
 
@@ -76,10 +78,11 @@ def matmul_reduce_scatter(
     with pending.launching():
         scatters = reduce_scatters(y_shard_m, sizes, group, in_rank_order)
         pending.expect(scatters)
-        inputs = _chunks(_blocks(x_m.view(ranks, rows, k)), sizes)
+        inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), row_tile), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
         for scatter, x_blocks, y_c, size in zip(scatters, inputs, outputs, sizes, strict=True):
-            compute(MATMUL, "matmul", _multiply, x_blocks, w, _blocks(y_c.view(ranks, size, n)))
+            y_blocks = rank_blocks(y_c.view(ranks, size, n), row_tile)
+            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
             computed.append((scatter, y_c))
             if after is None or after.done():
                 _start(computed, pending)
@@ -91,23 +94,29 @@ def matmul_reduce_scatter(
 
 
 def all_gather_matmul(
-    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, keep_gathered: bool = True
+    x_shard_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    keep_gathered: bool = True,
+    row_tile: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K].
 
     All gathers are started at once and land in their final place. The rank's own rows need none of
     them and are computed first; then each chunk's rows of the other ranks as they arrive.
     """
-    ranks, rank = group.size(), group.rank()
+    ranks, rank, x_shard_m = group.size(), group.rank(), x_shard_m.contiguous()
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
     gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER)
     with gathering.launching():
-        compute(MATMUL, "own rows", torch.mm, x_shard_m, w, out=y_r_m[rank])
-        inputs = _chunks(_blocks(gathered, but=rank), sizes)
-        outputs = _chunks(_blocks(y_r_m, but=rank), sizes)
+        compute(MATMUL, "own rows", multiply, x_shard_m, w, y_r_m[rank], row_tile)
+        inputs = cut_blocks(rank_blocks(gathered, row_tile, but=rank), sizes)
+        outputs = cut_blocks(rank_blocks(y_r_m, row_tile, but=rank), sizes)
         for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
             gathering.wait_for(index)
-            compute(MATMUL, "matmul", _multiply, x_blocks, w, y_blocks)
+            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
     COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
     return y_r_m.flatten(0, 1), gathering.wait()
 
@@ -127,7 +136,7 @@ def start_gathers(
     gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
     pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
     with pending.launching():
-        outputs = _chunks(gathered.unbind(), sizes)
+        outputs = cut_blocks(gathered.unbind(), sizes)
         for x_c, places in zip(torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True):
             pending.launch(dist.all_gather, list(places), x_c.contiguous(), group=group, async_op=True)
     return pending, gathered
@@ -138,33 +147,3 @@ def _start(computed: list[tuple[Scatter, torch.Tensor]], pending: Pending) -> No
     for scatter, y_c in computed:
         pending.launch(scatter.start, y_c)
     computed.clear()
-
-
-def _blocks(x_r_m: torch.Tensor, but: int | None = None) -> Sequence[torch.Tensor]:
-    """Rows of the ranks ``[R, m, K]``, without those of rank `but`, as the device multiplies them best."""
-    return (_by_rank if x_r_m.device.type == "cpu" else _batched)(x_r_m, but)
-
-
-def _by_rank(x_r_m: torch.Tensor, but: int | None) -> Sequence[torch.Tensor]:
-    """Each rank's ``[m, K]``: on a CPU there is no launch to save, and batches in 16 bits are slower."""
-    return [x_m for rank, x_m in enumerate(x_r_m.unbind()) if rank != but]
-
-
-def _batched(x_r_m: torch.Tensor, but: int | None) -> Sequence[torch.Tensor]:
-    """Strided batches ``[r, m, K]``, one launch each."""
-    batches = [x_r_m] if but is None else [x_r_m[:but], x_r_m[but + 1 :]]
-    return [batch for batch in batches if batch.shape[0]]
-
-
-def _chunks(blocks: Sequence[torch.Tensor], sizes: Sizes) -> Iterable[tuple[torch.Tensor, ...]]:
-    """Cut the rows of every block ``[..., m, K]``: item i holds the i-th chunk of each."""
-    return zip(*(torch.split_with_sizes(block, sizes, -2) for block in blocks), strict=True)
-
-
-def _multiply(x_blocks: Sequence[torch.Tensor], w: torch.Tensor, y_blocks: Sequence[torch.Tensor]) -> None:
-    """Multiply blocks of rows by w ``[K, N]`` into their places."""
-    for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
-        if x_block.dim() == 2:
-            torch.mm(x_block, w, out=y_block)
-        else:
-            torch.bmm(x_block, w.expand(x_block.shape[0], *w.shape), out=y_block)

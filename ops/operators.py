@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, npu, reference, shm
 from ascend_parallel.ops.alignment import align_operands
+from ascend_parallel.ops.bits import ANY, keep_bits
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, problem_of
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
 from ascend_parallel.ops.quantised import Weight
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, choose, name_of, usual_chunks
@@ -46,23 +47,35 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @without_autocast
-def start_matmul_all_reduce(x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings) -> Pending:
-    """Start ``sum over ranks of x w``: x [..., K], w [K, N], perhaps in int8; the pending result is [M, N]."""
-    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings)
+def start_matmul_all_reduce(
+    x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings, *, layout: str = ANY
+) -> Pending:
+    """Start ``sum over ranks of x w``: x [..., K], w [K, N], perhaps in int8; the pending result is [M, N].
+
+    `layout` says how w lies in memory (ops/bits.py), the same on every rank.
+    """
+    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings, layout)
     pending: Pending = _run(choice, x_m, w, group)
     return pending
 
 
 @without_autocast
 def start_matmul_reduce_scatter(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings, after: Pending | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    after: Pending | None = None,
+    *,
+    layout: str = ANY,
 ) -> Pending:
     """Start this rank's rows of ``sum over ranks of x w``: x [..., K], w [K, N]; pending [M / R, N].
 
     `after` is a collective of the same group that was started before and is to be done first. Backends
     that run collectives in their order see to that by themselves; gloo runs them at the same time.
+    `layout` as for `start_matmul_all_reduce`.
     """
-    x_m, right, choice = _prepare(REDUCE_SCATTER, x, w, group, settings)
+    x_m, right, choice = _prepare(REDUCE_SCATTER, x, w, group, settings, layout)
     if after is not None and not on_gloo(group, x.device):
         after = None
     pending: Pending = _run(choice, x_m, right, group, after)
@@ -71,13 +84,20 @@ def start_matmul_reduce_scatter(
 
 @without_autocast
 def run_all_gather_matmul(
-    x_shard: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, settings: Settings, keep_gathered: bool = True
+    x_shard: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    keep_gathered: bool = True,
+    *,
+    layout: str = ANY,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute ``gather(x) w`` and gather(x): x [..., K], w [K, N]; [M, N] and [M, K], both finished.
 
-    With keep_gathered=False the second may be None: fused kernels then need not write it.
+    With keep_gathered=False the second may be None: fused kernels then need not write it. `layout` as for
+    `start_matmul_all_reduce`.
     """
-    x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings)
+    x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings, layout)
     y_m, gathered_m = _run(choice, x_m, right, group, keep_gathered=keep_gathered)
     return y_m, gathered_m
 
@@ -150,19 +170,26 @@ def _warn_once(reason: str) -> None:
     log.warning("%s", reason)
 
 
-def _prepare(
-    operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings
-) -> tuple[torch.Tensor, Weight, Choice]:
-    problem = problem_of(operator, x, w, group)
+def choice_for(
+    problem: Problem, group: dist.ProcessGroup, settings: Settings, device: torch.device, layout: str = ANY
+) -> Choice:
+    """Return how a call on `group` runs; the first time, its ranks are asked together what they have to be asked."""
     if settings.fused and problem.device == "cpu":
-        problem = replace(problem, shm=shm.reach(group, float(settings.time_limit)))
+        problem = shm.ask(problem, group, float(settings.time_limit))
     elif settings.fused and problem.device == "npu":
         problem = replace(problem, soc=npu.soc_name())
-    choice = choose(problem, settings)
+    return keep_bits(choose(problem, settings), group, device, layout)
+
+
+def _prepare(
+    operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings, layout: str
+) -> tuple[torch.Tensor, Weight, Choice]:
+    problem = problem_of(operator, x, w, group)
+    choice = choice_for(problem, group, settings, x.device, layout)
     _say_once(choice, dist.get_rank())
     x_m = rows_of(x)
-    # Not where x is gathered: the filling would be sent too.
+    # Not where x is gathered: the filling would be sent too. Nor in tiles: it depends on the chunks.
     aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER
-    if choice.kernel == "chunked" and aligns and isinstance(w, torch.Tensor):
+    if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice

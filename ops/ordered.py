@@ -2,8 +2,8 @@
 
 A backend's own all-reduce sums in an order that depends on the place in the buffer, so with more than
 two ranks its bits depend on how the rows were cut. Here partial results travel and each rank adds
-them itself, in rank order and, for 16-bit types, in fp32: the bits are those of whole matmuls
-summed in rank order, in every run, for every number of chunks, on every rank.
+them itself, in rank order and, for 16-bit types, in fp32: with matmuls in row tiles the bits are the same
+in every run, for every number of chunks, on every rank.
 
 The price of an all-reduce done so: (R - 1) times the result is received by every rank, where a ring
 moves 2 (R - 1) / R times; and two chunks of R partial results are held beside the result.
@@ -18,6 +18,7 @@ from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.collectives import sum_in_rank_order, wait_all
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.multiply import multiply
 from ascend_parallel.ops.pending import Pending, Work
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
@@ -32,7 +33,9 @@ def supports(problem: Problem) -> str | None:
     return "a gather sums nothing" if problem.operator == ALL_GATHER else None
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+def matmul_all_reduce(
+    x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
+) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks in rank order: [M, N] on every rank.
 
     Chunk i's partial results are gathered under chunk i + 1's matmul. An int8 weight is dequantised whole.
@@ -44,7 +47,7 @@ def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, si
     with pending.launching():
         chunks = zip(torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
         for index, (x_c, y_c) in enumerate(chunks):
-            compute(MATMUL, "matmul", torch.mm, x_c, w, out=y_c)
+            compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
             if y_c.shape[0]:
                 pending.launch(GatherAndSum, y_c, group)
             if index:
@@ -54,11 +57,17 @@ def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, si
 
 
 def matmul_reduce_scatter(
-    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, after: Pending | None = None
+    x_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    after: Pending | None = None,
+    *,
+    row_tile: int = 0,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum in rank order: [M / R, N]."""
     run = chunked.matmul_reduce_scatter if len(sizes) > 1 else reference.matmul_reduce_scatter
-    return run(x_m, w, group, sizes, after, in_rank_order=True)
+    return run(x_m, w, group, sizes, after, in_rank_order=True, row_tile=row_tile)
 
 
 class GatherAndSum:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.groups import describe, listed
 from ascend_parallel.ops.record import RECORDING
 
 # Seconds in which a rank that saw a collective fail waits for the others to say that they are alive.
@@ -158,19 +159,9 @@ def roll_call(group: dist.ProcessGroup) -> str:
         return "the group's store is gone too: its host, usually rank 0, has stopped"
     if not silent:
         return "all its ranks are alive: they disagree, or the network failed"
-    return f"no sign of rank {_listed(silent)} within {ROLL_CALL} s: it has stopped or never called the collective"
+    return f"no sign of rank {listed(silent)} within {ROLL_CALL} s: it has stopped or never called the collective"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def describe(group: dist.ProcessGroup) -> str:
-    """Name a group for a person: its description and its global ranks."""
-    name = group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
-    return f"group {name!r} of ranks {_listed(dist.get_process_group_ranks(group))}"
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.multiply import product
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.quantised import Weight, whole
@@ -23,9 +24,12 @@ def supports(problem: Problem) -> str | None:
     return summed_in_backend_order(problem)
 
 
-def matmul_all_reduce(x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+def matmul_all_reduce(
+    x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
+) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank. An int8 weight is dequantised whole."""
-    pending = Pending(compute(MATMUL, "matmul", torch.mm, x_m, whole(w, x_m.dtype)), ALL_REDUCE, group)
+    y_m = compute(MATMUL, "matmul", product, x_m, whole(w, x_m.dtype), row_tile)
+    pending = Pending(y_m, ALL_REDUCE, group)
     communicates = group.size() > 1 and x_m.shape[0] > 0
     if communicates:
         pending.launch(dist.all_reduce, pending.tensor, group=group, async_op=True)
@@ -41,9 +45,10 @@ def matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     in_rank_order: bool = False,
+    row_tile: int = 0,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N]."""
-    partial = compute(MATMUL, "matmul", torch.mm, x_m, w)
+    partial = compute(MATMUL, "matmul", product, x_m, w, row_tile, group.size())
     ranks, rows = group.size(), partial.shape[0] // group.size()
     if ranks == 1:
         return Pending(partial, REDUCE_SCATTER, group)
@@ -57,14 +62,20 @@ def matmul_reduce_scatter(
 
 
 def all_gather_matmul(
-    x_shard_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, keep_gathered: bool = True
+    x_shard_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    keep_gathered: bool = True,
+    row_tile: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K]."""
     if group.size() == 1:
-        return torch.mm(x_shard_m, w), x_shard_m
+        return product(x_shard_m, w, row_tile), x_shard_m
     gathered = gather_rows(x_shard_m, group, sizes, ALL_GATHER).wait()
     COUNTS.add(ALL_GATHER, 1, 1)
-    return compute(MATMUL, "matmul", torch.mm, gathered, w), gathered
+    return compute(MATMUL, "matmul", product, gathered, w, row_tile, group.size()), gathered
 
 
 def gather_rows(

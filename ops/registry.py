@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ascend_parallel.ops import chunked, npu, ordered, reference, shm
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
-from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.settings import Settings
 
 # In the order in which they are tried. The fused ones only if they are asked for, the chunked one for
@@ -26,9 +26,6 @@ KERNELS: dict[str, ModuleType] = {
     "ordered": ordered,
 }
 FUSED = ("npu", "shm")
-
-# K N of a 16-bit matmul below which cutting its rows was seen to change bits (256), with a margin.
-SMALLEST_16_BIT_PRODUCT = 4096
 
 # Chunks taken where a fused kernel was asked for, none exists, and COC_PARALLEL_NUM says nothing.
 CHUNKS_INSTEAD_OF_FUSED = 4
@@ -45,19 +42,23 @@ class Choice:
     sizes
         Rows of each chunk; columns, if the weight is an int8 one.
     bit_exact
-        Whether the result is known to have the bits of a whole matmul and one collective.
+        Whether the result has the bits of the plain layer, a whole matmul and one collective; None where that is
+        asked of the machines at the first call (ops/bits.py).
     unmet
         The request that is not met, or an empty text: what a user asked for and does not get.
+    given
+        Whether the user or a plan gave the sizes, which are then taken as they are.
     options
-        Keyword arguments for the kernel, from the settings.
+        Keyword arguments for the kernel.
     """
 
     problem: Problem
     kernel: str
     sizes: Sizes
-    bit_exact: bool
+    bit_exact: bool | None
     reason: str
     unmet: str = ""
+    given: bool = False
     options: tuple[tuple[str, object], ...] = ()
 
 
@@ -90,37 +91,48 @@ def usual_chunks(settings: Settings) -> int:
 
 
 def _choose(problem: Problem, settings: Settings) -> Choice:
+    tile = deterministic_tile(problem.m) if problem.deterministic else 0
     if problem.ranks == 1:
-        return Choice(problem, "reference", (problem.cut,), True, "one rank: nothing to communicate")
+        options = _options("reference", settings, tile)
+        return Choice(
+            problem, "reference", (problem.cut,), not tile, "one rank: nothing to communicate", "", False, options
+        )
     refusals = {}
     if settings.fused and settings.effective_mode == 2:
         refusals = {name: KERNELS[name].supports(problem) for name in FUSED}
     for name, refusal in refusals.items():
         if refusal is None:
-            options = _options(name, settings)
-            exact = _bit_exact_fused(problem)
-            return Choice(problem, name, (problem.cut,), exact, "USE_COC_FUSED_KERNEL=1", "", options)
-    asked = _given_sizes(problem, settings) or _asked_count(problem, settings, refusals)
+            sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
+            exact, options = _bit_exact(problem, name, len(sizes)), _options(name, settings, tile)
+            return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
+    asked = _given_sizes(problem, settings) or _asked_count(problem, settings, refusals, tile or ROW_TILE)
     sizes, why = asked.sizes, asked.why
-    if problem.deterministic and len(sizes) > 1 and not _keeps_matmul(problem, len(sizes)):
-        sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and the cut could change bits"
+    if tile and problem.antiquant:
+        sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and chunks of columns could change bits"
+    elif tile and asked.given and (sizes := snap(asked.sizes, tile)) != asked.sizes:
+        why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC=1"
     unmet = why if not asked.met or (asked.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     refusal = KERNELS[plain].supports(problem)
     if refusal is not None:
         why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
     kernel = plain if refusal is None else "ordered"
-    return Choice(problem, kernel, sizes, _bit_exact(problem, len(sizes)), why, unmet)
+    exact = _bit_exact(problem, kernel, len(sizes))
+    return Choice(problem, kernel, sizes, exact, why, unmet, asked.given, _options(kernel, settings, tile))
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """How many chunks were asked for, the sizes that come of it, why, and whether that is what the settings ask for."""
+    """How many chunks were asked for, the sizes that come of it, why, and whether that is what the settings ask for.
+
+    given: whether it was the sizes that were asked for.
+    """
 
     chunks: int
     sizes: Sizes
     why: str
     met: bool = True
+    given: bool = False
 
 
 def _given_sizes(problem: Problem, settings: Settings) -> _Asked | None:
@@ -135,18 +147,19 @@ def _given_sizes(problem: Problem, settings: Settings) -> _Asked | None:
                 f"customized_coc for {list(shape)} has chunks of {sum(own)} rows together, and {name_of(problem)} "
                 f"cuts {problem.cut}"
             )
-        return _Asked(len(own), own, f"customized_coc: {list(own)} rows for {list(shape)}")
+        return _Asked(len(own), own, f"customized_coc: {list(own)} rows for {list(shape)}", given=True)
     planned = settings.plan.find(problem) if settings.plan and not problem.antiquant else None
-    return None if planned is None else _Asked(len(planned[0]), *planned)
+    return None if planned is None else _Asked(len(planned[0]), *planned, given=True)
 
 
-def _asked_count(problem: Problem, settings: Settings, refusals: dict[str, str | None]) -> _Asked:
+def _asked_count(problem: Problem, settings: Settings, refusals: dict[str, str | None], tile: int) -> _Asked:
     """Return the sizes for the number of chunks that the settings ask for, or fewer where rows are too few."""
     chunks, why, met = _count(problem, settings, refusals)
-    sizes = split_rows(problem.cut, chunks)
+    sizes = split_rows(problem.cut, chunks, tile)
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
-        why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {ROW_TILE} {unit})"
+        because = ", because COC_DETERMINISTIC=1" if problem.deterministic else ""
+        why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
     return _Asked(chunks, sizes, why, met)
 
 
@@ -168,33 +181,28 @@ def _count(problem: Problem, settings: Settings, refusals: dict[str, str | None]
     return chunks, f"COC_PARALLEL_NUM={chunks}", True
 
 
-def _options(name: str, settings: Settings) -> tuple[tuple[str, object], ...]:
-    """Name what a fused kernel takes from the settings."""
+def _options(name: str, settings: Settings, tile: int) -> tuple[tuple[str, object], ...]:
+    """Name what a kernel takes besides its operands; `tile` is that of the deterministic mode, or 0."""
     if name == "npu":
         return () if settings.comm_mode is None else (("comm_mode", settings.comm_mode),)
-    return (("time_limit", float(settings.time_limit)),)
+    tiled = (("row_tile", tile),) if tile else ()
+    return (("time_limit", float(settings.time_limit)), *tiled) if name == "shm" else tiled
 
 
-def _keeps_matmul(problem: Problem, chunks: int) -> bool:
-    """Whether the cut is known to leave every bit of the matmul as it is."""
-    # In 16 bits torch takes another routine for the smallest products, which a chunk may be and the whole not.
-    same_routine = problem.dtype.itemsize > 2 or problem.k * problem.n >= SMALLEST_16_BIT_PRODUCT
-    aligned = problem.operator == ALL_REDUCE or problem.rows % ROW_TILE == 0
-    return chunks == 1 or (aligned and same_routine and not problem.antiquant)  # columns: not known
+def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
+    """Whether the bits are those of the plain layer; None where its machine has to be asked.
 
-
-def _bit_exact(problem: Problem, chunks: int) -> bool:
-    """Whether the bits are those of one matmul and one collective; shown on CPU with gloo only.
-
-    Sums of two ranks have one order. With more, an all-reduce's order depends on the place in the
-    buffer, and our reduce-scatter for gloo sums in rank order, which gloo's does not.
+    Sums of two ranks have one order. With more, an all-reduce's order depends on the place in the buffer, and our
+    reduce-scatter for gloo sums in rank order, which gloo's does not. Tiles of the deterministic mode, fused
+    operators of torch_npu, operands padded on NPUs and chunks of an int8 weight's columns are matmuls of their own.
     """
+    if problem.deterministic or kernel == "npu":
+        return False
     same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
-    if chunks == 1 and not problem.deterministic:
+    if kernel == "reference":
         return same_sums or problem.operator == ALL_REDUCE or problem.device != "cpu"
-    return problem.device == "cpu" and same_sums and _keeps_matmul(problem, chunks)
-
-
-def _bit_exact_fused(problem: Problem) -> bool:
-    """The same of a fused kernel: shm sums whole matmuls in rank order, which is one order for two ranks."""
-    return problem.device == "cpu" and (problem.ranks == 2 or problem.operator == ALL_GATHER)
+    if not same_sums or problem.antiquant or problem.device == "npu":
+        return False
+    gathers = problem.operator == ALL_GATHER
+    whole = kernel == "shm" and (shm.together(problem.rows) if gathers else chunks == 1)
+    return True if whole else None

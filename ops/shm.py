@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 import secrets
 import time
+from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,18 +23,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.groups import describe
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.pending import CollectiveError, Pending, describe, first_line
+from ascend_parallel.ops.pending import CollectiveError, Pending, first_line
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
-from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile
 
-MAX_RANKS = 8
+MAX_RANKS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Each rank has two halves of a stage, and this is what a half starts with; larger problems make it grow.
 FIRST_BYTES = 4 << 20
 # Rows pass through a half in pieces of about this much. Smaller pieces would stay in a cache that the ranks share,
 # but make them wait for one another more often; where they share none, or the machine is busy, that costs more.
 PIECE_BYTES = 32 << 20
+PIECE_ROWS = 256  # at least: fewer would cost the matmul some percent
+FEW_ROWS = 256  # gathered ones of a rank, fewer than which are better multiplied together than rank by rank
 TIME_LIMIT = 300.0
 SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.05
 
@@ -57,9 +62,13 @@ def supports(problem: Problem) -> str | None:
         return f"dtype {problem.dtype}, not one of {', '.join(map(str, DTYPES))}"
     if problem.antiquant:
         return "it takes no int8 weight"
-    if not 2 <= problem.ranks <= MAX_RANKS:
-        return f"{problem.ranks} ranks, not 2 to {MAX_RANKS}"
-    return problem.shm
+    return _wrong_count(problem.ranks) or problem.shm
+
+
+def ask(problem: Problem, group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> Problem:
+    """Return `problem` with what `reach` finds of its group, which is asked only where all else allows the kernel."""
+    able = replace(problem, shm=None)
+    return replace(problem, shm=reach(group, time_limit)) if supports(able) is None else problem
 
 
 def reach(group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> str | None:
@@ -68,22 +77,49 @@ def reach(group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> str | Non
     The answer is the same on every rank: it is made of every rank's report. Raises `CollectiveError`
     naming the ranks that do not report within `time_limit` seconds.
     """
+    if refusal := _wrong_count(group.size()):
+        return refusal
     if group not in _SHARED:
         _SHARED[group] = _open(group, FIRST_BYTES, time_limit)
     shared = _SHARED[group]
     return shared if isinstance(shared, str) else None
 
 
+def _wrong_count(ranks: int) -> str | None:
+    return None if 2 <= ranks <= MAX_RANKS else f"{ranks} ranks, not 2 to {MAX_RANKS}"
+
+
+def pieces(problem: Problem) -> Sizes:
+    """Return the rows that pass through a stage at a time: about `PIECE_BYTES` of them, cut at multiples of a tile."""
+    tile = deterministic_tile(problem.m) if problem.deterministic else ROW_TILE
+    row_bytes = max(1, (problem.k if problem.operator == ALL_GATHER else problem.n) * problem.dtype.itemsize)
+    most = max(PIECE_BYTES // row_bytes, PIECE_ROWS, tile) // tile * tile
+    count = max(1, -(-problem.rows // most))
+    cuts = [problem.rows // tile * index // count * tile for index in range(count)]
+    return tuple(stop - start for start, stop in pairwise([*cuts, problem.rows]))
+
+
+def together(rows: int) -> bool:
+    """Tell whether gathered rows, so many of each rank, are multiplied whole instead of where they lie."""
+    return rows < FEW_ROWS or rows % ROW_TILE != 0
+
+
 def matmul_all_reduce(
-    x_m: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, *, time_limit: float = TIME_LIMIT
+    x_m: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    time_limit: float = TIME_LIMIT,
+    row_tile: int = 0,
 ) -> Pending:
     """``[M, K] x [K, N]``, then the sum over ranks in rank order: [M, N], finished, the same on every rank.
 
-    Raises `CollectiveError` naming a rank that ends, fails, or keeps this one waiting for more than
-    `time_limit` seconds; so do the other two.
+    Raises `CollectiveError` naming a rank that ends, fails, or keeps this one waiting for more than `time_limit`
+    seconds; on every rank, naming what each came with, if that is not the same call; so do the other two.
     """
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
-    _run(ALL_REDUCE, group, x_m, w, y_m, time_limit)
+    _run(ALL_REDUCE, group, x_m, w, y_m, sizes, row_tile, time_limit)
     return Pending(y_m, ALL_REDUCE, group)
 
 
@@ -95,10 +131,11 @@ def matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     time_limit: float = TIME_LIMIT,
+    row_tile: int = 0,
 ) -> Pending:
     """``[M, K] x [K, N]``, then this rank's M / R rows of the sum in rank order: [M / R, N], finished."""
     y_shard_m = x_m.new_empty(x_m.shape[0] // group.size(), w.shape[1])
-    _run(REDUCE_SCATTER, group, x_m, w, y_shard_m, time_limit)
+    _run(REDUCE_SCATTER, group, x_m, w, y_shard_m, sizes, row_tile, time_limit)
     return Pending(y_shard_m, REDUCE_SCATTER, group)
 
 
@@ -110,12 +147,14 @@ def all_gather_matmul(
     *,
     keep_gathered: bool = True,
     time_limit: float = TIME_LIMIT,
+    row_tile: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Every rank's ``[M / R, K]`` rows, read where they lie, times ``[K, N]``: [M, N], and [M, K] if kept."""
     rows = group.size() * x_shard_m.shape[0]
     y_m = x_shard_m.new_empty(rows, w.shape[1])
     gathered = x_shard_m.new_empty(rows, x_shard_m.shape[1]) if keep_gathered else None
-    _run(ALL_GATHER, group, x_shard_m, w, y_m, gathered, time_limit)
+    whole = not row_tile and together(x_shard_m.shape[0])
+    _run(ALL_GATHER, group, x_shard_m, w, y_m, gathered, whole, sizes, row_tile, time_limit)
     return y_m, gathered
 
 
@@ -234,7 +273,7 @@ def _communicator(name: str, group: dist.ProcessGroup, half_bytes: int) -> Any:
     module = extension()
     if isinstance(module, str):
         raise RuntimeError(module)
-    return module.Communicator(name, group.rank(), dist.get_process_group_ranks(group), half_bytes, PIECE_BYTES)
+    return module.Communicator(name, group.rank(), dist.get_process_group_ranks(group), half_bytes)
 
 
 def _unlink(name: str) -> None:

@@ -78,21 +78,24 @@ def test_one_rank_has_nothing_to_overlap():
 
 
 @pytest.mark.parametrize(
-    ("operator", "m", "ranks", "device", "exact"),
+    ("operator", "ranks", "device", "settings", "exact"),
     [
-        ("matmul_all_reduce", 512, 2, "cpu", True),
-        ("matmul_all_reduce", 500, 2, "cpu", True),
-        ("matmul_all_reduce", 512, 3, "cpu", False),
-        ("matmul_all_reduce", 512, 2, "npu", False),
-        ("matmul_reduce_scatter", 512, 2, "cpu", True),
-        ("matmul_reduce_scatter", 500, 2, "cpu", False),
-        ("matmul_reduce_scatter", 512, 4, "cpu", False),
-        ("all_gather_matmul", 512, 4, "cpu", True),
-        ("all_gather_matmul", 500, 2, "cpu", False),
+        ("matmul_all_reduce", 2, "cpu", Settings(num_chunks=4), None),  # to be asked of the machines
+        ("matmul_all_reduce", 2, "cuda", Settings(num_chunks=4), None),
+        ("matmul_reduce_scatter", 2, "cpu", Settings(num_chunks=4), None),
+        ("all_gather_matmul", 4, "cpu", Settings(num_chunks=4), None),
+        ("matmul_all_reduce", 2, "cpu", Settings(mode=1), True),
+        ("matmul_all_reduce", 3, "cpu", Settings(mode=1), True),
+        ("matmul_all_reduce", 3, "cpu", Settings(num_chunks=4), False),  # another order of sums
+        ("matmul_reduce_scatter", 4, "cpu", Settings(num_chunks=4), False),
+        ("matmul_reduce_scatter", 4, "cpu", Settings(mode=1), False),
+        ("matmul_all_reduce", 2, "npu", Settings(num_chunks=4), False),  # operands may be padded
+        ("matmul_all_reduce", 2, "cpu", Settings(num_chunks=4, deterministic=True), False),  # tiles of rows
+        ("matmul_all_reduce", 2, "cpu", Settings(mode=1, deterministic=True), False),
     ],
 )
-def test_what_is_known_to_be_bit_exact(operator, m, ranks, device, exact):
-    assert choose(problem(operator, m, device, ranks), Settings(num_chunks=4)).bit_exact is exact
+def test_what_is_known_of_the_bits_beforehand(operator, ranks, device, settings, exact):
+    assert choose(problem(operator, 512, device, ranks), settings).bit_exact is exact
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""COC_DETERMINISTIC=1: every sum over ranks in rank order, whatever the chunks, the kernel and the run."""
+"""COC_DETERMINISTIC=1: the same matmuls in tiles of rows, every sum over ranks in rank order, whatever the chunks."""
 
 import itertools
 
@@ -7,19 +7,41 @@ import torch
 import torch.distributed as dist
 from layers import Layers
 from test_linear import SHAPES, check_column, check_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ascend_parallel
 from ascend_parallel import Settings, ops
-from ascend_parallel.ops import Problem, choose, shm
-from ascend_parallel.ops.operators import start_matmul_all_reduce, start_matmul_reduce_scatter
+from ascend_parallel.ops import Problem, choose, multiply, shm
+from ascend_parallel.ops.operators import (
+    run_all_gather_matmul,
+    start_matmul_all_reduce,
+    start_matmul_reduce_scatter,
+)
+from ascend_parallel.ops.rows import deterministic_tile
 
 CHUNKS = (1, 2, 3, 8)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NO_EXTENSION = shm.extension() if isinstance(shm.extension(), str) else ""
+SMALL = [(256, 64, 80), (250, 33, 17), (31, 64, 64), (1, 48, 96), (600, 8, 40)]
+# Sizes of real layers, at which libraries take other routines for other numbers of rows.
+LARGE = [(512, 1024, 256), (1024, 1024, 320), (768, 2048, 264), (256, 4096, 512), (200, 8192, 256)]
 
 
 def ordered(**settings):
     return Settings(deterministic=True, mode=2, **settings)
+
+
+def drawn(rank, shape, dtype, transposed):
+    m, k, n = shape
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    w = torch.randn(n, k, generator=generator).to(dtype)
+    return x, w.t() if transposed else w.t().contiguous()
+
+
+def tiled(x, w, tile):
+    """Every block of `tile` rows multiplied by itself: the definition, written once more."""
+    return torch.cat([torch.mm(x[i : i + tile], w) for i in range(0, x.shape[0], tile)])
 
 
 def rank_order_sum(group, y):
@@ -33,41 +55,145 @@ def rank_order_sum(group, y):
     return total.to(y.dtype)
 
 
-def bits(group, variants, dtype):
-    """Whether each call gives the rank-order sum of whole matmuls, and how many distinct results there were."""
-    right, distinct = [], 0
-    for m, k, n in [(256, 64, 80), (250, 33, 17), (31, 64, 64), (1, 48, 96), (600, 8, 40)]:
-        generator = torch.Generator().manual_seed(group.rank())
-        x = torch.randn(m, k, generator=generator).to(dtype)
-        rows = torch.randn(m * group.size(), k, generator=generator).to(dtype)
-        w = torch.randn(k, n, generator=generator).to(dtype)
-        expected, scattered = rank_order_sum(group, torch.mm(x, w)), rank_order_sum(group, torch.mm(rows, w))
-        own = scattered.chunk(group.size())[group.rank()]
+def bits(group, variants, dtype, shapes=SMALL):
+    """Whether each call gives the rank-order sum of tiled matmuls, and how many distinct results there were."""
+    ranks, right, distinct = group.size(), [], 0
+    for shape, transposed in itertools.product(shapes, (False, True)):
+        m = shape[0]
+        x, w = drawn(group.rank(), shape, dtype, transposed)
+        rows = torch.cat([x + r for r in range(ranks)])
+        tile = deterministic_tile(m)
+        expected = rank_order_sum(group, tiled(x, w, tile))
+        tile = deterministic_tile(m * ranks)
+        partial = torch.cat([tiled(block, w, tile) for block in rows.split(m)])
+        own = rank_order_sum(group, partial)[group.rank() * m :][:m]
+        gathered = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(gathered, x, group=group)
+        y_all = torch.cat([tiled(block, w, tile) for block in gathered])
         results = [start_matmul_all_reduce(x, w, group, settings).wait() for settings in variants]
         right += [torch.equal(y, expected) for y in results]
         right += [torch.equal(start_matmul_reduce_scatter(rows, w, group, s).wait(), own) for s in variants]
-        distinct = max(distinct, len({y.float().numpy().tobytes() for y in results}))
+        right += [torch.equal(run_all_gather_matmul(x, w, group, s)[0], y_all) for s in variants]
+        distinct = max(distinct, len({y.double().numpy().tobytes() for y in results}))
     return all(right), distinct
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_bits_are_those_of_the_rank_order_sum(ranks, count, dtype):
+def test_bits_are_those_of_tiles_summed_in_rank_order(ranks, count, dtype):
     variants = [ordered(num_chunks=chunks) for chunks in CHUNKS] * 2
     assert ranks(count).run(bits, variants, dtype) == [(True, 1)] * count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_sizes_of_real_layers(ranks, count, dtype):
+    variants = [ordered(num_chunks=chunks) for chunks in (1, 4, 8)]
+    shapes = LARGE if dtype == torch.float32 else LARGE[:2]
+    assert ranks(count).run(bits, variants, dtype, shapes) == [(True, 1)] * count
 
 
 @pytest.mark.skipif(bool(NO_EXTENSION), reason=NO_EXTENSION)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_shared_memory_and_chunks_give_the_same_bits(ranks, count):
     variants = [ordered(fused=True), ordered(num_chunks=4)]
-    assert ranks(count).run(bits, variants, torch.float32) == [(True, 1)] * count
+    assert ranks(count).run(bits, variants, torch.float32, SMALL + LARGE[:2]) == [(True, 1)] * count
 
 
 def test_without_it_bits_depend_on_the_chunks(ranks):
     """The comparison above can fail: gloo sums four ranks in an order that depends on the place."""
     found = ranks(4).run(bits, [Settings(num_chunks=chunks, mode=2) for chunks in CHUNKS], torch.float32)
     assert all(distinct > 1 and not right for right, distinct in found)
+
+
+class Matmuls(TorchDispatchMode):
+    """Notes of every matmul where its left rows lie in a tensor, how many there are, and its shapes."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.first, self.row = x.data_ptr(), x.stride(0) * x.element_size()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name in ("aten::mm", "aten::bmm", "aten::addmm"):
+            x, w = args[:2]
+            self.seen.append(((x.data_ptr() - self.first) / self.row, tuple(x.shape), tuple(w.shape), w.stride()))
+        return function(*args, **(kwargs or {}))
+
+
+def calls(group, shape):
+    """The matmuls of each operator, for every chunk count; those of a gather lie in buffers of its own."""
+    x, w = drawn(group.rank(), shape, torch.float32, True)
+    found = {}
+    for chunks in CHUNKS:
+        settings = ordered(num_chunks=chunks)
+        for operator in ("matmul_all_reduce", "matmul_reduce_scatter"):
+            with Matmuls(x) as mode:
+                start = start_matmul_all_reduce if operator == "matmul_all_reduce" else start_matmul_reduce_scatter
+                start(x, w, group, settings).wait()
+            found.setdefault(operator, []).append(sorted(mode.seen))
+        with Matmuls(x) as mode:
+            run_all_gather_matmul(x, w, group, settings)
+        found.setdefault("all_gather_matmul", []).append(sorted(shapes for _, *shapes in mode.seen))
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("shape", [(1024, 64, 32), (2400, 16, 8), (96, 8, 8)])
+def test_whole_and_chunked_make_the_same_calls(ranks, count, shape):
+    """The proof that needs no library: one chunk and many multiply the same rows by the same calls."""
+    for found in ranks(count).run(calls, shape):
+        for operator, (whole, *chunked) in found.items():
+            assert len(whole) >= 2, operator
+            assert all(seen == whole for seen in chunked), operator
+
+
+@pytest.mark.parametrize("m", [1, 15, 16, 100, 256, 1000, 4096, 16384, 65536, 1 << 20])
+def test_a_tile_depends_on_the_rows_of_all_ranks_alone(m):
+    tile = deterministic_tile(m)
+    assert 16 <= tile <= max(256, m // 64)
+    for ranks, chunks in itertools.product((2, 4), (2, 8, 64)):
+        for operator in ops.problem.OPERATORS:
+            if m % ranks == 0:
+                choice = choose(Problem(operator, m, 64, 32, torch.float32, "cpu", ranks), ordered(num_chunks=chunks))
+                assert all(size % tile == 0 for size in choice.sizes[:-1])
+                assert dict(choice.options)["row_tile"] == tile
+
+
+def one_rank(shape, ranks):
+    """What a group of `ranks` computes of `shape` gathered rows, with the same weight on every rank."""
+    x, w = drawn(0, shape, torch.float32, True)
+    y = torch.empty(shape[0], shape[2])
+    for block, out in zip(x.chunk(ranks), y.chunk(ranks), strict=True):
+        multiply.multiply(block, w, out, deterministic_tile(shape[0]))
+    return y
+
+
+@pytest.mark.parametrize("shape", [(4096, 1024, 256), (2048, 2048, 256)])
+def test_bits_do_not_depend_on_the_number_of_ranks(shape):
+    """Where each rank's rows are a multiple of the tile; the order of sums over ranks is another matter."""
+    assert torch.equal(one_rank(shape, 1), one_rank(shape, 2))
+    assert torch.equal(one_rank(shape, 1), one_rank(shape, 8))
+
+
+def given_sizes(group):
+    x, w = drawn(group.rank(), (600, 64, 32), torch.float32, True)
+    shape = (600, 64, 32)
+    sizes = [(600,), (48, 304, 248), (16, 584), (300, 300)]
+    results = [
+        start_matmul_all_reduce(x, w, group, ordered(customized_coc={shape: cut})).wait()
+        for cut in sizes
+        if all(size % 16 == 0 for size in cut[:-1])
+    ]
+    return all(torch.equal(results[0], y) for y in results[1:])
+
+
+def test_sizes_that_were_given_are_cut_at_tiles(ranks):
+    assert ranks(2).run(given_sizes) == [True, True]
+    settings = ordered(customized_coc={(600, 64, 32): (48, 304, 248)})
+    choice = choose(Problem("matmul_all_reduce", 600, 64, 32, torch.float32, "cpu", 2), settings)
+    assert choice.sizes == (64, 288, 248)
+    assert "cut at multiples of 32 rows, because COC_DETERMINISTIC=1" in choice.reason
 
 
 def every_path(group, dtype):
@@ -112,31 +238,38 @@ def test_backends_that_are_not_gloo(ranks, count):
         ("matmul_all_reduce", "cpu", 3, ordered(num_chunks=4), "ordered", 4),
         ("matmul_all_reduce", "cpu", 3, ordered(), "ordered", 1),
         ("matmul_all_reduce", "npu", 2, ordered(num_chunks=4), "ordered", 4),
+        ("matmul_all_reduce", "npu", 2, ordered(fused=True), "ordered", 4),
         ("matmul_reduce_scatter", "cpu", 4, ordered(num_chunks=4), "ordered", 4),
-        ("matmul_reduce_scatter", "cpu", 3, ordered(num_chunks=4), "ordered", 1),  # 170 rows a rank
         ("all_gather_matmul", "npu", 4, ordered(num_chunks=4), "chunked", 4),
+        ("all_gather_matmul", "npu", 4, ordered(fused=True), "chunked", 4),  # a fused matmul is not in our tiles
         ("matmul_all_reduce", "cpu", 4, ordered(fused=True), "shm", 1),
     ],
 )
 def test_what_is_chosen(operator, device, ranks, settings, kernel, chunks):
-    problem = Problem(operator, 512 if ranks != 3 else 510, 64, 32, torch.float32, device, ranks, shm=None)
+    problem = Problem(operator, 510 if ranks == 3 else 512, 64, 32, torch.float32, device, ranks, shm=None)
     choice = choose(problem, settings)
     assert (choice.kernel, len(choice.sizes)) == (kernel, chunks)
+
+
+def test_it_switches_on_by_itself():
+    """One chunk is a number of chunks too: its bits have to be those of four."""
+    assert Settings(deterministic=True).enabled
+    assert choose(Problem("matmul_all_reduce", 512, 64, 32, torch.float32, "cpu", 2), Settings(deterministic=True))
 
 
 def megatron(group):
     outputs = []
     with Layers(group.size()) as layers:
-        for chunks in (2, 5):
-            ascend_parallel.configure(num_chunks=chunks, deterministic=True)
+        for settings in ({"num_chunks": 2}, {"num_chunks": 5}, {"deterministic": True}, {"fused": True}):
+            ascend_parallel.configure(**settings)
             layer = layers.make("RowParallelLinear", config={"deterministic_mode": True})
             torch.manual_seed(group.rank())
             torch.nn.init.normal_(layer.weight)
             outputs.append(layer(torch.randn(500, layer.weight.shape[1]))[0].detach())
         ran = ops.COUNTS.as_dict()
-    return torch.equal(*outputs), bool(ran)
+    return all(torch.equal(outputs[0], y) for y in outputs[1:]), bool(ran)
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_megatrons_deterministic_mode_runs_with_it(ranks, count):
+def test_megatrons_deterministic_mode_asks_for_it(ranks, count):
     assert ranks(count).run(megatron) == [(True, True)] * count

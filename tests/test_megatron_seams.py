@@ -61,6 +61,88 @@ def test_what_was_replaced_below_forward_stays_in_force(ranks):
     assert ranks(2).run(replaced_below_forward) == [[[True, True]] * 4] * 2
 
 
+AUTOGRAD = "LinearWithGradAccumulationAndAsyncCommunication"
+
+# As MindSpeed's swap-attention and ripipe wrap both methods, to keep main_grad.
+KEEPS_MAIN_GRAD = """
+from functools import wraps
+
+def linear_forward_main_grad_wrapper(forward_func):
+    @wraps(forward_func)
+    def linear_forward_main_grad(ctx, *args):
+        output = forward_func(ctx, *args)
+        ctx.weight = args[1]
+        return output
+    return linear_forward_main_grad
+"""
+
+
+def replaced_in_autograd(group):
+    """MindSpeed's QAT replaces the autograd function's methods, its moe-fb-overlap the backward alone."""
+    from megatron.core.tensor_parallel import layers as module
+    from megatron.core.tensor_parallel import mappings
+
+    import ascend_parallel
+
+    linear, reduce = getattr(module, AUTOGRAD), mappings._ReduceFromModelParallelRegion
+    forward, backward = linear.forward, linear.backward
+
+    def rounded(ctx, x, weight, *args):  # a quantiser's idea: other numbers, the same shapes
+        return forward(ctx, x, (8 * weight).round() / 8, *args)
+
+    def halved(ctx, dy):
+        dx, *others = backward(ctx, dy)
+        return 0.5 * dx, *others
+
+    @functools.wraps(reduce.forward)
+    def negative(*args):
+        return -reduce_forward(*args)
+
+    reduce_forward = reduce.forward
+    mindspeed = {"__name__": "mindspeed.core.memory.common"}
+    exec(KEEPS_MAIN_GRAD, mindspeed)
+    changes = {
+        "forward": (linear, "forward", rounded),
+        "backward": (linear, "backward", halved),
+        "mapping": (reduce, "forward", staticmethod(negative)),
+        "harmless": (linear, "forward", mindspeed["linear_forward_main_grad_wrapper"](forward)),
+    }
+    found = {}
+    with Layers(group.size()) as layers:
+        x = torch.randn(64, 2, 96 // group.size())
+        for name, (owner, method, replacement) in changes.items():
+            kept = vars(owner)[method]
+
+            def make(layers, owner=owner, method=method, replacement=replacement):
+                setattr(owner, method, replacement)
+                return layers.make("RowParallelLinear")
+
+            try:
+                alike, counts = plain_and_overlapped(layers, make, x)
+                covered = str(ascend_parallel.coverage(layers.make("RowParallelLinear")))
+            finally:
+                setattr(owner, method, kept)
+            found[name] = (alike, bool(counts), covered)
+        found["none"] = str(ascend_parallel.coverage(layers.make("RowParallelLinear")))
+    return found
+
+
+def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
+    for found in ranks(2).run(replaced_in_autograd):
+        for name, what in (
+            ("forward", f"layers.{AUTOGRAD}.forward is rounded of test_megatron_seams"),
+            ("backward", f"layers.{AUTOGRAD}.backward is halved of test_megatron_seams"),
+            ("mapping", "mappings._ReduceFromModelParallelRegion.forward is negative of test_megatron_seams"),
+        ):
+            alike, ran, covered = found[name]
+            assert alike == [True, True], name
+            assert not ran, name
+            assert covered.startswith("0 of 1 linear layers covered"), name
+            assert f"what it computes was replaced: megatron.core.tensor_parallel.{what}" in covered
+        assert found["harmless"] == ([True, True], True, "1 of 1 linear layers covered")
+        assert found["none"] == "1 of 1 linear layers covered"
+
+
 def reduced_by_the_mapping(group):
     """Where a layer does not reduce its input gradient by itself, Megatron's mapping of the input does."""
     found = []

@@ -102,12 +102,13 @@ def test_an_int8_weight_is_taken_as_documented(scales):
     assert npu.supports(problem(**half)) is None
 
 
-def test_what_rank_order_leaves_to_the_fused_operators():
+def test_rank_order_and_row_tiles_leave_nothing_to_the_fused_operators():
     settings = Settings(fused=True, num_chunks=4, deterministic=True)
     chosen = {operator: choose(problem(operator), settings) for operator in OPERATORS}
     kernels = {operator: choice.kernel for operator, choice in chosen.items()}
-    assert kernels == {ALL_REDUCE: "ordered", REDUCE_SCATTER: "ordered", ALL_GATHER: "npu"}
+    assert kernels == {ALL_REDUCE: "ordered", REDUCE_SCATTER: "ordered", ALL_GATHER: "chunked"}
     assert "which COC_DETERMINISTIC=1 asks for" in chosen[ALL_REDUCE].reason
+    assert "it multiplies by itself, and COC_DETERMINISTIC=1 asks for" in chosen[ALL_GATHER].reason
 
 
 def test_torch_npu_is_imported_only_when_something_is_called():

@@ -119,19 +119,25 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
 
 def as_an_accelerator(group):
     """What runs where there is no gloo and launches cost: strided batches and the backend's own reduce-scatter."""
-    from ascend_parallel.ops import chunked
+    from ascend_parallel.ops import bits, chunked
     from ascend_parallel.ops.collectives import ReduceScatter
+    from ascend_parallel.ops.multiply import batches
 
     def native(out_m, sizes, group, in_rank_order):
         return [ReduceScatter(out_c, group) for out_c in torch.split(out_m, sizes)]
 
-    kept = chunked._by_rank, chunked.reduce_scatters
-    chunked._by_rank, chunked.reduce_scatters = chunked._batched, native
+    def batched(x_r_m, row_tile=0, but=None):
+        return batches(x_r_m, but)
+
+    kept = chunked.rank_blocks, chunked.reduce_scatters
+    chunked.rank_blocks = bits.rank_blocks = batched
+    chunked.reduce_scatters = native
     try:
         every_case(group, torch.float32)
         strided_cases(group)
     finally:
-        chunked._by_rank, chunked.reduce_scatters = kept
+        chunked.rank_blocks, chunked.reduce_scatters = kept
+        bits.rank_blocks = kept[0]
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -126,7 +126,10 @@ def test_a_plan_decides_and_switches_on(tmp_path):
     assert (choice.kernel, choice.sizes) == ("chunked", (32, 160, 320))
     assert choice.reason == "plan: 3 chunks, 25% faster than one"
     backward = choose(problem(), replace(settings, plan=settings.plan.of("backward")))
-    assert (backward.kernel, backward.reason) == ("reference", "plan: one chunk, because overlap lost")
+    assert (backward.kernel, backward.reason) == (
+        "reference",
+        "plan: kept whole (one chunk of 512 rows), because no cut of it won",
+    )
     for other in (problem(m=1024), problem(dtype=torch.float64)):  # not measured: one chunk, and that is said
         assert choose(other, settings).kernel == "reference"
         assert choose(other, settings).unmet == "the plan has no entry for this call: COC_PARALLEL_NUM=1"

@@ -8,13 +8,14 @@ from allocations import peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, GRAINS, N, bound, exact, operands, outliers, steps
-from test_deterministic import rank_order_sum
+from test_deterministic import rank_order_sum, tiled
 from truth import LIMIT, close
 
 from ascend_parallel import QuantisedWeight, Settings, explain, quantise_weight
 from ascend_parallel.ops import Problem, choose, shm
 from ascend_parallel.ops.operators import start_matmul_all_reduce, start_matmul_reduce_scatter
 from ascend_parallel.ops.problem import OPERATORS
+from ascend_parallel.ops.rows import deterministic_tile
 
 # Shapes of one rank's x: a decoding step, several rows, more dimensions, no rows; K = 70 ends in a short group.
 SHAPES = [(1, 70), (70,), (7, 70), (33, 70), (5, 3, 70), (1, 1, 70), (0, 70), (64, 96)]
@@ -170,12 +171,12 @@ def test_any_strides(ranks):
 
 
 def deterministic(group, dtype):
-    """Every result of COC_DETERMINISTIC=1, and whether it is the rank-order sum of whole matmuls."""
+    """Every result of COC_DETERMINISTIC=1, and whether it is the rank-order sum of tiled matmuls."""
     results, right = [], []
     for shape, grain in itertools.product([(1, 70), (33, 70)], GRAINS):
         x, _, weights = operands(group, shape, grain, False, dtype)
         x_r, w_r = x[group.rank()].to(dtype), weights[group.rank()]
-        expected = rank_order_sum(group, x_r @ w_r.dequantise(dtype))
+        expected = rank_order_sum(group, tiled(x_r, w_r.dequantise(dtype), deterministic_tile(shape[0])))
         for chunks in (1, 4):
             settings = Settings(num_chunks=chunks, deterministic=True, mode=2)
             results.append(start_matmul_all_reduce(x_r, w_r, group, settings).wait())

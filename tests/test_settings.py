@@ -70,9 +70,15 @@ def test_near_misses_are_warned_of(name):
 
 
 def test_how_what_is_on_behaves():
-    settings = read_settings({"COC_DETERMINISTIC": "1", "COC_STRICT": "1", "COC_TIME_LIMIT": "20"})
-    assert (settings.deterministic, settings.strict, settings.time_limit) == (True, True, 20)
+    settings = read_settings({"COC_STRICT": "1", "COC_TIME_LIMIT": "20"})
+    assert (settings.strict, settings.time_limit) == (True, 20)
     assert not settings.enabled
+
+
+def test_determinism_is_asked_of_one_chunk_too():
+    """One chunk has to have the bits of many, so it cannot be left to the original layer."""
+    assert read_settings({"COC_DETERMINISTIC": "1"}).enabled
+    assert not read_settings({"COC_DETERMINISTIC": "1", "COC_MODE": "0"}).enabled
 
 
 def test_other_names_are_left_alone():

@@ -6,13 +6,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from shm_cases import DTYPES, OPERATORS, check_call, pieces_of, same, segments
+from shm_cases import DTYPES, OPERATORS, check_call, cut, operands, pieces_of, rank_order_sum, same, segments
 from test_linear import SHAPES, check_column, check_row
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import COUNTS, Problem, choose, shm
-from ascend_parallel.ops.registry import SMALLEST_16_BIT_PRODUCT
-from ascend_parallel.ops.rows import ROW_TILE
 
 FUSED = Settings(fused=True, enable_coc_in_column_backward=True)
 
@@ -41,7 +39,7 @@ def test_every_path_matches_the_truth(ranks, count, dtype):
 
 
 # Rows per rank, K, N. Few rows, odd ones, one column, no rows; then, for small pieces, rows of several pieces, with and
-# without a tail, 16-bit products too small to be cut, and fp32 ones whose bits a cut at such odd rows does change.
+# without a tail, small 16-bit products, and fp32 ones whose bits a cut at such odd rows does change.
 FEW_ROWS = [(5, 32, 48), (9, 96, 200), (177, 4, 24), (7, 1, 1), (300, 3, 129), (0, 8, 8), (3, 64, 2048)]
 MANY_ROWS = [(1024, 64, 96), (769, 96, 64), (785, 130, 130), (1024, 3, 5), (1023, 2, 40)]
 CHANGED_BY_CUTS = [(643, 73, 1), (715, 26, 10), (1217, 114, 10), (1211, 11, 11)]
@@ -60,7 +58,7 @@ def bits(group, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_results_are_whole_matmuls_summed_in_rank_order(ranks, count, dtype):
+def test_results_are_the_pieces_matmuls_summed_in_rank_order(ranks, count, dtype):
     halves = ranks(count).run(bits, dtype)
     assert halves == [shm.FIRST_BYTES] * count  # pieces: no result was in a stage as a whole
 
@@ -81,10 +79,18 @@ def test_a_rank_may_have_threads(ranks, count):
     ranks(count).run(threaded)
 
 
-def test_the_rules_for_cuts_are_those_of_the_chunks():
-    assert shm.extension().ROW_TILE == ROW_TILE
-    assert shm.extension().SMALLEST_16_BIT_PRODUCT == SMALLEST_16_BIT_PRODUCT
+def test_the_largest_number_of_ranks_is_that_of_the_extension():
     assert shm.extension().MAX_RANKS == shm.MAX_RANKS
+
+
+@pytest.mark.parametrize(("m", "n"), [(100_000, 4096), (100_003, 4096), (65536, 100_000), (256, 8), (0, 8)])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_pieces_fit_a_stage_and_are_cut_at_tiles(m, n, tiled):
+    sizes, tile = cut("matmul_all_reduce", torch.float32, m, 8, n, 2, tiled)
+    tile = tile or 16
+    assert sum(sizes) == m
+    assert all(size % tile == 0 for size in sizes[:-1])
+    assert max(sizes) <= max(shm.PIECE_BYTES // (4 * n), shm.PIECE_ROWS, tile) + tile
 
 
 def every_value(group, dtype):
@@ -94,7 +100,7 @@ def every_value(group, dtype):
     shuffled = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(1))]
     one = torch.ones(1, 1, dtype=dtype)
     parts = [torch.mm(x, one) for x in (values, shuffled)]
-    y = shm.matmul_all_reduce((values, shuffled)[group.rank()], one, group, ()).wait()
+    y = shm.matmul_all_reduce((values, shuffled)[group.rank()], one, group, (len(values),)).wait()
     expected = (parts[0].float() + parts[1].float()).to(dtype)
     assert torch.equal(y.isnan(), expected.isnan())
     same(y.nan_to_num(0.0), expected.nan_to_num(0.0), "every value", dtype)
@@ -160,11 +166,53 @@ def test_several_groups_in_turn(ranks):
     assert segments() == []
 
 
+def bits_of_many(group):
+    for seed, (operator, dtype) in enumerate(itertools.product(OPERATORS, DTYPES)):
+        check_call(group, operator, dtype, (group.size() * 5, 32, 48), seed)  # summed by every rank
+        check_call(group, operator, dtype, (group.size() * 48, 16, 160), seed)  # and in parts
+
+
+@pytest.mark.parametrize("count", [12, 16])
+def test_many_ranks_have_the_bits_of_matmuls_in_rank_order(ranks, count):
+    ranks(count).run(bits_of_many)
+    assert segments() == []
+
+
+def uneven(group):
+    """Inner dimensions of a sum, and columns of a gather's result, that differ from rank to rank."""
+    assert shm.reach(group) is None
+    for dtype, rows in itertools.product((torch.float32, torch.bfloat16), (12, 600)):
+        every = [operands(rows, rank, dtype, rows, 100 + 3 * rank, 40) for rank in range(group.size())]
+        y = shm.matmul_all_reduce(*every[group.rank()], group, (rows,)).wait()
+        same(y, rank_order_sum([torch.mm(x, w) for x, w in every]), "uneven sum", dtype, rows)
+        every = [operands(rows, rank, dtype, rows, 100, 40 + 3 * rank) for rank in range(group.size())]
+        y, gathered = shm.all_gather_matmul(*every[group.rank()], group, (rows,))
+        same(gathered, torch.cat([x for x, _ in every]), "uneven gather", dtype, rows)
+        same(y, torch.mm(gathered, every[group.rank()][1]), "uneven gather", dtype, rows)
+
+
+def test_inner_dimensions_and_gathered_columns_may_differ(ranks):
+    ranks(3).run(uneven)
+
+
+def more_than_it_takes(group):
+    COUNTS.clear()
+    check_column(group, (2 * group.size(), 16), torch.float32, FUSED, True)
+    check_row(group, (4 * group.size(), 16), torch.float32, FUSED, False)
+    return shm.reach(group), group in shm._SHARED, COUNTS.as_dict()[OPERATORS[0]]["calls"]
+
+
+@pytest.mark.parametrize("count", [1, shm.MAX_RANKS + 1])
+def test_layers_of_too_few_or_too_many_ranks_run_without_it(ranks, count):
+    expected = (f"{count} ranks, not 2 to {shm.MAX_RANKS}", False, 1)
+    assert ranks(count).run(more_than_it_takes) == [expected] * count
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"dtype": torch.float64}, "shm: dtype torch.float64"),
-        ({"ranks": 9}, "shm: 9 ranks, not 2 to 8"),
+        ({"ranks": 17}, "shm: 17 ranks, not 2 to 16"),
         ({"device": "npu"}, "shm: device npu, not cpu"),
         ({"shm": "rank 1: cannot open the segment"}, "shm: rank 1: cannot open the segment"),
     ],

@@ -17,7 +17,7 @@ rank, group = dist.get_rank(), dist.group.WORLD
 x, w = torch.randn(256, 64), torch.randn(64, 64)
 def call(group, x=x, **options):
     try:
-        return shm.matmul_all_reduce(x, w, group, (), **options).wait()
+        return shm.matmul_all_reduce(x, w, group, (len(x),), **options).wait()
     except ap.CollectiveError as error:
         print(error, flush=True)
 def leave():
@@ -157,7 +157,7 @@ def many(made):
     for number in range(200):
         m = 16 * (number % 7 + 1) * (100 if number == 100 else 1)  # call 100 needs a larger segment
         x = torch.full((m, 4), float(rank + 1))
-        y = shm.matmul_all_reduce(x, torch.ones(4, 512), made, (), time_limit=30).wait()
+        y = shm.matmul_all_reduce(x, torch.ones(4, 512), made, (len(x),), time_limit=30).wait()
         assert y.shape == (m, 512) and bool((y == 12).all())
 def work(made):
     assert shm.reach(made, time_limit=30) is None
@@ -176,6 +176,65 @@ leave()
 def test_groups_in_threads_open_and_grow_beside_one_another():
     for rank in launch(START + THREADS, [{}] * 2, timeout=100):
         assert rank.stdout.strip() == "3 True", rank.stdout + rank.stderr
+    assert segments() == []
+
+
+DIFFERENT = """
+changes = {"rows": dict(m=128), "columns": dict(n=32), "dtype": dict(dtype=torch.bfloat16),
+           "operator": dict(operator="matmul_reduce_scatter"), "room": dict(m=48000), "room of all": dict(m=64000)}
+usual = dict(operator="matmul_all_reduce", m=256, k=64, n=64, dtype=torch.float32)
+def come(group, operator, m, k, n, dtype, pieces=1):
+    gathers = operator == "all_gather_matmul"
+    x, w = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
+    try:
+        rows = m // group.size() if operator == "matmul_reduce_scatter" else m
+        done = getattr(shm, operator)(x, w, group, (rows // pieces,) * pieces, time_limit=30)
+        print("a result", (done[0] if gathers else done.wait()).shape)
+    except ap.CollectiveError as error:
+        print(error)
+for gathers in (False, True):
+    for what, change in changes.items():
+        made = dist.new_group(group_desc=what)
+        shm.reach(made, 30)
+        call = usual | (dict(operator="all_gather_matmul") if gathers else {})
+        call |= dict(m=48000) if what == "room of all" else {}
+        own = dict(k=32) if gathers and what == "columns" else change
+        call |= own if rank == dist.get_world_size() - 1 else {}
+        come(made, **(usual | dict(operator="matmul_reduce_scatter", m=48)))  # all alike
+        come(made, **call)
+made = dist.new_group()
+shm.reach(made, 30)
+come(made, **usual | dict(m=2048, dtype=torch.bfloat16, pieces=8 if rank else 1))
+dist.barrier()
+leave()
+"""
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_that_come_with_different_calls_are_told_what_each_came_with(count):
+    """Rows, columns, dtype, operator; where one rank, or each, needs a larger segment; and the number of pieces."""
+    usual, last = "matmul_all_reduce of 256 rows of 64 columns, float32", count - 1
+    for rank in launch(START + DIFFERENT, [{}] * count, timeout=100):
+        lines = rank.stdout.splitlines()
+        assert len(lines) == 2 * 12 + 1, rank.stdout + rank.stderr
+        assert set(lines[:-1:2]) == {f"a result torch.Size([{48 // count}, 64])"}
+        found = [line.partition(": ranks came with different calls: ")[2] for line in [*lines[1::2], lines[-1]]]
+        alike = ["; ".join(f"rank {other}: {usual}" for other in range(last))] * 5
+        alike.append(alike[0].replace("256", "48000"))
+        theirs = [
+            usual.replace("256", "128"),
+            usual.replace("of 64", "of 32"),
+            usual.replace("float32", "bfloat16"),
+            usual.replace("all_reduce", "reduce_scatter"),
+            usual.replace("256", "48000"),
+            usual.replace("256", "64000"),
+        ]
+        expected = [f"{one}; rank {last}: {other}" for one, other in zip(alike, theirs, strict=True)]
+        assert found[:6] == expected
+        gathered = [text.replace("matmul_all_reduce", "all_gather_matmul") for text in expected]
+        assert found[6:-1] == gathered
+        pieces = usual.replace("256", "2048").replace("float32", "bfloat16")
+        assert found[-1].startswith(f"rank 0: {pieces}; rank 1: {pieces}, in 8 pieces")
     assert segments() == []
 
 

@@ -3,7 +3,8 @@
 A rank is a list of actions; a state is how far each rank has come. What a counter says and what a stage
 holds follows from that, as each is written by one rank. In every state that can be reached, what a
 rank reads has to be what was written for that step, complete and not written again; and as long as not all
-ranks are done, one of them can go on. The planted faults show that the model finds both kinds of error.
+ranks are done, one of them can go on. A rank that sees another call than its own beside a counter raises, when
+it has seen every rank's. The planted faults show that the model finds both kinds of error.
 """
 
 import itertools
@@ -13,32 +14,43 @@ import pytest
 # One step of each kind that communicator.cpp has; the operators are made of them.
 DIRECT, PARTS, SCATTER, GATHER = "all_reduce, direct", "all_reduce, in parts", "reduce_scatter", "all_gather"
 KINDS = (DIRECT, PARTS, SCATTER, GATHER)
+GROW = "for a larger segment"  # a step without rows, of ranks that all have a call too large for theirs
+ACTING = (DIRECT, PARTS, GATHER, GROW)
 
 
-def program(rank, ranks, kinds, halves=2, waits_for=None):
-    """The actions of `rank` for steps 1, 2, 3 ... of the given kinds.
+def program(rank, ranks, calls, halves=2, call_halves=2, waits_for=None):
+    """The actions of `rank` for steps 1, 2, 3 ...; `calls` has the kinds of all ranks' steps, rank by rank.
 
     Actions: write a cell (begun), publish (written, and the counter says so), wait for a counter, read cells
-    (begun), done reading. A cell is a part of a rank's stage: (rank, half, rows or sum).
+    (begun), done reading. A cell is a part of a rank's stage: (rank, half, rows or sum); or what call it came with.
+    It is over with the first step in which a rank that it waits for has another call.
     """
     others = [(rank + next_one) % ranks for next_one in range(1, ranks)]
     others = others[:waits_for]
     actions = []
-    for step, kind in enumerate(kinds, 1):
-        half = step % halves
+    for step, kind in enumerate(calls[rank], 1):
 
-        def cells(what, owners, half=half, step=step):
+        def cells(what, owners, step=step):
+            half = step % (call_halves if what == "call" else halves)
             return tuple(((owner, half, what), step) for owner in owners)
 
-        actions += [("write", (rank, half, "rows"), step), ("publish", ("ready", rank), step)]
-        if kind == GATHER:  # reads each rank's rows as they come
-            for owner in others:
-                actions += [("wait", ("ready", owner), step), ("read", cells("rows", [owner])), ("done",)]
+        def wait_for(owner, step=step, cells=cells):
+            return [("wait", ("ready", owner), step), ("read", cells("call", [owner]))]
+
+        actions += [("write", *cells("rows", [rank])[0])] if kind != GROW else []
+        actions += [("write", *cells("call", [rank])[0]), ("publish", ("ready", rank), step)]
+        for owner in others:
+            actions += wait_for(owner)
+            if calls[owner][step - 1] != kind:
+                return actions + [action for one in range(ranks) for action in wait_for(one)] + [("done",)]
+            if kind == GATHER:  # reads each rank's rows as they come
+                actions += [("read", cells("rows", [owner])), ("done",)]
+        if kind in (GATHER, GROW):
+            actions += [("done",)]
             continue
-        actions += [("wait", ("ready", owner), step) for owner in others]
         actions += [("read", cells("rows", [*others, rank])), ("done",)]
         if kind == PARTS:
-            actions[-1:] = [("write", (rank, half, "sum"), step), ("publish", ("reduced", rank), step), ("done",)]
+            actions[-1:] = [("write", *cells("sum", [rank])[0]), ("publish", ("reduced", rank), step), ("done",)]
             for owner in others:
                 actions += [("wait", ("reduced", owner), step), ("read", cells("sum", [owner])), ("done",)]
     return actions
@@ -108,7 +120,7 @@ def where(ranks, state):
 
 
 def programs(ranks, kinds, **faults):
-    return [program(rank, ranks, kinds, **faults) for rank in range(ranks)]
+    return [program(rank, ranks, [kinds] * ranks, **faults) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 4), (3, 3)])
@@ -118,9 +130,42 @@ def test_every_interleaving_of_every_mixture_is_right(ranks, calls):
     assert min(found) > 10 * calls  # ranks do run ahead of one another
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_for_a_larger_segment_may_come_between_any_others(ranks):
+    for kinds in itertools.product(ACTING, repeat=2):
+        states(programs(ranks, (kinds[0], GROW, kinds[1])))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_come_with_different_calls_all_see_what_each_came_with(ranks):
+    """In the first step or after another one; every mixture of kinds (a scatter acts as a direct one does)."""
+    for before, last in itertools.product([(), (PARTS,), (GATHER,)], itertools.product(ACTING, repeat=ranks)):
+        if len(set(last)) == 1:
+            continue
+        found = [program(rank, ranks, [(*before, own, own) for own in last]) for rank in range(ranks)]
+        states(found)  # all come to their ends, where each has read what all came with
+        step = len(before) + 1
+        for actions in found:
+            seen = [cells[0] for action, *rest in actions[-2 * ranks - 1 :] if action == "read" for cells in rest]
+            assert seen == [((rank, step % 2, "call"), step) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("kinds", sorted({*itertools.product(ACTING, repeat=2)} - {(PARTS, PARTS)}), ids=" then ".join)
+def test_one_place_for_a_call_instead_of_two_is_found(kinds):
+    """But where every step has two waits, which keep two ranks close enough together."""
+    with pytest.raises(AssertionError, match=r"reads \(\d, 0, 'call'\)"):
+        states(programs(2, (*kinds, *kinds), call_halves=1))
+
+
+def test_a_rank_that_goes_for_a_larger_segment_alone_is_found():
+    """Without a step of its own the others, whose call is another, would wait for it."""
+    with pytest.raises(AssertionError, match="deadlock"):
+        states([program(0, 2, [(DIRECT, DIRECT)] * 2), program(1, 2, [(DIRECT,)] * 2)])
+
+
 @pytest.mark.parametrize("kinds", [*itertools.product(KINDS, repeat=2)], ids=" then ".join)
 def test_one_half_instead_of_two_is_found(kinds):
-    with pytest.raises(AssertionError, match="reads"):
+    with pytest.raises(AssertionError, match=r"reads .*(rows|sum)"):
         states(programs(2, (*kinds, *kinds), halves=1))
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,52 @@ def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
     ]
 
 
+def decided(group, path, seconds):
+    """What is said of one shape of which each cut takes `seconds(chunks)` each round, and the sizes that run."""
+    kept = measure.Layer.time_sizes, tuner.cached_plan
+    measure.Layer.time_sizes = lambda self, one, candidates, rounds: {
+        sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
+    }
+    tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
+    lines, sizes = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelno, record.getMessage()))
+    logging.getLogger("ascend_parallel").addHandler(handler)
+    try:
+        for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
+            found = Tuner(settings).settings_for(CASE, group, backward=False)
+            sizes.append(found.plan.entries[0].sizes)
+    finally:
+        measure.Layer.time_sizes, tuner.cached_plan = kept
+        logging.getLogger("ascend_parallel").removeHandler(handler)
+    return lines, sizes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tuned"),
+    [
+        ({1: 0.004, 2: 0.003}, "2 chunks of 512 rows, 3.000 ms (whole 4.000 ms)"),
+        (
+            {1: 0.003, 2: 0.004},
+            "kept whole (one chunk of 1024 rows), because no cut that was timed is faster; 3.000 ms",
+        ),
+        ({1: 0.00300, 2: 0.00298}, "because the best cut, 2 chunks, wins 0.7 %, and less than 2 % may be noise"),
+    ],
+)
+def test_what_was_found_is_said_in_words_once_and_on_rank_0(ranks, tmp_path, seconds, tuned):
+    (lines, sizes), (others, _) = ranks(2).run(decided, str(tmp_path / "plan.json"), seconds)
+    assert others == []
+    assert {level for level, _ in lines} == {logging.WARNING}
+    asked = ("COC_TUNE", "COC_TUNE", "COC_PARALLEL_NUM=auto")
+    for (_, text), variable, cut in zip(lines, asked, sizes, strict=True):
+        assert text.startswith(f"{variable}: forward matmul_all_reduce [1024, 64] x [64, 64]: ")
+        assert (f"{len(cut)} chunks of " if len(cut) > 1 else "kept whole (one chunk of 1024 rows), because ") in text
+    measured, known, auto = (text for _, text in lines)
+    assert tuned in measured
+    assert f"(known from {tmp_path / 'plan.json'})" in known
+    assert "known from" not in measured + auto
+
+
 def overlap_always_wins(group, path):
     """A run of a real layer with COC_TUNE, in which every chunked call is made to look faster."""
     kept = measure.Layer.time_sizes
@@ -196,38 +243,6 @@ def test_the_cache_has_a_file_for_each_machine(monkeypatch, tmp_path):
     other = plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=4)
     assert tuner.cached_plan(machine) != tuner.cached_plan(other)
     assert tuner.cached_plan(machine).is_relative_to(tmp_path)
-
-
-def deterministic(group):
-    """What runs, not what was asked for, has to keep the bits under Megatron's deterministic_mode."""
-    messages = []
-    kept = measure.Layer.time_sizes, Tuner._save
-    measure.Layer.time_sizes = lambda self, one, candidates, rounds: {
-        sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
-    }
-    Tuner._save = lambda *_: None
-    try:
-        with Layers(group.size()) as layers:
-            for settings in (
-                {"tune": "nowhere.json"},
-                {"fused": True},
-                {"fused": True, "customized_coc": {(500, 96 // group.size(), 96): 1}},
-            ):
-                ascend_parallel.configure(**settings)
-                layer = layers.make("RowParallelLinear", config={"deterministic_mode": True})
-                with pytest.raises(ascend_parallel.ConflictError) as error:
-                    layer(torch.randn(500, layer.weight.shape[1]))
-                messages.append(str(error.value))
-    finally:
-        measure.Layer.time_sizes, Tuner._save = kept
-    return messages
-
-
-def test_deterministic_mode_judges_what_runs(ranks):
-    for tuned, fused, one_chunk in ranks(3).run(deterministic):
-        assert "COC_DETERMINISTIC=1" in tuned
-        assert "customized_coc" not in fused
-        assert "cannot be used together with matmul_all_reduce" in one_chunk
 
 
 def alone(group):

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.layer_choices import Pass, backward_settings, column_passes, row_passes
 from ascend_parallel.linear import column_linear, row_linear
+from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
@@ -157,12 +158,13 @@ class Layer:
         ranks = self.group.size()
         return self.case.rows * ranks if self.case.kind == "column" else self.case.rows // ranks
 
-    def takes(self, one: Pass, sizes: Sizes) -> bool:
-        """Tell whether a call would really be cut so (COC_DETERMINISTIC=1 keeps some rows whole)."""
+    def as_run(self, one: Pass, sizes: Sizes) -> Sizes:
+        """Return the chunks that a call asking for `sizes` gets so as to keep its bits; all ranks call it alike."""
         case = self.case
         problem = Problem(one.operator, one.m, one.k, one.n, case.dtype, case.device, self.group.size())
         settings = self.with_sizes(one, sizes)
-        return choose(problem, settings if one.run == "forward" else backward_settings(settings)).sizes == sizes
+        choice = choose(problem, settings if one.run == "forward" else backward_settings(settings))
+        return keep_bits(replace(choice, given=False), self.group, self.weight.device, one.layout).sizes
 
     def with_sizes(self, one: Pass, sizes: Sizes) -> Settings:
         """Return settings by which this pass is cut so."""

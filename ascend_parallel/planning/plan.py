@@ -52,7 +52,7 @@ class Entry:
     m, k, n
         The matmul as in `Problem`.
     sizes
-        Rows of each chunk; one size means that overlap lost.
+        Rows of each chunk; one size means that no cut won.
     serial, chosen
         Median seconds of the pass, the slowest rank's, with one chunk and with these.
     """
@@ -96,7 +96,7 @@ class Plan:
         if entry is None or sum(entry.sizes) != problem.rows:
             return None
         if len(entry.sizes) == 1:
-            return entry.sizes, "plan: one chunk, because overlap lost"
+            return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
         gain = 100 * (1 - entry.chosen / entry.serial)
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
 

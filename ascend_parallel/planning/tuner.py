@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.exchange import exchange
+from ascend_parallel.groups import describe
 from ascend_parallel.layer_choices import Pass
-from ascend_parallel.ops.pending import describe
+from ascend_parallel.ops.bits import unwatched
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.planning.measure import Case, Layer, Times
 from ascend_parallel.planning.parts import Parts, seconds
@@ -48,11 +49,24 @@ FEW = 4  # chunks: what the model finds with no more of them is tried too, for i
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for one pass: the sizes, and the median seconds of one chunk and of them."""
+    """What was found for one pass: the sizes, the median seconds of one chunk and of them, and why it is kept whole."""
 
     sizes: Sizes
     serial: float
     chosen: float
+    why: str = ""
+
+    def measured(self) -> dict[str, Any]:
+        """Return what an entry of a plan keeps of it."""
+        return {"sizes": self.sizes, "serial": self.serial, "chosen": self.chosen}
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        if len(self.sizes) == 1:
+            return f"kept whole (one chunk of {self.sizes[0]} rows), because {self.why}; {1e3 * self.serial:.3f} ms"
+        rows = str(self.sizes[0]) if len(set(self.sizes)) == 1 else ", ".join(map(str, self.sizes))
+        times = f"{1e3 * self.chosen:.3f} ms (whole {1e3 * self.serial:.3f} ms)"
+        return f"{len(self.sizes)} chunks of {rows} rows, {times}"
 
 
 class Tuner:
@@ -71,6 +85,7 @@ class Tuner:
         self._file = settings.tune
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
+        self._told: set[tuple[Pass, str]] = set()
 
     def settings_for(
         self, case: Case, group: dist.ProcessGroup, *, backward: bool, agree: Callable[[], None] = lambda: None
@@ -87,12 +102,13 @@ class Tuner:
             agree()
             _meet(group, f"{case}, {'with' if backward else 'without'} gradients")
             plan = self._plan(group, case.device)
-            missing = [one for one in passes if not _has(plan, one, case)]
+            missing = [one for one in passes if _find(plan, one, case) is None]
             if missing:
                 plan = plan.with_entries(tuple(self._entry(case, one, group, plan.machine) for one in missing))
                 self._plans[group] = plan
                 if self._measure and group.rank() == 0:
                     self._save(plan)
+            self._tell_known(plan, passes, case)
             known[case, backward] = replace(self._settings, plan=plan)
         return known[case, backward]
 
@@ -133,24 +149,29 @@ class Tuner:
         return plan
 
     def _entry(self, case: Case, one: Pass, group: dist.ProcessGroup, machine: Machine) -> Entry:
-        layer = Layer(case, group, self._settings, machine)
-        parts = layer.parts(one, ROUNDS)
-        found = measured(layer, one, parts) if self._measure else confirmed(layer, one, parts)
+        with unwatched():  # a checkpoint's policy would count these matmuls as the call's
+            layer = Layer(case, group, self._settings, machine)
+            parts = layer.parts(one, ROUNDS)
+            found = measured(layer, one, parts) if self._measure else confirmed(layer, one, parts)
+        self._tell(one, case, str(found))
         dtype = str(case.dtype).removeprefix("torch.")
-        if group.rank() == 0:
-            log.log(
-                logging.WARNING if self._measure else logging.INFO,  # asked for by COC_TUNE, so it is to be seen
-                "tuned %s %s [%d, %d, %d]: %s, %.3f ms, one chunk %.3f ms",
-                one.run,
-                one.operator,
-                one.m,
-                one.k,
-                one.n,
-                list(found.sizes),
-                1e3 * found.chosen,
-                1e3 * found.serial,
-            )
-        return Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **vars(found))
+        return Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **found.measured())
+
+    def _tell_known(self, plan: Plan, passes: list[Pass], case: Case) -> None:
+        """Say of passes that the file knew what it knew."""
+        for one in passes:
+            entry = _find(plan, one, case)
+            assert entry is not None
+            found = Found(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
+            self._tell(one, case, f"{found} (known from {self._path(plan.machine)})")
+
+    def _tell(self, one: Pass, case: Case, text: str) -> None:
+        """Say what one pass runs with: once, on rank 0, as a warning, for it was asked for and is to be seen."""
+        if (one, str(case.dtype)) not in self._told and dist.get_rank() == 0:
+            asked = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
+            shape = f"[{one.m}, {one.k}] x [{one.k}, {one.n}]"
+            log.warning("%s: %s %s %s: %s", asked, one.run, one.operator, shape, text)
+        self._told.add((one, str(case.dtype)))
 
     def _path(self, machine: Machine) -> Path:
         return cached_plan(machine) if self._file is None else Path(self._file)
@@ -182,10 +203,10 @@ def measured(layer: Layer, one: Pass, parts: Parts) -> Found:
     for most in (MOST_CHUNKS, FEW):
         model = best_of_model(one, parts, layer.group.size(), most)
         candidates += [model.sizes, model.equal]
-    tried = tuple(dict.fromkeys([whole, *(sizes for sizes in candidates if layer.takes(one, sizes))]))
+    tried = tuple(dict.fromkeys([whole, *(layer.as_run(one, sizes) for sizes in dict.fromkeys(candidates))]))
     if len(tried) == 1:
         times = layer.time_sizes(one, tried, ROUNDS)
-        return Found(whole, median(times[whole]), median(times[whole]))
+        return Found(whole, median(times[whole]), median(times[whole]), "it cannot be cut")
     times = layer.time_sizes(one, tried, ROUNDS)
     best = min(tried, key=lambda sizes: (median(times[sizes]), len(sizes)))
     # Once more, the two alone, so that a lucky median among many does not decide.
@@ -197,18 +218,29 @@ def measured(layer: Layer, one: Pass, parts: Parts) -> Found:
 def decide(times: Times, whole: Sizes, best: Sizes) -> Found:
     """Take `best` if it wins by more than noise in the rounds, paired with one chunk; else one chunk."""
     serial = median(times[whole])
-    gains = [1 - ours / theirs for ours, theirs in zip(times[best], times[whole], strict=True)]
-    if best == whole or median(gains) <= LEAST_GAIN:
-        return Found(whole, serial, serial)
+    gain = median([1 - ours / theirs for ours, theirs in zip(times[best], times[whole], strict=True)])
+    if best == whole or gain <= LEAST_GAIN:
+        return Found(whole, serial, serial, _why_whole(best, whole, gain))
     return Found(best, serial, median(times[best]))
+
+
+def _why_whole(best: Sizes, whole: Sizes, gain: float) -> str:
+    if best == whole:
+        return "no cut that was timed is faster"
+    took = f"wins {100 * gain:.1f} %, and less than {100 * LEAST_GAIN:.0f} % may be noise"
+    return f"the best cut, {len(best)} chunks, " + (took if gain > 0 else f"takes {-100 * gain:.1f} % longer")
 
 
 def confirmed(layer: Layer, one: Pass, parts: Parts) -> Found:
     """Time what the model finds best once beside one chunk: a wrong prediction must not make a run slower."""
-    whole, best = (parts.rows,), predicted(one, parts, layer.group.size()).sizes
-    if best == whole or not layer.takes(one, best):
-        best = whole
-    times = layer.time_sizes(one, tuple(dict.fromkeys((whole, best))), ROUNDS)
+    whole, predicted_best = (parts.rows,), predicted(one, parts, layer.group.size()).sizes
+    best = layer.as_run(one, predicted_best)
+    if best == whole:
+        times = layer.time_sizes(one, (whole,), ROUNDS)
+        cut = "it cannot be cut as a model would"
+        why = cut if predicted_best != whole else "a model of its parts expects no cut to win"
+        return Found(whole, median(times[whole]), median(times[whole]), why)
+    times = layer.time_sizes(one, (whole, best), ROUNDS)
     return decide(times, whole, best)
 
 
@@ -225,6 +257,7 @@ def best_of_model(one: Pass, parts: Parts, ranks: int, most_chunks: int = MOST_C
     return best_sizes(parts.rows, lambda sizes: seconds(one, parts, ranks, sizes), most_chunks=most_chunks)
 
 
-def _has(plan: Plan, one: Pass, case: Case) -> bool:
+def _find(plan: Plan, one: Pass, case: Case) -> Entry | None:
     dtype = str(case.dtype).removeprefix("torch.")
-    return any(entry.key == (one.run, one.operator, one.m, one.k, one.n, dtype) for entry in plan.entries)
+    key = (one.run, one.operator, one.m, one.k, one.n, dtype)
+    return next((entry for entry in plan.entries if entry.key == key), None)

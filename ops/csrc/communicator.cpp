@@ -16,7 +16,6 @@ constexpr int kSpins = 200;   // some microseconds before the core is yielded
 constexpr int kYields = 300;  // then this often, before sleeping
 constexpr auto kNap = std::chrono::microseconds(50);
 constexpr auto kLook = std::chrono::milliseconds(20);  // between looks at whether the rank still lives
-constexpr int64_t kPieceRows = 256;     // fewer would cost the matmul some percent
 constexpr int64_t kDirect = 64 * 1024;  // bytes up to which every rank sums everything itself
 constexpr int64_t kGrain = 64 * 1024;   // elements worth a thread of their own
 constexpr int64_t kLine = 64;           // elements, so that no two ranks write to one cache line
@@ -31,9 +30,21 @@ inline void pause() {
 
 int checked_ranks(int rank, size_t ranks) {
   if (ranks < 2 || ranks > kMaxRanks || rank < 0 || static_cast<size_t>(rank) >= ranks) {
-    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + ", not of 2 to 8");
+    throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + ", not of 2 to " +
+                             std::to_string(kMaxRanks));
   }
   return static_cast<int>(ranks);
+}
+
+// As Python names the operators and dtypes.
+std::string text_of(const Call& call) {
+  constexpr const char* kOperators[] = {"matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"};
+  constexpr const char* kDtypes[] = {"float32", "bfloat16", "float16"};
+  std::ostringstream text;
+  text << kOperators[static_cast<int>(call.operation)] << " of " << call.rows << " rows of " << call.columns
+       << " columns, " << kDtypes[static_cast<int>(call.dtype)];
+  if (call.steps > 1) text << ", in " << call.steps << " pieces";
+  return text.str();
 }
 
 // Where part `index` of `count` elements shared out over `ranks` begins.
@@ -43,46 +54,43 @@ int64_t part_begin(int64_t count, int ranks, int index) {
 
 }  // namespace
 
-bool Product::may_be_cut() const { return dtype == Dtype::kFloat32 || k * n >= kSmallest16BitProduct; }
-
-Pieces::Pieces(int64_t rows, int64_t row_bytes, int64_t piece_bytes, bool may_be_cut) : rows_(rows), count_(1) {
-  const int64_t most = std::max(piece_bytes / std::max<int64_t>(row_bytes, 1), kPieceRows) / kRowTile * kRowTile;
-  if (may_be_cut) count_ = std::max<int64_t>(1, (rows + most - 1) / most);
-}
-
-int64_t Pieces::begin(int64_t piece) const {
-  return piece == count_ ? rows_ : rows_ / kRowTile * piece / count_ * kRowTile;
-}
-
-int64_t Pieces::longest() const {
-  return count_ == 1 ? rows_ : (rows_ / kRowTile + count_ - 1) / count_ * kRowTile + rows_ % kRowTile;
+Pieces::Pieces(const std::vector<int64_t>& sizes) {
+  for (const int64_t size : sizes) {
+    begins_.push_back(begins_.back() + size);
+    longest_ = std::max(longest_, size);
+  }
 }
 
 Communicator::Communicator(
-    const std::string& name, int rank, const std::vector<int64_t>& global_ranks, size_t half_bytes,
-    size_t piece_bytes, Host host)
+    const std::string& name, int rank, const std::vector<int64_t>& global_ranks, size_t half_bytes, Host host)
     : segment_(name, rank, checked_ranks(rank, global_ranks.size()), half_bytes),
       rank_(rank),
       ranks_(static_cast<int>(global_ranks.size())),
       global_ranks_(global_ranks),
-      piece_bytes_(static_cast<int64_t>(piece_bytes)),
       host_(std::move(host)),
       process_(::getpid()) {}
 
 template <typename Body>
-size_t Communicator::run(size_t needed, int64_t steps, double time_limit, Body body) {
+size_t Communicator::run(const Call& call, size_t needed, double time_limit, Body body) {
   if (::getpid() != process_) throw std::runtime_error("a forked process has no part in its parent's group");
   std::lock_guard<std::mutex> hold(one_at_a_time_);
   Counter& failed = segment_.header().failed[rank_];
   if (failed.value.load(std::memory_order_relaxed) != 0) {
     throw std::runtime_error("an earlier call on this group failed; make the group anew");
   }
-  if (needed > segment_.half_bytes()) return needed;
+  const auto next = [&] {
+    const uint64_t number = ++steps_;
+    return Step{number, segment_.stage(rank_, number % 2), time_limit};
+  };
   try {
-    for (int64_t index = 0; index < steps; ++index) {
-      const uint64_t number = ++steps_;
-      body(Step{number, segment_.stage(rank_, number % 2), time_limit}, index);
+    if (needed > segment_.half_bytes()) {
+      // All ranks need more, or their calls differ: one that goes for a larger segment alone would wait for the others.
+      const Step step = next();
+      announce(call, step);
+      wait_for_all(step);
+      return needed;
     }
+    for (int64_t index = 0; index < call.steps; ++index) body(next(), index);
   } catch (...) {
     failed.value.store(1, std::memory_order_release);  // the others need not wait for their time limit
     throw;
@@ -90,8 +98,44 @@ size_t Communicator::run(size_t needed, int64_t steps, double time_limit, Body b
   return 0;
 }
 
-void Communicator::wait(const Counter& counter, int rank, const Step& step) const {
-  const auto is_set = [&] { return counter.value.load(std::memory_order_acquire) >= step.number; };
+void Communicator::announce(const Call& call, const Step& step) const {
+  Announcement& mine = segment_.header().ready[rank_];
+  mine.calls[step.half()] = call;
+  mine.value.store(step.number, std::memory_order_release);
+}
+
+void Communicator::wait_for(int rank, const Step& step) const {
+  const Announcement *ready = segment_.header().ready, &theirs = ready[rank];
+  wait(theirs.value, rank, step);
+  if (!(theirs.calls[step.half()] == ready[rank_].calls[step.half()])) disagree(step);
+}
+
+void Communicator::wait_for_all(const Step& step) const {
+  for (int next = 1; next < ranks_; ++next) wait_for((rank_ + next) % ranks_, step);
+}
+
+void Communicator::disagree(Step step) const {
+  const auto end = Clock::now() + std::chrono::duration<double>(step.time_limit);  // of waiting for all together
+  std::string all;
+  for (int rank = 0; rank < ranks_; ++rank) {
+    step.time_limit = std::max(0.0, std::chrono::duration<double>(end - Clock::now()).count());
+    all += (rank == 0 ? "" : "; ") + came_with(rank, step);
+  }
+  throw std::runtime_error("ranks came with different calls: " + all);
+}
+
+std::string Communicator::came_with(int rank, const Step& step) const {
+  const Announcement& ready = segment_.header().ready[rank];
+  try {
+    wait(ready.value, rank, step);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "rank " + std::to_string(global_ranks_[rank]) + ": " + text_of(ready.calls[step.half()]);
+}
+
+void Communicator::wait(const Count& counter, int rank, const Step& step) const {
+  const auto is_set = [&] { return counter.load(std::memory_order_acquire) >= step.number; };
   for (int i = 0; i < kSpins; ++i) {
     if (is_set()) return;
     pause();
@@ -111,14 +155,7 @@ void Communicator::wait(const Counter& counter, int rank, const Step& step) cons
   }
 }
 
-void Communicator::wait_for_all(const Step& step) const {
-  for (int next = 1; next < ranks_; ++next) {
-    const int rank = (rank_ + next) % ranks_;
-    wait(segment_.header().ready[rank], rank, step);
-  }
-}
-
-void Communicator::check_on(const Counter& counter, int rank, const Step& step, Clock::time_point since) const {
+void Communicator::check_on(const Count& counter, int rank, const Step& step, Clock::time_point since) const {
   host_.interrupt();
   const double waited = std::chrono::duration<double>(Clock::now() - since).count();
   std::string verdict;
@@ -132,7 +169,7 @@ void Communicator::check_on(const Counter& counter, int rank, const Step& step, 
     verdict = text.str();
   }
   // Looked at again after the verdict: a rank may set its counter and end.
-  if (verdict.empty() || counter.value.load(std::memory_order_acquire) >= step.number) return;
+  if (verdict.empty() || counter.load(std::memory_order_acquire) >= step.number) return;
   throw std::runtime_error("rank " + std::to_string(global_ranks_[rank]) + verdict);
 }
 
@@ -150,10 +187,10 @@ void Communicator::sum_in_parts(Dtype dtype, const Step& step, int64_t count, ch
   const int64_t size = size_of(dtype), part_at = count * size;
   const int64_t begin = part_begin(count, ranks_, rank_), end = part_begin(count, ranks_, rank_ + 1);
   sum(dtype, step, begin, end, step.stage + part_at);
-  set(segment_.header().reduced[rank_], step);
+  segment_.header().reduced[rank_].value.store(step.number, std::memory_order_release);
   for (int next = 0; next < ranks_; ++next) {
     const int rank = (rank_ + next) % ranks_;
-    if (rank != rank_) wait(segment_.header().reduced[rank], rank, step);
+    if (rank != rank_) wait(segment_.header().reduced[rank].value, rank, step);
     const int64_t first = part_begin(count, ranks_, rank), last = part_begin(count, ranks_, rank + 1);
     const char* part = segment_.stage(rank, step.half()) + part_at;
     host_.parallel((last - first) * size, kGrain * size, [&](int64_t from, int64_t to) {
@@ -162,53 +199,57 @@ void Communicator::sum_in_parts(Dtype dtype, const Step& step, int64_t count, ch
   }
 }
 
-size_t Communicator::all_reduce(const Product& product, const Put& put, char* y, double time_limit) {
+size_t Communicator::all_reduce(
+    const Product& product, const Pieces& pieces, const Put& put, char* y, double time_limit) {
   const int64_t size = size_of(product.dtype), row = product.n * size;
-  const Pieces pieces(product.m, row, piece_bytes_, product.may_be_cut());
   const int64_t longest = pieces.longest() * product.n;
   // Few bytes, or those of two ranks, are summed by every rank for itself; else each sums a part for all.
   const bool direct = ranks_ == 2 || longest * size <= kDirect;
   const int64_t part = direct ? 0 : longest - part_begin(longest, ranks_, ranks_ - 1);
   const auto needed = static_cast<size_t>((longest + part) * size);
-  return run(needed, pieces.count(), time_limit, [&](const Step& step, int64_t piece) {
+  const Call call{product.m, product.n, pieces.count(), Operator::kAllReduce, product.dtype};
+  return run(call, needed, time_limit, [&](const Step& step, int64_t piece) {
     const int64_t begin = pieces.begin(piece), end = pieces.end(piece), count = (end - begin) * product.n;
     put(begin, end, step.stage);
-    set(segment_.header().ready[rank_], step);
+    announce(call, step);
     wait_for_all(step);
     direct ? sum(product.dtype, step, 0, count, y + begin * row)
            : sum_in_parts(product.dtype, step, count, y + begin * row);
   });
 }
 
-size_t Communicator::reduce_scatter(const Product& product, const Put& put, char* y, double time_limit) {
+size_t Communicator::reduce_scatter(
+    const Product& product, const Pieces& pieces, const Put& put, char* y, double time_limit) {
   const int64_t rows = product.m / ranks_, row = product.n * size_of(product.dtype);
-  const Pieces pieces(rows, row, piece_bytes_, product.may_be_cut() && rows % kRowTile == 0);
   const auto needed = static_cast<size_t>(ranks_ * pieces.longest() * row);
-  return run(needed, pieces.count(), time_limit, [&](const Step& step, int64_t piece) {
+  const Call call{product.m, product.n, pieces.count(), Operator::kReduceScatter, product.dtype};
+  return run(call, needed, time_limit, [&](const Step& step, int64_t piece) {
     const int64_t begin = pieces.begin(piece), length = pieces.end(piece) - begin;
-    if (pieces.count() == 1) {
-      put(0, product.m, step.stage);  // whole: quicker, and right where it may not be cut
+    if (pieces.count() == 1 && product.row_tile == 0) {
+      put(0, product.m, step.stage);  // whole, which is quicker
     } else {
       for (int rank = 0; rank < ranks_; ++rank) {
         put(rank * rows + begin, rank * rows + begin + length, step.stage + rank * length * row);
       }
     }
-    set(segment_.header().ready[rank_], step);
+    announce(call, step);
     wait_for_all(step);
     sum(product.dtype, step, rank_ * length * product.n, (rank_ + 1) * length * product.n, y + begin * row);
   });
 }
 
-size_t Communicator::all_gather(int64_t rows, int64_t row_bytes, const Put& put, const Take& take, double time_limit) {
-  const Pieces pieces(rows, row_bytes, piece_bytes_, true);
-  const auto needed = static_cast<size_t>(pieces.longest() * row_bytes);
-  return run(needed, pieces.count(), time_limit, [&](const Step& step, int64_t piece) {
+size_t Communicator::all_gather(
+    const Pieces& pieces, int64_t columns, Dtype dtype, const Put& put, const Take& take, double time_limit) {
+  const int64_t row = columns * size_of(dtype);
+  const auto needed = static_cast<size_t>(pieces.longest() * row);
+  const Call call{pieces.end(pieces.count() - 1), columns, pieces.count(), Operator::kAllGather, dtype};
+  return run(call, needed, time_limit, [&](const Step& step, int64_t piece) {
     const int64_t begin = pieces.begin(piece), end = pieces.end(piece);
     put(begin, end, step.stage);
-    set(segment_.header().ready[rank_], step);
+    announce(call, step);
     for (int next = 0; next < ranks_; ++next) {
       const int rank = (rank_ + next) % ranks_;
-      if (rank != rank_) wait(segment_.header().ready[rank], rank, step);
+      if (rank != rank_) wait_for(rank, step);
       take(rank, begin, end, segment_.stage(rank, step.half()));
     }
   });

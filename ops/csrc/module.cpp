@@ -4,13 +4,13 @@
 #include <sys/mman.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+
 #include "communicator.h"
 
 namespace ap = ascend_parallel;
 
 namespace {
-
-constexpr int64_t kFewRows = 256;  // fewer are better multiplied together than rank by rank
 
 ap::Dtype dtype_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -36,53 +36,67 @@ void prefer_large_pages(const at::Tensor& y) {
   ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint, which the system may not take
 }
 
-ap::Product product_of(const at::Tensor& x, const at::Tensor& w) {
-  return {x.size(0), x.size(1), w.size(1), dtype_of(x)};
+ap::Product product_of(const at::Tensor& x, const at::Tensor& w, int64_t row_tile) {
+  return {x.size(0), x.size(1), w.size(1), dtype_of(x), row_tile};
 }
 
-ap::Communicator::Put rows_of_product(const at::Tensor& x, const at::Tensor& w) {
-  return [&x, &w](int64_t begin, int64_t end, char* out) {
-    at::Tensor rows = rows_at(out, end - begin, x, w.size(1));
-    at::mm_out(rows, x.narrow(0, begin, end - begin), w);
+// y = x w, in tiles of so many rows if `row_tile` is not 0: the same calls as ops/multiply.py makes.
+void multiply(const at::Tensor& x, const at::Tensor& w, at::Tensor y, int64_t row_tile) {
+  const int64_t rows = x.size(0), step = row_tile > 0 ? row_tile : std::max<int64_t>(rows, 1);
+  for (int64_t begin = 0; begin < rows; begin += step) {
+    const int64_t length = std::min(step, rows - begin);
+    at::Tensor part = y.narrow(0, begin, length);
+    at::mm_out(part, x.narrow(0, begin, length), w);
+  }
+}
+
+ap::Pieces pieces_of(const std::vector<int64_t>& sizes, int64_t rows) {
+  const ap::Pieces pieces(sizes);
+  TORCH_CHECK(pieces.count() > 0 && pieces.end(pieces.count() - 1) == rows, "pieces ", sizes, " of ", rows, " rows");
+  return pieces;
+}
+
+ap::Communicator::Put rows_of_product(const at::Tensor& x, const at::Tensor& w, int64_t row_tile) {
+  return [&x, &w, row_tile](int64_t begin, int64_t end, char* out) {
+    multiply(x.narrow(0, begin, end - begin), w, rows_at(out, end - begin, x, w.size(1)), row_tile);
   };
 }
 
 size_t matmul_all_reduce(
-    ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, double time_limit) {
+    ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
+    const std::vector<int64_t>& sizes, int64_t row_tile, double time_limit) {
   prefer_large_pages(y);
-  return self.all_reduce(product_of(x, w), rows_of_product(x, w), static_cast<char*>(y.data_ptr()), time_limit);
+  return self.all_reduce(product_of(x, w, row_tile), pieces_of(sizes, y.size(0)), rows_of_product(x, w, row_tile),
+                         static_cast<char*>(y.data_ptr()), time_limit);
 }
 
 size_t matmul_reduce_scatter(
-    ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, double time_limit) {
+    ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
+    const std::vector<int64_t>& sizes, int64_t row_tile, double time_limit) {
   prefer_large_pages(y);
-  return self.reduce_scatter(product_of(x, w), rows_of_product(x, w), static_cast<char*>(y.data_ptr()), time_limit);
+  return self.reduce_scatter(product_of(x, w, row_tile), pieces_of(sizes, y.size(0)), rows_of_product(x, w, row_tile),
+                             static_cast<char*>(y.data_ptr()), time_limit);
 }
 
+// Reads the rows where they lie, rank by rank, or gathers them first and multiplies them `together`.
 size_t all_gather_matmul(
     ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
-    const std::optional<at::Tensor>& kept, double time_limit) {
+    const std::optional<at::Tensor>& kept, bool together, const std::vector<int64_t>& sizes, int64_t row_tile,
+    double time_limit) {
   const int64_t rows = x.size(0), k = x.size(1);
   const ap::Communicator::Put put = [&](int64_t begin, int64_t end, char* out) {
     rows_at(out, end - begin, x, k).copy_(x.narrow(0, begin, end - begin));
   };
-  // Read where they lie, rank by rank, or, where that might change bits or be slow, gathered first.
-  const bool together = rows < kFewRows || rows % ap::kRowTile != 0 || !product_of(x, w).may_be_cut();
   at::Tensor gathered = kept.value_or(together ? at::empty({y.size(0), k}, x.options()) : at::Tensor());
   const ap::Communicator::Take take = [&](int rank, int64_t begin, int64_t end, char* memory) {
     const at::Tensor part = rows_at(memory, end - begin, x, k);
     if (gathered.defined()) gathered.narrow(0, rank * rows + begin, end - begin).copy_(part);
-    if (together) return;
-    at::Tensor out = y.narrow(0, rank * rows + begin, end - begin);
-    at::mm_out(out, part, w);
+    if (!together) multiply(part, w, y.narrow(0, rank * rows + begin, end - begin), row_tile);
   };
   prefer_large_pages(y);
   if (gathered.defined()) prefer_large_pages(gathered);
-  const size_t needed = self.all_gather(rows, k * x.element_size(), put, take, time_limit);
-  if (needed == 0 && together) {
-    at::Tensor out = y;
-    at::mm_out(out, gathered, w);
-  }
+  const size_t needed = self.all_gather(pieces_of(sizes, rows), k, dtype_of(x), put, take, time_limit);
+  if (needed == 0 && together) multiply(gathered, w, y, 0);
   return needed;
 }
 
@@ -99,14 +113,11 @@ void interrupt() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using free_interpreter = py::call_guard<py::gil_scoped_release>;
   module.attr("MAX_RANKS") = ap::kMaxRanks;
-  module.attr("ROW_TILE") = ap::kRowTile;
-  module.attr("SMALLEST_16_BIT_PRODUCT") = ap::kSmallest16BitProduct;
   module.def("unlink", &ap::Segment::unlink);
   py::class_<ap::Communicator>(module, "Communicator")
-      .def(py::init([](const std::string& name, int rank, const std::vector<int64_t>& global_ranks, size_t half_bytes,
-                       size_t piece_bytes) {
+      .def(py::init([](const std::string& name, int rank, const std::vector<int64_t>& global_ranks, size_t half_bytes) {
         return std::make_unique<ap::Communicator>(
-            name, rank, global_ranks, half_bytes, piece_bytes, ap::Host{parallel, interrupt});
+            name, rank, global_ranks, half_bytes, ap::Host{parallel, interrupt});
       }))
       .def_property_readonly("half_bytes", &ap::Communicator::half_bytes)
       .def("matmul_all_reduce", &matmul_all_reduce, free_interpreter())

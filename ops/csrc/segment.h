@@ -20,10 +20,32 @@ struct alignas(64) Counter {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters are shared between processes");
 
+enum class Operator : uint8_t { kAllReduce, kReduceScatter, kAllGather };
+
+// What has to be alike on all ranks that come to a step: else they would read each other's rows wrongly.
+struct Call {
+  int64_t rows, columns;  // of what this rank puts in its stage in all steps of the call
+  int32_t steps;          // which may depend on the inner dimension too
+  Operator operation;
+  Dtype dtype;
+
+  bool operator==(const Call& other) const {
+    return rows == other.rows && columns == other.columns && steps == other.steps && operation == other.operation &&
+           dtype == other.dtype;
+  }
+};
+
+// A counter and, in the same line of a cache, what the rank came with to the steps of either parity.
+struct alignas(64) Announcement {
+  std::atomic<uint64_t> value;
+  Call calls[2];
+};
+static_assert(sizeof(Announcement) == 64, "a look at the counter brings the calls along");
+
 // Starts as zeros, which is what a new segment holds.
 struct Header {
-  // ready[q]: the last step in which rank q put its rows in its stage. Only ever grows.
-  Counter ready[kMaxRanks];
+  // ready[q]: the last step in which rank q put its rows in its stage, and its call. Only ever grows.
+  Announcement ready[kMaxRanks];
   // reduced[q]: the last step in which rank q put its part of the sum in its stage. Only ever grows.
   Counter reduced[kMaxRanks];
   // failed[q]: not zero once rank q has left a call by an exception.

@@ -79,17 +79,11 @@ ALWAYS_INLINE void sum_of(T* __restrict out, const T* const* parts, int64_t begi
   }
 }
 
-template <typename T>
+// A loop of its own for every number of ranks: the sum stays in a register.
+template <typename T, int at_least = 2>
 ALWAYS_INLINE void sum(T* out, const T* const* parts, int ranks, int64_t begin, int64_t end) {
-  switch (ranks) {  // a loop of its own for every number of ranks: the sum stays in a register
-    case 2: return sum_of<T, 2>(out, parts, begin, end);
-    case 3: return sum_of<T, 3>(out, parts, begin, end);
-    case 4: return sum_of<T, 4>(out, parts, begin, end);
-    case 5: return sum_of<T, 5>(out, parts, begin, end);
-    case 6: return sum_of<T, 6>(out, parts, begin, end);
-    case 7: return sum_of<T, 7>(out, parts, begin, end);
-    case 8: return sum_of<T, 8>(out, parts, begin, end);
-  }
+  if (ranks == at_least) return sum_of<T, at_least>(out, parts, begin, end);
+  if constexpr (at_least < kMaxRanks) sum<T, at_least + 1>(out, parts, ranks, begin, end);
 }
 
 FOR_EACH_CPU void sum_float(float* out, const float* const* parts, int ranks, int64_t begin, int64_t end) {

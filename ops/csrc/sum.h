@@ -5,9 +5,9 @@
 
 namespace ascend_parallel {
 
-constexpr int kMaxRanks = 8;
+constexpr int kMaxRanks = 16;
 
-enum class Dtype { kFloat32, kBFloat16, kFloat16 };
+enum class Dtype : uint8_t { kFloat32, kBFloat16, kFloat16 };
 
 constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 

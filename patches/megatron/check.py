@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.exchange import exchange
+from ascend_parallel.groups import describe
 from ascend_parallel.layer_choices import (
     Pass,
     backward_settings,
@@ -22,10 +23,9 @@ from ascend_parallel.layer_choices import (
     row_passes,
 )
 from ascend_parallel.linear import cast_by_autocast
-from ascend_parallel.ops import npu, shm
-from ascend_parallel.ops.pending import describe
+from ascend_parallel.ops.operators import choice_for
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
-from ascend_parallel.ops.registry import choose, name_of
+from ascend_parallel.ops.registry import name_of
 from ascend_parallel.patches.megatron.original import Forward, Original, Output
 from ascend_parallel.quantised import int8_weight
 from ascend_parallel.settings import Settings
@@ -224,11 +224,8 @@ class Check:
         int8 = int8_weight(self._layer)
         if int8 is not None and one.operator == ALL_REDUCE:
             problem = with_scales(problem, int8)
-        if settings.fused and self._device == "cpu":
-            problem = replace(problem, shm=shm.reach(self._group))  # known, since the operator has run
-        elif settings.fused and self._device == "npu":
-            problem = replace(problem, soc=npu.soc_name())
-        choice = choose(problem, settings)
+        # Known, since the operator has run.
+        choice = choice_for(problem, self._group, settings, self._weight.device, one.layout)
         return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
 
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ascend_parallel.ops import Choice, choose
-from ascend_parallel.settings import Settings
-
 # Name of a configuration field or command-line argument -> what it is.
 CONFLICTS = {
     "tp_comm_overlap": "Megatron-core's own overlap of tensor-parallel communication",
@@ -36,27 +33,6 @@ def refuse_conflicts(config: Any) -> None:
                     f"{place} {name}={getattr(holder, name)!r} ({what}) cannot be used together with overlapped linear "
                     f"layers: switch it off, or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
                 )
-
-
-def refuse_inexact(choices: list[Choice], settings: Settings) -> None:
-    """Raise `ConflictError` under Megatron's deterministic_mode unless every choice keeps the bits."""
-    for choice in choices:
-        if not choice.bit_exact:
-            problem = choice.problem
-            raise ConflictError(
-                f"config deterministic_mode=True cannot be used together with {problem.operator} "
-                f"[{problem.m}, {problem.k}, {problem.n}] in {len(choice.sizes)} chunks on {problem.ranks} ranks "
-                f"({problem.device}): its bits are not known to be those of the plain layer. Export "
-                f"COC_DETERMINISTIC=1, which sums in rank order, or switch deterministic_mode or overlap off"
-                f"{'' if settings.fused else _one_chunk(choice)}"
-            )
-
-
-def _one_chunk(choice: Choice) -> str:
-    problem = choice.problem
-    if not choose(problem, Settings(mode=1)).bit_exact:
-        return ""
-    return f', or give this shape one chunk: customized_coc = {{"[{problem.m}, {problem.k}, {problem.n}]": 1}}'
 
 
 def _arguments() -> Any:

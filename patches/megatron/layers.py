@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -20,26 +21,23 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.agreement import Agreement
-from ascend_parallel.layer_choices import column_choices, row_choices
 from ascend_parallel.linear import column_linear, row_linear
-from ascend_parallel.ops import Choice, UnmetRequestError
-from ascend_parallel.patches.base import Function, defined_in
+from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.megatron.announcement import Announcement
 from ascend_parallel.patches.megatron.check import Call
-from ascend_parallel.patches.megatron.conflicts import refuse_conflicts, refuse_inexact
+from ascend_parallel.patches.megatron.conflicts import refuse_conflicts
+from ascend_parallel.patches.megatron.originals import Originals
 from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
-from ascend_parallel.quantised import int8_weight, quantised_row_choices, quantised_row_linear
+from ascend_parallel.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-# What Megatron's layers call below forward, and others are known to replace.
-FUNCTIONALS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
-
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
-Choices = Callable[[torch.Tensor, Any, int, bool, Settings], list[Choice]]
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -51,8 +49,7 @@ class Megatron:
         self.layers = layers
         self.settings = settings
         self.version = version
-        self._originals = {name: getattr(layers, name, None) for name in FUNCTIONALS}
-        self._originals = {n: f for n, f in self._originals.items() if defined_in(f, layers)}
+        self._originals = Originals(layers)
         # Since 0.13 groups are handed down and main_grad is taken in forward.
         self.groups_handed_down = version >= (0, 13)
         self._agreement = Agreement(settings)
@@ -60,6 +57,7 @@ class Megatron:
         self._fits: WeakSet[dist.ProcessGroup] = WeakSet()  # groups of the kind that the plan was measured on
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
         self._said: set[str] = set()
+        self._announcement = Announcement(settings, tuned=self._tuner is not None)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the group whose ranks hold the layer's shards."""
@@ -91,8 +89,8 @@ class Megatron:
         """Say why a call of `layer` has to run as it is, or None."""
         if torch.compiler.is_compiling():
             return "it is being compiled, and a process group cannot be"
-        if not self._computes_as_written(layer):
-            return "what it computes was replaced (_forward_impl, or a function of megatron's layers module)"
+        if replaced := self._originals.replaced(layer):
+            return f"what it computes was replaced: {replaced}"
         if layer.explicit_expert_comm:
             return "expert layers communicate outside the layer"
         if not dist.is_initialized() or self.group_of(layer).size() == 1:
@@ -102,19 +100,8 @@ class Megatron:
             return "CPU offloading of activations is active"
         return None
 
-    def _computes_as_written(self, layer: Any) -> bool:
-        """Tell whether the layer's own computation is Megatron's: quantisers replace it below forward."""
-        for name in FUNCTIONALS:
-            if name not in self._originals or getattr(self.layers, name, None) is not self._originals[name]:
-                return False
-        inner = vars(layer).get("_forward_impl")  # set in the constructor below 0.14, a method since
-        if inner is not None:
-            return inner in self._originals.values()
-        method = getattr(type(layer), "_forward_impl", None)
-        return method is None or defined_in(method, self.layers)
-
     def prepare(
-        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, choices: Choices, **options: Any
+        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
     ) -> tuple[dist.ProcessGroup, Settings]:
         """Refuse what conflicts with overlap, tell the other ranks of this one's settings; return group and settings.
 
@@ -126,13 +113,20 @@ class Megatron:
             refuse_foreign_plan(self.settings, group, x.device)
             self._fits.add(group)
         self._agreement.publish(group)
-        settings = self.settings_for(layer, kind, x, weight, **options)
-        if layer.config.deterministic_mode and not settings.deterministic:
-            refuse_inexact(choices(x, weight, group.size(), layer.sequence_parallel, settings), settings)
-        return group, settings
+        if not self._announcement.said:
+            case = case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
+            self._announcement.say(layer, group, case)
+        return group, self.settings_for(layer, kind, x, weight, **options)
 
     def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
-        """Return the settings of one call; those found for its shapes, but for an int8 weight, if that is asked for."""
+        """Return the settings of one call; those found for its shapes, but for an int8 weight, if that is asked for.
+
+        Megatron's deterministic_mode asks for what COC_DETERMINISTIC=1 does.
+        """
+        settings = self._tuned(layer, kind, x, weight, **options)
+        return _deterministic(settings) if layer.config.deterministic_mode else settings
+
+    def _tuned(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
         if self._tuner is None or not isinstance(weight, torch.Tensor):
             return self.settings
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -238,7 +232,7 @@ def _column(
 ) -> Output:
     """Run a column layer; `watched` is an alias of the weight for a check to see its gradient."""
     reduces = _reduces(layer)
-    group, settings = megatron.prepare(layer, "column", input_, weight, column_choices, reduce_input_grad=reduces)
+    group, settings = megatron.prepare(layer, "column", input_, weight, reduce_input_grad=reduces)
     if layer.config.defer_embedding_wgrad_compute:
         limit = layer.config.wgrad_deferral_limit
         if limit == 0 or len(layer.embedding_activation_buffer) < limit:
@@ -266,8 +260,7 @@ def _row(
     int8 = int8_weight(layer)
     if int8 is not None or weight is None:
         weight = layer.weight if int8 is None else int8  # read once: a parametrised weight computes anew
-    choices = row_choices if int8 is None else quantised_row_choices
-    group, settings = megatron.prepare(layer, "row", input_, weight, choices)
+    group, settings = megatron.prepare(layer, "row", input_, weight)
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
@@ -285,6 +278,11 @@ def _row(
     if layer.skip_bias_add:
         return y, layer.bias
     return (y if layer.bias is None else y + layer.bias), None
+
+
+@functools.lru_cache(maxsize=64)
+def _deterministic(settings: Settings) -> Settings:
+    return replace(settings, deterministic=True)
 
 
 def _reduces(layer: Any) -> bool:

@@ -74,9 +74,23 @@ class Rank {
       }
       if (planted && stage_ != nullptr) *static_cast<volatile char*>(stage_) = *stage_;  // a race, but no other value
     }
+    disagree();
   }
 
  private:
+  // The last rank comes with another call than the others: all have to be told, and nobody reads.
+  void disagree() {
+    Product product{ranks_ * 16, 4, 8, Dtype::kFloat32};
+    if (rank_ == ranks_ - 1) product.n = 4;
+    try {
+      all_reduce(kCalls, product);
+    } catch (const std::runtime_error& error) {
+      if (std::strstr(error.what(), "different calls") != nullptr) return;
+    }
+    std::fprintf(stderr, "rank %d was not told of different calls\n", rank_);
+    std::abort();
+  }
+
   // A larger segment, made by rank 0 before the others look for it.
   void open(size_t half_bytes) {
     const std::string name = name_ + "-" + std::to_string(opened_++);
@@ -85,7 +99,7 @@ class Rank {
     for (int tries = 0;; ++tries) {
       try {
         communicator_ = std::make_unique<Communicator>(
-            name, rank_, std::vector<int64_t>(ranks.begin(), ranks.begin() + ranks_), half_bytes, kPieceBytes, host);
+            name, rank_, std::vector<int64_t>(ranks.begin(), ranks.begin() + ranks_), half_bytes, host);
         break;
       } catch (const std::runtime_error&) {  // not there yet, or not of full size yet
         if (rank_ == 0 || tries > 20000) throw;
@@ -117,9 +131,19 @@ class Rank {
     }
   }
 
+  // Rows in pieces of about kPieceBytes, the last one shorter.
+  static Pieces cut(int64_t rows, int64_t row_bytes) {
+    const int64_t most = std::max<int64_t>(1, static_cast<int64_t>(kPieceBytes) / std::max<int64_t>(row_bytes, 1));
+    std::vector<int64_t> sizes;
+    for (; rows > most; rows -= most) sizes.push_back(most);
+    sizes.push_back(rows);
+    return Pieces(sizes);
+  }
+
   size_t all_reduce(int call, const Product& product) {
     std::vector<char> y(static_cast<size_t>(product.m * product.n * size_of(product.dtype)));
-    const size_t needed = communicator_->all_reduce(product, put(call, product), y.data(), kTimeLimit);
+    const size_t needed = communicator_->all_reduce(
+        product, cut(product.m, product.n * size_of(product.dtype)), put(call, product), y.data(), kTimeLimit);
     if (needed == 0) expect_sum(call, product, 0, y, "all_reduce");
     return needed;
   }
@@ -127,20 +151,22 @@ class Rank {
   size_t reduce_scatter(int call, const Product& product) {
     const int64_t rows = product.m / ranks_;
     std::vector<char> y(static_cast<size_t>(rows * product.n * size_of(product.dtype)));
-    const size_t needed = communicator_->reduce_scatter(product, put(call, product), y.data(), kTimeLimit);
+    const size_t needed = communicator_->reduce_scatter(
+        product, cut(rows, product.n * size_of(product.dtype)), put(call, product), y.data(), kTimeLimit);
     if (needed == 0) expect_sum(call, product, rank_ * rows, y, "reduce_scatter");
     return needed;
   }
 
   size_t all_gather(int call, const Product& product) {
-    const int64_t rows = product.m / ranks_, size = size_of(product.dtype);
+    const int64_t size = size_of(product.dtype);
     const auto take = [&](int rank, int64_t begin, int64_t end, const char* memory) {
       for (int64_t i = 0; i < (end - begin) * product.n; ++i) {
         const int wanted = value(call, rank, begin + i / product.n, i % product.n);
         expect(product.dtype, memory + i * size, wanted, "all_gather", call);
       }
     };
-    return communicator_->all_gather(rows, product.n * size, put(call, product), take, kTimeLimit);
+    const Pieces pieces = cut(product.m / ranks_, product.n * size);
+    return communicator_->all_gather(pieces, product.n, product.dtype, put(call, product), take, kTimeLimit);
   }
 
   std::string name_;

@@ -5,16 +5,17 @@ results in rank order. The function must stand at the top of a test file (it is 
 name). A rank that raises fails the test with that rank's traceback; a pool that hung is replaced.
 """
 
-import importlib.util
 import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+from rewriting import install, load
 
 TIME_LIMIT = 60.0
 START = multiprocessing.get_context("forkserver")
@@ -42,7 +43,8 @@ class RankPool:
         call = (sys.modules[function.__module__].__file__, function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(call)
-        answers = [pipe.recv() if pipe.poll(TIME_LIMIT * 2) else ("error", "no answer") for pipe in self._pipes]
+        end = time.monotonic() + 2 * TIME_LIMIT  # for all of them together
+        answers = [_answer(pipe, end) for pipe in self._pipes]
         errors = [f"rank {rank}:\n{answer}" for rank, (kind, answer) in enumerate(answers) if kind == "error"]
         if errors:
             self.close()
@@ -70,8 +72,15 @@ class RankPool:
         return all(process.is_alive() for process in self._processes)
 
 
+def _answer(pipe, end):
+    if pipe.poll(max(0.0, end - time.monotonic())):
+        return pipe.recv()
+    return "error", f"no answer within {2 * TIME_LIMIT:g} s"
+
+
 def _serve(rank, ranks, store, pipe):
     torch.set_num_threads(1)
+    install()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIME_LIMIT)
     )
@@ -83,15 +92,7 @@ def _serve(rank, ranks, store, pipe):
             return
         try:
             if file not in modules:
-                modules[file] = _load(file)
+                modules[file] = load(file)
             pipe.send(("ok", getattr(modules[file], name)(torch.distributed.group.WORLD, *args)))
         except BaseException:  # noqa: BLE001  the test reports it
             pipe.send(("error", traceback.format_exc()))
-
-
-def _load(file):
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

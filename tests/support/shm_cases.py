@@ -1,11 +1,12 @@
-"""Calls of the shared-memory kernel, each compared bit for bit with whole matmuls summed in rank order."""
+"""Calls of the shared-memory kernel, each compared bit for bit with its matmuls summed in rank order."""
 
 import contextlib
 from pathlib import Path
 
 import torch
 
-from ascend_parallel.ops import shm
+from ascend_parallel.ops import Problem, choose, shm
+from ascend_parallel.ops.rows import deterministic_tile
 
 OPERATORS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,25 +33,44 @@ def rank_order_sum(parts):
     return total.to(parts[0].dtype)
 
 
+def cut(operator, dtype, m, k, n, ranks, tiled=False):
+    """The pieces in which a call's rows pass, and its row tile."""
+    problem = Problem(operator, m, k, n, dtype, "cpu", ranks, shm=None, deterministic=tiled)
+    return shm.pieces(problem), deterministic_tile(m) if tiled else 0
+
+
+def multiplied(x, w, sizes, tile):
+    """Rows of one rank, each piece by itself, in tiles of rows if there is a tile."""
+    pieces = [piece for part in x.split(sizes) for piece in (part.split(tile) if tile else [part])]
+    return torch.cat([torch.mm(piece, w) for piece in pieces])
+
+
 def check_call(group, operator, dtype, shape, seed=1):
-    """Run one call and compare; `shape` is m, k, n of each rank's operands."""
+    """Run one call, every other one in row tiles, and compare; `shape` is m, k, n of each rank's operands."""
     assert shm.reach(group) is None
-    ranks, rank = group.size(), group.rank()
+    ranks, rank, (m, k, n) = group.size(), group.rank(), shape
     every = [operands(seed, other, dtype, *shape) for other in range(ranks)]
     x, w = every[rank]
-    if operator == "all_gather_matmul":
+    gathers = operator == "all_gather_matmul"
+    sizes, tile = cut(operator, dtype, m * ranks if gathers else m, k, n, ranks, tiled=seed % 2 == 0)
+    if gathers:
         gathered = torch.cat([x for x, _ in every])
+        blocks = [torch.mm(gathered, w)] if not tile and shm.together(m) else None
+        blocks = blocks or [multiplied(x.contiguous(), w, sizes, tile) for x, _ in every]
         for keep in (True, False):
-            y, kept = shm.all_gather_matmul(x, w, group, (), keep_gathered=keep)
-            same(y, torch.mm(gathered, w), operator, dtype, shape)
+            y, kept = shm.all_gather_matmul(x, w, group, sizes, keep_gathered=keep, row_tile=tile)
+            same(y, torch.cat(blocks), operator, dtype, shape)
             assert (kept is not None) == keep
             if keep:
                 same(kept, gathered, "gathered", dtype, shape)
         return
-    expected = rank_order_sum([torch.mm(x, w) for x, w in every])
+    blocks = 1 if operator == "matmul_all_reduce" or (len(sizes) == 1 and not tile) else ranks
+    cuts = (m,) if blocks == 1 and operator != "matmul_all_reduce" else sizes
+    parts = [torch.cat([multiplied(block, w, cuts, tile) for block in x.split(max(1, m // blocks))]) for x, w in every]
+    expected = rank_order_sum(parts)
     if operator == "matmul_reduce_scatter":
-        expected = expected.chunk(ranks)[rank] if shape[0] else expected
-    pending = getattr(shm, operator)(x, w, group, ())
+        expected = expected.chunk(ranks)[rank] if m else expected
+    pending = getattr(shm, operator)(x, w, group, sizes, row_tile=tile)
     same(pending.wait(), expected, operator, dtype, shape)
 
 
@@ -67,8 +87,10 @@ def pieces_of(group, size):
     """Have rows of this group pass in pieces of `size` bytes, in a segment of its own; on all ranks together."""
     usual, shm.PIECE_BYTES = shm.PIECE_BYTES, size
     shm._SHARED.pop(group, None)
+    choose.cache_clear()
     try:
         yield
     finally:
         shm.PIECE_BYTES = usual
         shm._SHARED.pop(group, None)
+        choose.cache_clear()

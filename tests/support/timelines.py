@@ -49,8 +49,11 @@ def operators(group, folder):
             getattr(ops, name)(torch.randn(128, 64), torch.randn(64, 64), group, num_chunks=3)
 
 
-def made(rank, *, begin=0, chunks=2, boot="a", clocks=None, steps=1, ranks=2):
-    """Header and passes of one rank: 10 ms matmuls, 15 ms all-reduces one after the other, from `begin` ms."""
+def made(rank, *, begin=0, chunks=2, boot="a", clocks=None, steps=1, ranks=2, slower=1, m=64):
+    """Header and passes of one rank: 10 ms matmuls, 15 ms all-reduces one after the other, from `begin` ms.
+
+    `slower` stretches both.
+    """
     header = {
         "run": "20260101-000000-abcd",
         "rank": rank,
@@ -62,16 +65,17 @@ def made(rank, *, begin=0, chunks=2, boot="a", clocks=None, steps=1, ranks=2):
         "passes": steps,
         "versions": {"torch": "2", "ascend_parallel": "0"},
     }
-    call = {"operator": "matmul_all_reduce", "m": 64, "k": 8, "n": 4, "dtype": "float32", "kernel": "chunked"}
+    call = {"operator": "matmul_all_reduce", "m": m, "k": 8, "n": 4, "dtype": "float32", "kernel": "chunked"}
     passes = []
     for number in range(steps):
         start = (begin + 100 * number) * MS
-        spans = [["matmul", "matmul", i, start + 10 * i * MS, start + 10 * (i + 1) * MS, 0] for i in range(chunks)]
+        ms = slower * MS
+        spans = [["matmul", "matmul", i, start + 10 * i * ms, start + 10 * (i + 1) * ms, 0] for i in range(chunks)]
         for i in range(chunks):
-            queued, end = start + 10 * (i + 1) * MS, start + (10 + 15 * (i + 1)) * MS
+            queued, end = start + 10 * (i + 1) * ms, start + (10 + 15 * (i + 1)) * ms
             spans.append(["comm", "matmul_all_reduce", i, queued, end, 1])
-        end = start + (10 + 15 * chunks) * MS
-        spans.append(["wait", "wait", chunks - 1, start + 10 * chunks * MS, end, 0])
+        end = start + (10 + 15 * chunks) * ms
+        spans.append(["wait", "wait", chunks - 1, start + 10 * chunks * ms, end, 0])
         passes.append(
             {
                 "layer": "mlp.<fc2>",

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ascend_parallel.agreement import time_limit
 from ascend_parallel.exchange import exchange
+from ascend_parallel.groups import time_limit
 from ascend_parallel.strategy.checkpoint.differences import CheckpointError, refuse
 from ascend_parallel.strategy.checkpoint.folder import checksum, complete, prepare, prune, step_folder
 

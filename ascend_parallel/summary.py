@@ -1,0 +1,37 @@
+"""Settings in words: whether they overlap anything, and how."""
+
+from __future__ import annotations
+
+from ascend_parallel.ops.registry import usual_chunks
+from ascend_parallel.settings import Settings
+
+
+def overlap_in_words(settings: Settings) -> str:
+    """Return "on: ..." with what the covered layers run, or "off: ..." with why they overlap nothing."""
+    if not settings.enabled:
+        return "off: COC_MODE=0" if settings.mode == 0 else "off: export COC_PARALLEL_NUM=auto to switch it on"
+    if settings.effective_mode == 1:
+        return "off: COC_MODE=1 runs the layers without chunks"
+    how = _how(settings)
+    return f"on: {how}" if how else "off: COC_PARALLEL_NUM=1 leaves every matmul whole"
+
+
+def _how(settings: Settings) -> str:
+    """Say what the overlapped layers run, or nothing if each matmul stays whole."""
+    chunks = usual_chunks(settings)
+    if settings.fused:
+        return f"fused operators where they can run, else {chunks} chunks (USE_COC_FUSED_KERNEL=1)"
+    if settings.tune:
+        return f"the chunks that are fastest in the run (COC_TUNE={settings.tune})"
+    if settings.auto:
+        return "the chunks that a model and measurements find best (COC_PARALLEL_NUM=auto)"
+    if settings.plan is not None:
+        return f"the chunks of a plan (COC_PLAN), {_counted(chunks)} where it has none"
+    if chunks > 1:
+        return f"{chunks} chunks (COC_PARALLEL_NUM={chunks})"
+    own = sum(cut != 1 for cut in settings.customized_coc.values())
+    return f"{_counted(own, 'shape')} of customized_coc, and nothing else" if own else ""
+
+
+def _counted(number: int, what: str = "chunk") -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
