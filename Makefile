@@ -7,13 +7,13 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint stress sanitize compat bench clean
+.PHONY: demo test lint stress packages sanitize compat bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
 
 test: $(VENV)/ready  ## every test that CI runs
-	$(BIN)/python -m pytest -m "not stress" $(ARGS)
+	$(BIN)/python -m pytest -m "not stress and not packages" $(ARGS)
 
 lint: $(VENV)/ready  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check .
@@ -22,6 +22,9 @@ lint: $(VENV)/ready  ## ruff and mypy, as CI runs them
 
 stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds
 	$(BIN)/python -m pytest -m stress $(ARGS)
+
+packages: $(VENV)/ready  ## sdist and wheel built with the C++ extension, each installed into a fresh environment and examined
+	$(BIN)/python -m pytest -m packages tests/test_packages.py $(ARGS)
 
 SANITIZE := g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fno-sanitize-recover=all -Iops/csrc \
 	tests/sanitize/driver.cpp ops/csrc/communicator.cpp ops/csrc/sum.cpp

@@ -1,20 +1,27 @@
 """ascend-parallel bench and tune, run as a user runs them; no test looks at how fast anything was."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from ascend_parallel.bench.passes import SERIAL
 from ascend_parallel.bench.results import interval, rows_of
 from ascend_parallel.bench.shapes import scaled
+from ascend_parallel.bench.show import show
 from ascend_parallel.ops import shm
 from ascend_parallel.planning.models import all_models, find_model
 from ascend_parallel.planning.plan import load_plan
 
+TIME = st.floats(0.1, 10.0)
 FEW = ("--rounds", "3", "--chunks", "2,4")
 
 
@@ -63,6 +70,8 @@ def test_tune_writes_a_plan_that_a_run_takes(tmp_path):
     assert f"{path}: 2 passes" in ended.stdout
     plan = load_plan(str(path))
     assert [entry.run for entry in plan.entries] == ["forward", "backward"]
+    kept = [f"{len(entry.sizes)} chunks" if len(entry.sizes) > 1 else "serial" for entry in plan.entries]
+    assert [line.endswith(end) for line, end in zip(ended.stdout.splitlines()[1:], kept, strict=False)] == [True, True]
     assert all(sum(entry.sizes) == 128 for entry in plan.entries)
     status = command("status", "--json", COC_PLAN=str(path))
     assert json.loads(status.stdout)["settings"]["plan"] == plan.digest
@@ -118,6 +127,7 @@ def found(times, **parts):
         "parts": defaults | parts,
         "sizes": {"2 chunks": [32, 32]},
         "times": times,
+        "kept": [64],
     }
 
 
@@ -125,11 +135,51 @@ def test_figures():
     (row,) = rows_of(["up"], [found({SERIAL: [4.0, 4.2, 4.1], "2 chunks": [3.0, 3.1, 2.9], "shm": [5.0, 5.0, 5.0]})])
     assert (row.matmul, row.comm, row.bound, row.serial) == (2.0, 2.5, 2.5, 4.1)
     assert row.best.name == "2 chunks"
-    assert row.best.e_bound == pytest.approx((4.1 - 3.0) / (4.1 - 2.5))
+    assert row.best.speedup == 4.2 / 3.1
+    assert row.best.e_bound == pytest.approx((4.1 - 4.1 / row.best.speedup) / (4.1 - 2.5))
     assert row.best.low <= row.best.speedup <= row.best.high
     (lost,) = rows_of(["up"], [found({SERIAL: [2.0] * 3, "2 chunks": [3.0] * 3})])
     assert lost.best is None
     assert lost.as_dict()["best"] == SERIAL
+    assert lost.variants[0].e_bound is None
+
+
+# Three noisy rounds of each: paired speedups of 0.5, 1.25 and 2 for two chunks, of 1.3 to 1.4 for four.
+NOISY = {SERIAL: [3.0, 4.0, 5.0], "2 chunks": [6.0, 3.2, 2.5], "4 chunks": [2.3, 3.0, 3.6]}
+NOISE = {name: NOISY[name] for name in (SERIAL, "2 chunks")}
+
+
+def test_what_may_be_noise_is_not_called_best():
+    (row,) = rows_of(["up"], [found(NOISE)])
+    (variant,) = row.variants
+    assert variant.low < 1 < variant.speedup < variant.high
+    assert row.best is None
+    assert row.as_dict()["best"] == SERIAL
+    assert variant.e_bound is None
+
+
+def test_the_best_is_the_fastest_of_those_that_surely_won():
+    (row,) = rows_of(["up"], [found({**NOISY, "2 chunks": [2.2, 2.2, 5.1]})])
+    assert min(row.variants, key=lambda variant: variant.seconds).name == "2 chunks"
+    assert row.best.name == "4 chunks"
+
+
+@given(times=st.fixed_dictionaries({name: st.lists(TIME, min_size=3, max_size=3) for name in NOISY}))
+def test_a_quotient_stands_beside_a_sure_gain_alone_and_has_bounds(times):
+    (row,) = rows_of(["up"], [found(times)])
+    for variant in row.variants:
+        assert variant.e_bound is None or (variant.low > 1 and 0 < variant.e_bound <= 1)
+
+
+def test_the_table_says_serial_where_nothing_surely_won():
+    (row,) = rows_of(["up"], [found(NOISE)])
+    for every, lines in ((False, 1), (True, 1)):
+        console = Console(width=160, record=True, file=io.StringIO())
+        show([row], "here", console, every=every)
+        shown = console.export_text().splitlines()[1:-1]
+        assert len(shown) == lines
+        assert ("serial" in shown[0].split()) != every
+        assert not re.search(r"\d-\d.*-?\d\.\d\d$", shown[0])  # no figure after the interval
 
 
 def test_an_interval_holds_the_median_and_shrinks():

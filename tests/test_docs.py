@@ -31,3 +31,12 @@ def test_every_setting_is_documented():
     missing = [name for name in settings.Settings().as_dict() if f"`{name}`" not in text]
     missing += [name for name in settings.KNOWN_VARIABLES if f"`{name}`" not in text]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_there_is_one_way_to_install(page):
+    """What pip builds where it cannot see torch lacks the C++ extension."""
+    text = (DOCS.parent / page).read_text()
+    of_the_source = [line for line in text.splitlines() if re.search(r"pip install [^`]*(\s|\")\.(\s|\[|`|$)", line)]
+    assert [line for line in of_the_source if "pip install --no-build-isolation" not in line] == []
+    assert of_the_source or page not in ("README.md", "docs/quickstart.md", "docs/quickstart.zh.md")

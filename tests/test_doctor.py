@@ -7,9 +7,12 @@ import sys
 
 import pytest
 import torch
+from environments import call, environment
 
+from ascend_parallel import Settings
 from ascend_parallel.doctor import trial
 from ascend_parallel.ops.registry import KERNELS
+from ascend_parallel.summary import overlap_in_words
 
 
 def doctor(*arguments, **variables):
@@ -24,7 +27,7 @@ def test_a_machine_without_faults():
     ended = doctor("--json", "--group", "2", COC_PARALLEL_NUM="4")
     report = json.loads(ended.stdout)
     assert (ended.returncode, report["healthy"]) == (0, True)
-    assert report["verdict"] == "nothing is wrong; overlap is on"
+    assert report["verdict"] == "nothing is wrong; overlap is on: 4 chunks (COC_PARALLEL_NUM=4)"
     found = {(f["section"], f["name"]): f["found"] for f in report["findings"]}
     assert found["versions", "torch"] == torch.__version__
     assert "COC_PARALLEL_NUM=4" in found["settings", "variables"]
@@ -59,6 +62,55 @@ def test_a_bad_setting_is_a_finding_and_no_traceback(variables, message):
     code = "import ascend_parallel"  # a program of the user's has to stop
     own = subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, timeout=60)
     assert own.returncode == 1
+
+
+def both(python, **variables):
+    """What doctor and status say, which are to end alike."""
+    found = [call(python, "-m", "ascend_parallel", command, **variables) for command in ("doctor", "status")]
+    assert found[0].returncode == found[1].returncode, found
+    return found[0].returncode, *(one.stdout + one.stderr for one in found)
+
+
+def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
+    python = environment(tmp_path, without=["megatron"])
+    status, doctor, said = both(python, COC_PARALLEL_NUM="4")
+    assert status == 1
+    assert doctor.splitlines()[-1] == "1 thing to put right: megatron-core"
+    assert "found none installed: the variables have nothing to overlap" in said
+    assert "overlap is on" not in doctor + said
+    status, doctor, _ = both(python)
+    assert status == 0
+    assert "nothing is wrong; overlap is off" in doctor
+    assert "megatron-core, which variables act on, is not installed" in doctor.splitlines()[-1]
+
+
+def test_what_keeps_a_training_from_overlapping_ends_both_with_1():
+    status, *said = both(sys.executable, COC_PARALLEL_NUM="4", COC_PARALEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert status == 1
+    for text in said:
+        assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in text
+        assert "COC_PARALEL_NUM" in text
+        assert "overlap is on" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings(), "off: export COC_PARALLEL_NUM=auto"),
+        (Settings(num_chunks=4, mode=0), "off: COC_MODE=0"),
+        (Settings(num_chunks=4, mode=1), "off: COC_MODE=1 runs the layers without chunks"),
+        (Settings(mode=2), "off: COC_PARALLEL_NUM=1"),
+        (Settings(mode=2, customized_coc={(1, 2, 3): 1}), "off: COC_PARALLEL_NUM=1"),
+        (Settings(mode=2, customized_coc={(1, 2, 3): 2}), "on: 1 shape of customized_coc"),
+        (Settings(num_chunks=8), "on: 8 chunks"),
+        (Settings(auto=True), "on: the chunks that a model and measurements find best"),
+        (Settings(tune="plan.json"), "on: the chunks that are fastest in the run (COC_TUNE=plan.json)"),
+        (Settings(fused=True), "on: fused operators where they can run, else 4 chunks"),
+        (Settings(fused=True, num_chunks=2), "on: fused operators where they can run, else 2 chunks"),
+    ],
+)
+def test_overlap_is_on_only_where_something_is_overlapped(settings, words):
+    assert overlap_in_words(settings).startswith(words)
 
 
 def test_one_rank_is_refused():

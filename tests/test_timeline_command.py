@@ -37,6 +37,21 @@ def test_the_command_writes_and_shows(folder):
     assert told["written"] == [str(folder / "elsewhere" / name) for name in ("trace.json", "report.html")]
 
 
+def test_beside_a_serial_run_it_says_where_overlap_lost(folder, tmp_path):
+    serial = tmp_path / "serial"
+    for rank in range(2):
+        write(serial, *made(rank, chunks=1))
+    code, out, _ = run(folder, "--against", serial, "--no-png", "--out", tmp_path / "shown")
+    assert code == 0
+    assert "note: overlap loses here: 1 of 1 passes" in out
+    assert re.search(r"serial +E_bound", out)
+    assert "note: overlap" not in run(folder, "--no-png", "--out", tmp_path / "shown")[1]
+    told = json.loads(run(folder, "--against", serial, "--json", "--no-png", "--out", tmp_path / "shown")[1])
+    (row,) = told["layers"]
+    assert (row["serial"], row["e_bound"], row["lost"]) == (25, 0, True)
+    assert len(told["notes"]) == 1
+
+
 def test_the_picture(folder):
     pytest.importorskip("matplotlib")
     code, _, _ = run(folder, "--png")

@@ -38,12 +38,39 @@ def test_a_row_of_the_table(folder):
     assert (row.passes, row.shape, row.kernel) == (3, "matmul_all_reduce [64, 8, 4]", "chunked 2")
 
 
-def test_e_bound_against_a_serial_run_is_the_benchmarks(folder, tmp_path):
-    serial = tmp_path / "serial"
+def serial_run(folder, **changes):
+    """Files of a run in one chunk: 10 ms of matmul, 15 of communication, 25 in all."""
     for rank in range(2):
-        write(serial, *made(rank, chunks=1))  # 10 ms of matmul, 15 of communication: 25
-    (row,) = table(read_run(folder)[0], read_run(serial)[0])
-    assert row.e_bound == pytest.approx((25 - 40) / (25 - 15))
+        write(folder, *made(rank, chunks=1, **changes))
+    return folder
+
+
+def test_e_bound_against_a_serial_run_is_the_benchmarks_within_its_bounds(folder, tmp_path):
+    (row,) = table(read_run(folder)[0], read_run(serial_run(tmp_path / "lost"))[0])  # (25 - 40) / (25 - 15) < 0
+    assert (row.serial, row.total, row.e_bound, row.lost) == (25, 40, 0, True)
+    (row,) = table(read_run(folder)[0], read_run(serial_run(tmp_path / "won", slower=2))[0])
+    assert (row.serial, row.e_bound, row.lost) == (50, pytest.approx((50 - 40) / (50 - 30)), False)
+    (row,) = table(read_run(folder)[0], read_run(serial_run(tmp_path / "all", slower=3))[0])  # (75 - 40) / (75 - 45)
+    assert (row.serial, row.e_bound, row.lost) == (75, 1, False)
+
+
+def test_where_overlap_lost_it_is_said_with_what_to_do(folder, tmp_path):
+    (note,) = merge(folder, against=serial_run(tmp_path / "serial")).notes
+    assert note.startswith("overlap loses here: 1 of 1 passes that communicate took longer than in the serial run")
+    assert "mlp.<fc2> forward most (40.00 ms against 25.00 ms)" in note
+    assert "COC_PARALLEL_NUM=auto" in note
+    assert "COC_TUNE" in note
+    assert merge(folder, against=serial_run(tmp_path / "slow", slower=2)).notes == []
+    assert merge(folder).notes == []
+
+
+def test_a_run_of_other_shapes_or_in_chunks_is_nothing_to_compare_with(folder, tmp_path):
+    merged = merge(folder, against=serial_run(tmp_path / "other", m=128))
+    (row,) = merged.rows()
+    assert (row.serial, row.e_bound) == (None, None)
+    assert merged.notes == [f"{tmp_path / 'other'} has no pass of the same layers and shapes: nothing is compared"]
+    (note,) = merge(folder, against=folder).notes
+    assert note == f"{folder} is no serial run, but has chunked 2: record one with COC_MODE=1"
 
 
 def test_a_worker_runs_one_collective_at_a_time(folder):

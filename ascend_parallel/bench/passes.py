@@ -53,7 +53,7 @@ def measure(
 
 
 def _measure_pass(layer: Layer, one: Pass, chunks: list[int], fused: bool, rounds: int, equal: bool) -> dict[str, Any]:
-    ways = _ways(one, layer.parts(one, ROUNDS), layer.group.size(), chunks, equal)
+    ways = _ways(layer, one, layer.parts(one, ROUNDS), chunks, equal)
     variants = {name: layer.with_sizes(one, sizes) for name, sizes in ways.items()}
     if fused and _takes_shm(layer, one):
         variants["shm"] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
@@ -63,7 +63,7 @@ def _measure_pass(layer: Layer, one: Pass, chunks: list[int], fused: bool, round
     best = min((name for name in again if name != SERIAL), key=lambda name: median(again[name]), default=SERIAL)
     kept = decide({ways[name]: values for name, values in again.items()}, ways[SERIAL], ways[best])
     dtype = str(layer.case.dtype).removeprefix("torch.")
-    entry = Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **vars(kept))
+    entry = Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **kept.measured())
     return {
         **asdict(one),
         "kind": layer.case.kind,
@@ -86,17 +86,21 @@ def _finalists(ways: Mapping[str, Sizes], times: Mapping[str, Sequence[float]], 
     return [SERIAL, *alike[:1], *[name for name in ranked if name not in alike][:1]]
 
 
-def _ways(one: Pass, parts: Parts, ranks: int, chunks: list[int], equal: bool) -> dict[str, Sizes]:
-    """Name the ways to cut the rows: one chunk, the counts asked for, and what the model finds best."""
+def _ways(layer: Layer, one: Pass, parts: Parts, chunks: list[int], equal: bool) -> dict[str, Sizes]:
+    """Name the ways to cut the rows: one chunk, the counts asked for, and what the model finds best.
+
+    Each as a run would cut, which takes larger chunks where they keep the matmul's bits.
+    """
     ways: dict[str, Sizes] = {SERIAL: (parts.rows,)}
     for count in chunks:
         cuts = {f"{count} equal": equal_sizes(parts.rows, count)} if equal else {}
         cuts[f"{count} chunks"] = split_rows(parts.rows, count)
-        for name, sizes in cuts.items():
+        for name, asked in cuts.items():
+            sizes = layer.as_run(one, asked)
             if len(sizes) == count and sizes not in ways.values():
                 ways[name] = sizes
     for name, most in (("model", MOST_CHUNKS), (f"model, {FEW} at most", FEW)):
-        sizes = best_of_model(one, parts, ranks, most).sizes
+        sizes = layer.as_run(one, best_of_model(one, parts, layer.group.size(), most).sizes)
         if sizes not in ways.values():
             ways[name] = sizes
     return ways
@@ -104,5 +108,5 @@ def _ways(one: Pass, parts: Parts, ranks: int, chunks: list[int], equal: bool) -
 
 def _takes_shm(layer: Layer, one: Pass) -> bool:
     case, group = layer.case, layer.group
-    problem = Problem(one.operator, one.m, one.k, one.n, case.dtype, "cpu", group.size(), shm=shm.reach(group))
+    problem = shm.ask(Problem(one.operator, one.m, one.k, one.n, case.dtype, "cpu", group.size()), group)
     return choose(problem, Settings(fused=True)).kernel == "shm"

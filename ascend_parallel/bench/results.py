@@ -1,10 +1,11 @@
 """From times to figures: medians, gains with their intervals, and how much of what could be hidden was.
 
-    E_bound = (T_serial - T) / (T_serial - max(T_matmul, T_comm))
+    E_bound = (T_serial - T) / (T_serial - max(T_matmul, T_comm)), at most 1
 
-is 1 where the shorter of computation and communication has vanished, 0 where nothing was won. T_matmul
-and T_comm are those of the pass, each alone and timed in the same rounds: in backward the weight gradient counts
-as matmul; T_comm is the collective's whole or in pieces, as it is faster.
+is 1 where the shorter of computation and communication has vanished, near 0 where next to nothing was won. T is
+T_serial over the speedup, so that both figures say the same. T_matmul and T_comm are those of the pass, each alone
+and timed in the same rounds: in backward the weight gradient counts as matmul; T_comm is the collective's whole or
+in pieces, as it is faster. Only a variant that surely won has one: a share of nothing won, or of noise, means nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ LEAST_SHARE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run a pass: median seconds, the median of serial over its own time in each round with the 95 %
-    interval, and E_bound."""
+    """One way to run a pass.
+
+    speedup, low, high
+        Median of the serial time over its own time in each round, and its 95 % interval.
+    e_bound
+        None if the interval reaches down to 1, or where there is next to nothing to hide.
+    """
 
     name: str
     seconds: float
@@ -36,10 +42,15 @@ class Variant:
     e_bound: float | None
     sizes: list[int]
 
+    @property
+    def won(self) -> bool:
+        """Whether it is faster than the serial path by more than noise: the whole interval lies above 1."""
+        return self.low > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One pass; seconds."""
+    """One pass; seconds. `kept` are the rows of each chunk that a plan of what was measured keeps."""
 
     layer: str
     run: str
@@ -51,6 +62,7 @@ class Row:
     comm: float
     serial: float
     variants: list[Variant]
+    kept: list[int]
 
     @property
     def bound(self) -> float:
@@ -59,9 +71,8 @@ class Row:
 
     @property
     def best(self) -> Variant | None:
-        """The fastest variant, or None if all are slower than the serial path."""
-        fastest = min(self.variants, key=lambda variant: variant.seconds, default=None)
-        return fastest if fastest is not None and fastest.speedup > 1 else None
+        """The fastest of the variants that surely won, or None: then the serial path is best."""
+        return min((one for one in self.variants if one.won), key=lambda variant: variant.seconds, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -82,19 +93,17 @@ def _row(name: str, found: dict[str, Any]) -> Row:
         for other in times
         if other != SERIAL
     ]
-    shape = {key: found[key] for key in ("run", "operator", "m", "k", "n")}
+    shape = {key: found[key] for key in ("run", "operator", "m", "k", "n", "kept")}
     return Row(layer=name, matmul=matmul, comm=comm, serial=serial, variants=variants, **shape)
 
 
 def _variant(name: str, ours: list[float], serial: list[float], bound: float, sizes: list[int]) -> Variant:
-    seconds, whole = median(ours), median(serial)
     ratios = np.array(serial) / np.array(ours)
-    low, high = interval(ratios)
-    to_hide = whole - bound
-    e_bound = (whole - seconds) / to_hide if to_hide > LEAST_SHARE * whole else None
-    return Variant(
-        name=name, seconds=seconds, speedup=float(np.median(ratios)), low=low, high=high, e_bound=e_bound, sizes=sizes
-    )
+    speedup, (low, high) = float(np.median(ratios)), interval(ratios)
+    whole = median(serial)
+    to_hide, gained = whole - bound, whole - whole / speedup
+    e_bound = min(1.0, gained / to_hide) if low > 1 and to_hide > LEAST_SHARE * whole else None
+    return Variant(name=name, seconds=median(ours), speedup=speedup, low=low, high=high, e_bound=e_bound, sizes=sizes)
 
 
 def interval(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:

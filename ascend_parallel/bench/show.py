@@ -10,26 +10,31 @@ from rich.table import Table
 from ascend_parallel.bench.results import Row
 
 
-def show(rows: list[Row], conditions: str, console: Console, *, every: bool = False) -> None:
-    """Print one line per pass, with its fastest variant, or with `every` one per variant."""
+def show(rows: list[Row], conditions: str, console: Console, *, every: bool = False, kept: bool = False) -> None:
+    """Print one line per pass, with its best variant, or with `every` one per variant; with `kept` what a plan keeps.
+
+    The two may differ: a plan is made of a second, shorter comparison, and keeps what wins by little too.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("layer", "pass", "[M, K] x [K, N]"):
         table.add_column(column)
     for column in ("T_matmul", "T_comm", "bound", "serial", "best", "ms", "speedup", "95 %", "E_bound"):
         table.add_column(column, justify="right")
+    if kept:
+        table.add_column("kept", justify="right")
     for row in rows:
         best = row.best
+        last = [f"{len(row.kept)} chunks" if len(row.kept) > 1 else "serial"] if kept else []
         variants = row.variants if every else [best] if best else []
         head = [row.layer, row.run, f"{row.m},{row.k},{row.n}"]
         head += [f"{1e3 * value:.2f}" for value in (row.matmul, row.comm, row.bound, row.serial)]
         if not variants:
-            table.add_row(*head, "serial", f"{1e3 * row.serial:.2f}", "1.00", "", "")
+            table.add_row(*head, "serial", f"{1e3 * row.serial:.2f}", "1.00", "", "", *last)
         for variant in variants:
             between = f"{variant.low:.2f}-{variant.high:.2f}"
             e_bound = "" if variant.e_bound is None else f"{variant.e_bound:.2f}"
-            table.add_row(
-                *head, variant.name, f"{1e3 * variant.seconds:.2f}", f"{variant.speedup:.2f}", between, e_bound
-            )
+            figures = [f"{1e3 * variant.seconds:.2f}", f"{variant.speedup:.2f}", between, e_bound]
+            table.add_row(*head, variant.name, *figures, *last)
     console.print(table)
     console.print(conditions, markup=False, highlight=False)
 

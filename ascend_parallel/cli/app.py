@@ -17,6 +17,9 @@ from ascend_parallel.cli.propagate import propagate
 from ascend_parallel.cli.strategy import strategy
 from ascend_parallel.cli.timeline import timeline
 from ascend_parallel.cli.verify import verify
+from ascend_parallel.doctor import BAD, examine_request
+from ascend_parallel.summary import overlap_in_words
+from ascend_parallel.switch import Status
 
 app = typer.Typer(no_args_is_help=True, help="Matmul and collective that share their time.")
 app.command()(doctor)
@@ -39,20 +42,27 @@ def root() -> None:
 def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts.")) -> None:
     """Show the settings that the environment gives, and what they would replace.
 
+    Ends with 1 if a training would not get what the variables ask for, as doctor does.
+
     Example: COC_PARALLEL_NUM=4 ascend-parallel status
     """
-    if ascend_parallel.status().settings.enabled:
-        try:
-            ascend_parallel.apply()
-        except ascend_parallel.PatchError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from error
+    bad = [finding for finding in examine_request() if finding.verdict == BAD]
     found = ascend_parallel.status()
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
-        return
+    else:
+        _show(found, {finding.found for finding in bad})
+    for finding in bad:
+        typer.echo(f"{finding.name}: {finding.found}" + (f"; {finding.advice}" if finding.advice else ""), err=True)
+    raise typer.Exit(1 if bad else 0)
+
+
+def _show(found: Status, bad: set[str]) -> None:
+    """Print what is in force, but for what is `bad` and said apart."""
     console = Console()
     console.print(f"ascend_parallel {found.version}: {found.state}", markup=False, highlight=False)
+    if not bad:
+        console.print(f"overlap is {overlap_in_words(found.settings)}", markup=False, highlight=False)
     table = Table()
     table.add_column("setting")
     table.add_column("value")
@@ -64,7 +74,8 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for s
     for kernel, state in found.kernels.items():
         console.print(f"kernel {kernel}: {state}", markup=False)
     for note in found.notes:
-        console.print(f"note: {note}", markup=False)
+        if note not in bad:
+            console.print(f"note: {note}", markup=False)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -75,13 +75,14 @@ def bench(
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
-    every: Annotated[bool, typer.Option("--all", help="A line for every variant, not only the fastest.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="A line for every variant, not only the best.")] = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw into this file: .png, .svg, .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
 ) -> None:
     """Time linear layers: serial, in chunks, by the model's chunk sizes and fused, beside the bound.
 
     The variants run in turn, in an order drawn anew for each round; medians, and the interval of the paired speedup.
+    The best is the fastest whose whole interval lies above 1, or serial where there is none.
 
     Examples:
 
@@ -151,7 +152,7 @@ def tune(
         typer.echo(json.dumps(plan.as_dict(), indent=1))
         return
     rows = rows_of(request.names, measured["passes"])
-    show(rows, _conditions(request, measured), _console())
+    show(rows, _conditions(request, measured), _console(), kept=True)
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
 

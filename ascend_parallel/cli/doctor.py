@@ -55,4 +55,4 @@ def _print(report: Report) -> None:
             table.add_row("", f"[bold]{section}[/]", "", "")
         table.add_row(MARKS[finding.verdict], finding.name, finding.found, finding.advice)
     console.print(table)
-    console.print(f"\n{report.verdict}", style="bold")
+    console.print(f"\n{report.verdict}", style="bold", soft_wrap=True)

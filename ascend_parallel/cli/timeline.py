@@ -16,10 +16,10 @@ from rich.table import Table
 
 from ascend_parallel.timeline.files import TimelineError
 from ascend_parallel.timeline.merge import Merged, merge
-from ascend_parallel.timeline.report import COLUMNS, cell, clock
+from ascend_parallel.timeline.report import cell, clock, columns
 from ascend_parallel.timeline.table import Row
 
-WIDTH = 120  # of a table that goes to a file
+WIDTH = 130  # of a table that goes to a file
 
 app = typer.Typer(help="Timelines recorded with COC_TIMELINE.")
 
@@ -85,11 +85,12 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     shown = Table(title=f"{title}: medians in ms{others}", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layer", "pass", "chunks"):
         shown.add_column(name, overflow="fold")
-    for name, *_ in COLUMNS:
+    figures = columns(rows)
+    for name, *_ in figures:
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if row.comm == 0:
             continue
-        cells = [cell(value(row), form) for _, value, form, _ in COLUMNS]
+        cells = [cell(value(row), form) for _, value, form, _ in figures]
         shown.add_row(row.layer, row.direction, row.kernel, *cells)
     return shown

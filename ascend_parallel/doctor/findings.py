@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import ascend_parallel
 from ascend_parallel.doctor.trial import try_kernels
+from ascend_parallel.summary import overlap_in_words
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 
@@ -27,6 +28,11 @@ OTHER_LAYERS = {
     "transformer_engine": "its layers are not covered: give Megatron --transformer-impl local",
     "mindspeed": "its CoC and MC2 replace the same layers: switch on one of them only",
 }
+
+REBUILD = (
+    "for it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, setuptools, "
+    "wheel and a C++ compiler installed; -v shows why if it is left out again)"
+)
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,8 @@ class Report:
         bad = [finding for finding in self.findings if finding.verdict == BAD]
         if bad:
             return f"{len(bad)} thing{'s' if len(bad) > 1 else ''} to put right: {', '.join(f.name for f in bad)}"
-        state = ascend_parallel.status()
-        return "nothing is wrong; overlap is " + (
-            "on" if state.settings.enabled else "off: export COC_PARALLEL_NUM=4 to switch it on"
-        )
+        lacking = "" if _version("megatron-core") else "; megatron-core, which variables act on, is not installed"
+        return f"nothing is wrong; overlap is {overlap_in_words(ascend_parallel.status().settings)}{lacking}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -77,8 +81,7 @@ def examine(ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Repo
     for what, look in (
         ("versions", _versions),
         ("devices", _devices),
-        ("settings", _settings),
-        ("patches", _patches),
+        ("settings and patches", examine_request),
         ("kernels", _kernels),
     ):
         say(what)
@@ -87,6 +90,12 @@ def examine(ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Repo
         say(f"every kernel on {ranks} processes")
         findings += _trial(ranks)
     return Report(findings)
+
+
+def examine_request() -> Iterator[Finding]:
+    """Look at what the environment asks for, and whether a training would get it: what `status` judges by, too."""
+    yield from _settings()
+    yield from _patches()
 
 
 def _versions() -> Iterator[Finding]:
@@ -179,11 +188,12 @@ def _settings() -> Iterator[Finding]:
 def _patches() -> Iterator[Finding]:
     section = "patches"
     status = ascend_parallel.status()
-    if status.settings.enabled and _version("megatron-core"):
+    if status.settings.enabled:
         try:
             ascend_parallel.apply()
         except ascend_parallel.PatchError as error:
-            yield Finding(section, "megatron-core", str(error), BAD, "use a supported version")
+            advice = "install a supported version, or unset the variables"
+            yield Finding(section, "megatron-core", str(error), BAD, advice)
             return
         status = ascend_parallel.status()
     yield Finding(section, "state", status.state)
@@ -197,7 +207,8 @@ def _patches() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     for name, state in ascend_parallel.status().kernels.items():
-        yield Finding("kernels", name, state, GOOD if state == "available" else NOTE)
+        advice = REBUILD if "not built" in state else ""
+        yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)
 
 
 def _trial(ranks: int) -> Iterator[Finding]:

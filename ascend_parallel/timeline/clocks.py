@@ -16,7 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.ops.pending import describe, first_line
+from ascend_parallel.groups import describe
+from ascend_parallel.ops.pending import first_line
 
 ROUNDS = 10
 

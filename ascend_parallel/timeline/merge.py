@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_parallel.timeline.align import Shift, align
+from ascend_parallel.timeline.comparison import compare
 from ascend_parallel.timeline.files import RankFile, TimelineError, read_run, replace_text
 from ascend_parallel.timeline.picture import picture
 from ascend_parallel.timeline.png import draw
@@ -56,11 +57,11 @@ def merge(folder: Path, run: str | None = None, against: Path | None = None) -> 
     """Read a folder, and that of a serial run to compare with; raises `TimelineError` if that cannot be."""
     files, notes = read_run(folder, run)
     aligned, shifts = align(files)
-    serial = None
-    if against is not None:
-        other, more = read_run(against)
-        serial, _ = align(other)
-        notes = [*notes, *more]
     if not any(file.passes for file in aligned):
         raise TimelineError(f"{folder}: its files hold no pass of a layer")
-    return Merged(folder, aligned, shifts, notes, serial)
+    if against is None:
+        return Merged(folder, aligned, shifts, notes, None)
+    other, more = read_run(against)
+    serial, _ = align(other)
+    said = compare(table(aligned, serial), serial, against)
+    return Merged(folder, aligned, shifts, [*notes, *more, *said], serial)

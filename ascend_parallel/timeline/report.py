@@ -46,13 +46,15 @@ SCRIPT = """
 """
 
 # Column, its value, and what it means.
-COLUMNS: list[tuple[str, Callable[[Row], float | None], str, str]] = [
+Column = tuple[str, Callable[[Row], float | None], str, str]
+COLUMNS: list[Column] = [
     ("T", lambda row: row.total, ".2f", "median of the whole pass, on the rank where it is longest"),
     ("T_mm", lambda row: row.matmul, ".2f", "all its matmuls, the weight gradient's too"),
     ("T_comm", lambda row: row.comm, ".2f", "time in which at least one of its collectives ran"),
     ("exposed", lambda row: row.exposed, ".2f", "communication or waiting for it, while the rank computed nothing"),
     ("hidden", lambda row: row.hidden, ".0%", "share of T_comm beside a computation"),
-    ("E_bound", lambda row: row.e_bound, ".2f", "1: all that could be hidden was; 0: nothing"),
+    ("serial", lambda row: row.serial, ".2f", "T of the same pass in the serial run"),
+    ("E_bound", lambda row: row.e_bound, ".2f", "1: all that could be hidden was; 0: nothing, or overlap lost"),
 ]
 
 
@@ -84,6 +86,12 @@ def report(
 """
 
 
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns to show: that of the serial run only if there is one."""
+    compared = any(row.serial is not None for row in rows)
+    return [column for column in COLUMNS if compared or column[0] != "serial"]
+
+
 def clock(shift: Shift) -> str:
     """Say how a rank's times came to the common clock."""
     error = "an unknown error" if shift.error is None else f"at most {shift.error / 1e3:.0f} µs of error"
@@ -91,16 +99,17 @@ def clock(shift: Shift) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    heads = "".join(f'<th title="{escape(meaning)}">{name}</th>' for name, _, _, meaning in COLUMNS)
+    shown = columns(rows)
+    heads = "".join(f'<th title="{escape(meaning)}">{name}</th>' for name, _, _, meaning in shown)
     lines = "".join(
         f"<tr><td>{escape(row.layer)}</td><td>{row.direction}</td><td>{escape(row.shape)}</td>"
         f"<td>{escape(row.kernel)}</td><td>{row.passes}</td><td>{row.rank}</td>"
-        + "".join(f"<td>{cell(value(row), form)}</td>" for _, value, form, _ in COLUMNS)
+        + "".join(f"<td>{cell(value(row), form)}</td>" for _, value, form, _ in shown)
         + "</tr>\n"
         for row in rows
     )
     fixed = "".join(f"<th>{name}</th>" for name in ("layer", "pass", "operators [m, k, n]", "chunks", "passes", "rank"))
-    meanings = "".join(f"<li>{name}: {escape(meaning)}</li>" for name, _, _, meaning in COLUMNS)
+    meanings = "".join(f"<li>{name}: {escape(meaning)}</li>" for name, _, _, meaning in shown)
     return f"<table><tr>{fixed}{heads}</tr>\n{lines}</table>\n<ul class=quiet>{meanings}</ul>"
 
 

@@ -1,10 +1,12 @@
 """Train a small GPT with Megatron-core, split over the ranks by tensor parallelism, on CPUs over gloo.
 
 An ordinary training script: no line of it asks for overlap. `ascend_parallel.testing` stands in for
-the accelerator that Megatron-core expects. Exporting COC_PARALLEL_NUM=4 is what changes the layers:
+the accelerator that Megatron-core expects. Exporting COC_PARALLEL_NUM is what changes the layers:
 
     torchrun --nproc-per-node 2 examples/gpt/train.py
-    COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/gpt/train.py
+    COC_PARALLEL_NUM=auto torchrun --nproc-per-node 2 examples/gpt/train.py
+
+It knows the flags of Megatron-LM's pretrain_gpt.py that the quick start names.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with megatron_on_cpu():
-        start_model_parallel(dist.get_world_size(), seed=args.seed)
+        start_model_parallel(args.tensor_model_parallel_size or dist.get_world_size(), seed=args.seed)
         model = small_gpt(
             num_layers=LAYERS,
             hidden=HIDDEN,
@@ -50,6 +52,8 @@ def main() -> None:
             seq=SEQ,
             sequence_parallel=args.sequence_parallel,
             seed=args.seed,
+            persist_layer_norm=False,
+            gradient_accumulation_fusion=False,
         )
         losses, times = train(model, args.steps, args.seed)
         if args.report is not None:
@@ -116,7 +120,11 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--tensor-model-parallel-size", type=int, help="all ranks unless said otherwise")
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--transformer-impl", choices=["local"], default="local", help="the layers that are covered")
+    for kernel in ("persist-layer-norm", "gradient-accumulation-fusion"):
+        parser.add_argument(f"--no-{kernel}", action="store_true", help="always: that kernel of Apex needs a GPU")
     parser.add_argument("--report", type=Path, help="write losses, times and what was overlapped to this JSON file")
     return parser.parse_args()
 
