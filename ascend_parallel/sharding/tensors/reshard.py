@@ -25,6 +25,7 @@ from ascend_parallel.sharding.layout import REPLICATE, SUM, Layout, State, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.tensors.across import exchange, nothing
 from ascend_parallel.sharding.tensors.costs import MeshCosts
+from ascend_parallel.sharding.tensors.losses import mend_losses
 from ascend_parallel.sharding.tensors.movement import move
 from ascend_parallel.sharding.tensors.redistribution import plan_redistribution
 
@@ -39,7 +40,10 @@ def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[Placement]) -> DT
 
     A parameter stays an nn.Parameter and a leaf a leaf; to the result of a computation gradients flow back. A DTensor
     is resharded. Every rank of the default group has to call it; one that is not in the mesh gets an empty part.
+
+    From the first call on DTensor takes means of losses (`losses.py`) over whole tensors, as on one rank.
     """
+    mend_losses()
     given = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
     if isinstance(given, DTensor):
         made = reshard(given, mesh, placements)
