@@ -171,8 +171,8 @@ def test_a_user_can_register_a_rule(monkeypatch):
 
 def dropped(state, coordinate, x):
     call, _ = call_of(aten.dropout.default, torch.ones(8, 8), 0.5, True)
-    torch.manual_seed(1)
-    return run_local(call, [x], [(state,)], [(state,)], (2,), (coordinate,))[0]
+    torch.manual_seed(coordinate)  # ranks may be seeded apart
+    return run_local(call, [x], [(state,)], [(state,)], (2,), (coordinate,), stream="one")[0]
 
 
 def test_dropout_differs_between_pieces_and_agrees_between_copies():
@@ -184,17 +184,18 @@ def test_dropout_differs_between_pieces_and_agrees_between_copies():
     assert all(set(one.unique().tolist()) == {0.0, 2.0} for one in pieces)
 
 
-def test_dropout_moves_on_and_leaves_the_generators_of_all_ranks_alike():
+def test_dropout_follows_its_stream_and_leaves_the_process_generator_alone():
     call, _ = call_of(aten.dropout.default, torch.ones(8, 8), 0.5, True)
-    after = []
-    for place in (0, 1):
-        torch.manual_seed(1)
-        first, second = (
-            run_local(call, [torch.ones(4, 8)], [(shard(0),)], [(shard(0),)], (2,), (place,))[0] for _ in range(2)
-        )
-        assert not torch.equal(first, second)
-        after.append(torch.rand(3))
-    assert torch.equal(*after)
+    cut, before = [(shard(0),)], torch.get_rng_state()
+
+    def drawn(stream):
+        return run_local(call, [torch.ones(4, 8)], cut, cut, (2,), (0,), stream=stream)[0]
+
+    assert torch.equal(drawn("one"), drawn("one"))
+    assert not torch.equal(drawn("one"), drawn("two"))
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match=r"dropout.* draws random numbers: run_local needs stream"):
+        drawn("")
 
 
 def test_uneven_combinations_are_not_checked():

@@ -22,6 +22,7 @@ from ascend_parallel.sharding.rules import register_rule
 from ascend_parallel.sharding.running.eager import ran_of
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.sharding.running.parallelize import parallelize
+from ascend_parallel.sharding.running.randomness import manual_seed
 from ascend_parallel.sharding.showing.advice import Advice, advise
 from ascend_parallel.sharding.tensors.layers import ShardingStage1, shard_layer, shard_optimizer
 from ascend_parallel.sharding.tensors.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
@@ -45,6 +46,7 @@ __all__ = [
     "advise",
     "annotated",
     "dtensor_from_fn",
+    "manual_seed",
     "parallelize",
     "propagate",
     "ran_of",

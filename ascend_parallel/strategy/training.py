@@ -14,6 +14,7 @@ from torch import nn
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.sharding.running import randomness
 from ascend_parallel.sharding.running.execute import is_modal
 from ascend_parallel.strategy.agreed import confirm_batch, confirm_strategy
 from ascend_parallel.strategy.checkpoint.loading import load
@@ -207,7 +208,7 @@ class TrainStep:
         in evaluation mode, which what was traced in training cannot.
         """
         given = self._given(batch)
-        with self._watch.naming(self.batches), random_numbers_kept():
+        with self._watch.naming(self.batches), random_numbers_kept(), randomness.kept(self.modules):
             return self._runner.evaluate(given)
 
     def _given(self, batch: Sequence[Any]) -> list[Any]:
@@ -254,6 +255,7 @@ class TrainStep:
                 f"{self.strategy.gradient_merge.steps}: save after the optimizer's step"
             )
         mine = {"batches": self.batches, "optimizer": self.optimizer.plain_state(), "user": dict(values or {})}
+        mine["random"] = randomness.plain_state(self.modules)
         self._saving = save(
             path,
             step=self.batches,
@@ -272,6 +274,7 @@ class TrainStep:
         found = load(path, model=self.pieces(), optimizer=state).values
         self.optimizer.load_pieces(state)
         self.optimizer.load_plain_state(found["optimizer"])
+        randomness.load_plain_state(self.modules, found.get("random"))
         self.batches, self._failed = found["batches"], False
         user: dict[str, Any] = found["user"]
         return user

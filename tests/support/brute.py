@@ -157,7 +157,7 @@ def run_all(call, local_leaves, input_layouts, output_layouts, mesh_shape):
         if meeting is None:
             torch.manual_seed(SEED)
         reduce = meeting and partial(meeting.all_reduce, at)
-        return run_local(call, local_leaves[at], input_layouts, output_layouts, mesh_shape, at, reduce)
+        return run_local(call, local_leaves[at], input_layouts, output_layouts, mesh_shape, at, reduce, stream="one")
 
     if meeting is None:
         return {at: run(at) for at in local_leaves}

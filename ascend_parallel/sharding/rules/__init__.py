@@ -18,6 +18,7 @@ creation.py       arange, zeros, full
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -34,7 +35,7 @@ from ascend_parallel.sharding.rules import (
     reductions,
     views,
 )
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, everywhere, linear_in
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, everywhere, linear_in
 from ascend_parallel.sharding.rules.local import AllReduce, Part
 from ascend_parallel.sharding.rules.registry import Reduction, Strategy, find, register_rule
 
@@ -45,6 +46,7 @@ __all__ = [
     "Strategy",
     "arguments",
     "cut",
+    "draws",
     "has_rule",
     "linear_in",
     "own_reductions",
@@ -88,6 +90,7 @@ def run_local(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     all_reduce: AllReduce | None = None,
+    stream: str = "",
 ) -> tuple[torch.Tensor, ...]:
     """Run a rank's part of a call, and return its local outputs. Autograd sees through it.
 
@@ -99,12 +102,13 @@ def run_local(
         The rank's place on each mesh dimension.
     all_reduce
         For operators with collectives of their own (`own_reductions`).
-
-    Random operators need all ranks seeded alike: see `Part.seeded`.
+    stream
+        Names the random numbers of the call, for operators that draw some (`Part.seeded`); alike on all ranks.
     """
     layouts = tuple(input_layouts), tuple(output_layouts)
-    part = Part(call, tuple(inputs), *layouts, tuple(mesh_shape), tuple(coordinate), all_reduce)
+    part = Part(call, tuple(inputs), *layouts, tuple(mesh_shape), tuple(coordinate), all_reduce, stream)
     entry = find(call)
-    result = part.run() if entry is None or entry.run is None else entry.run(part)
+    with part.seeded() if draws(call) else nullcontext():
+        result = part.run() if entry is None or entry.run is None else entry.run(part)
     results = result if isinstance(result, (list, tuple)) else (result,)
     return tuple(one for one in results if isinstance(one, torch.Tensor))

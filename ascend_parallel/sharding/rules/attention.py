@@ -6,7 +6,6 @@ from typing import Any
 
 from ascend_parallel.sharding.graph import Call
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place
-from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import Strategy, register_rule
 
 
@@ -47,15 +46,7 @@ def flash_on_cpu(call: Call) -> list[Strategy]:
     return cut(call, [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs)) for dim in (0, 1)])
 
 
-def run_attention(part: Part) -> Any:
-    """Attend; dropout's mask agrees where ranks hold the same piece."""
-    if not arguments(part.call)["dropout_p"]:
-        return part.run()
-    with part.seeded():
-        return part.run()
-
-
 def register() -> None:
     """Register this file's rules."""
-    register_rule("aten.scaled_dot_product_attention", attention, run_attention)
-    register_rule("aten._scaled_dot_product_flash_attention_for_cpu", flash_on_cpu, run_attention)
+    register_rule("aten.scaled_dot_product_attention", attention)
+    register_rule("aten._scaled_dot_product_flash_attention_for_cpu", flash_on_cpu)

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ascend_parallel.sharding.graph import Call, Ref, TensorMeta
 from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, State, shard
 from ascend_parallel.sharding.rules.registry import Strategy
@@ -41,6 +43,14 @@ def arguments(call: Call) -> dict[str, Any]:
     found = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
     found |= {one.name: value for one, value in zip(schema.arguments, call.args, strict=False)}
     return {**found, **call.kwargs}
+
+
+def draws(call: Call) -> bool:
+    """Tell whether a call draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
+        return False
+    named = arguments(call)
+    return named.get("dropout_p", 1.0) != 0.0 and named.get("train", True) is not False
 
 
 def place(argument: Any) -> int | None:

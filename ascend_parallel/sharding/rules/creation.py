@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ascend_parallel.sharding.graph import Call
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.rules.axes import Axis, cut
-from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import Strategy, register_all
 
 CREATIONS = "arange zeros ones full empty eye linspace scalar_tensor tril_indices triu_indices"
@@ -26,14 +23,8 @@ def made_like(call: Call) -> list[Strategy]:
     return cut(call, [Axis((dim,), (None,), REPLICATE) for dim in range(dims)])
 
 
-def run_random(part: Part) -> Any:
-    """Draw numbers that agree between ranks."""
-    with part.seeded():
-        return part.run()
-
-
 def register() -> None:
     """Register this file's rules."""
     register_all(CREATIONS, created)
-    register_all(RANDOM, created, run_random)
+    register_all(RANDOM, created)
     register_all(NEW, made_like)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Part:
         The rank's place on each mesh dimension.
     all_reduce
         For an operator that has collectives of its own (`Reduction`); None where no other rank is there.
+    stream
+        Names the random numbers of this call, alike on all ranks: another one, other numbers. "": it draws none.
     """
 
     call: Call
@@ -38,6 +41,7 @@ class Part:
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     all_reduce: AllReduce | None = None
+    stream: str = ""
 
     def output_shape(self, index: int = 0) -> Shape:
         """Return the shape of a local output."""
@@ -91,10 +95,12 @@ class Part:
     def seeded(self) -> Iterator[None]:
         """Give random numbers that differ between the pieces of the output and agree where ranks hold the same one.
 
-        One number of the CPU's default generator seeds them, so all ranks must have been seeded alike
-        (torch.manual_seed) and run the same operators. torch.manual_seed and recomputation work as on one rank.
+        They are seeded by `stream` and the piece alone; the process's own generators are neither asked nor changed.
         """
-        seed = int(torch.randint(2**62, (), device="cpu")) + self._piece()
+        if not self.stream:
+            raise RuntimeError(f"{self.call.name} draws random numbers: run_local needs stream")
+        digest = hashlib.sha256(f"{self.stream}/{self._piece()}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "big") >> 1
         devices = {one.device for one in self.inputs if one.device.type not in ("cpu", "meta")}
         kind = next(iter(devices)).type if devices else "cuda"
         with torch.random.fork_rng([one.index for one in devices], device_type=kind):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ascend_parallel.sharding.graph import Call
 from ascend_parallel.sharding.layout import AVERAGE, SUM
-from ascend_parallel.sharding.rules.axes import aligned, arguments, cut, is_float, linear_in, linear_in_all, place
+from ascend_parallel.sharding.rules.axes import aligned, arguments, cut, linear_in, linear_in_all, place
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import Strategy, register_all
 
@@ -81,16 +81,6 @@ def run_copy(part: Part) -> Any:
     return part.inputs[source].to(part.call.outputs[0].dtype).expand(part.output_shape()).clone()
 
 
-def run_random(part: Part) -> Any:
-    """Run with random numbers that agree where ranks hold the same piece."""
-    named = arguments(part.call)
-    draws = named.get("train", True) is not False and is_float(part.call.outputs[0])
-    if not draws:
-        return part.run()
-    with part.seeded():
-        return part.run()
-
-
 def register() -> None:
     """Register this file's rules."""
     register_all("copy", pointwise, run_copy)
@@ -102,4 +92,4 @@ def register() -> None:
     register_all("div divide true_divide", divided)
     register_all("where", chosen)
     register_all("masked_fill", filled)
-    register_all(RANDOM, pointwise, run_random)
+    register_all(RANDOM, pointwise)

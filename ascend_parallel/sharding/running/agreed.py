@@ -23,8 +23,10 @@ def confirm_alike(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 0,
     recompute: Recompute | None = None,
-) -> None:
-    """Raise `DisagreementError` on every rank unless all of the group, by default of all, have come with the same.
+) -> int:
+    """Return a seed that is the same on all ranks of the group, by default all: that of the first one's generator.
+
+    Raises `DisagreementError` on every rank unless all have come with the same.
 
     Of the model's parameters and buffers sums are compared: ranks seeded differently would hold parts of different
     models.
@@ -35,7 +37,7 @@ def confirm_alike(
     mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": fingerprint(model)}
     mine |= {"bucket_bytes": str(bucket_bytes), "recompute": repr(recompute or Recompute())}
     mine |= {name: str(value) for name, value in settings.as_dict().items()}
-    told = exchange(everybody, "parallelize", mine, DisagreementError)
+    told = exchange(everybody, "parallelize", mine | {"seed": torch.initial_seed()}, DisagreementError)
     for name in mine:
         if any(value[name] != mine[name] for value in told.values()):
             which = ", ".join(f"{value[name]} on rank {rank}" for rank, value in told.items())
@@ -43,6 +45,7 @@ def confirm_alike(
                 f"ranks call parallelize with different plans, settings or models: {name} is {which}. Give all ranks "
                 "the same, and seed them alike or load one checkpoint"
             )
+    return int(told[min(told)]["seed"])
 
 
 def fingerprint(model: torch.nn.Module) -> str:

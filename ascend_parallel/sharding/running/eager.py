@@ -24,6 +24,7 @@ from ascend_parallel.sharding.running.following import Following
 from ascend_parallel.sharding.running.forward import Ran
 from ascend_parallel.sharding.running.given import given_tensors
 from ascend_parallel.sharding.running.holding import by_tensor, check_model, local_slice
+from ascend_parallel.sharding.running.randomness import Randomness
 from ascend_parallel.sharding.tensors.reshard import layout_of
 
 STATE = "_ascend_parallel"
@@ -42,14 +43,17 @@ class Eager:
         This rank's parts, by node.
     updated
         New values of buffers that the forward writes.
+    randomness
+        What seeds random operators.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: ShardingPlan, local_inputs: bool) -> None:
+    def __init__(self, model: torch.nn.Module, plan: ShardingPlan, local_inputs: bool, seed: int) -> None:
         """Take a model that is whole, and its plan; raises `ValueError` where they do not fit."""
         place = plan.mesh.coordinate(dist.get_rank())
         if place is None:
             raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
         self.plan, self.local_inputs, self.coordinate = plan, local_inputs, place
+        self.randomness = Randomness(seed)
         self.calls, self.ran = _calls(plan), Counter[Ran]()
         self.by_values: dict[Any, list[int]] = defaultdict(list)
         for number, call in enumerate(self.calls):
@@ -62,7 +66,7 @@ class Eager:
     def __deepcopy__(self, memo: dict[int, Any]) -> Eager:
         """Return the state of a copy of the model."""
         made = copy.copy(self)
-        made.ran = Counter()
+        made.ran, made.randomness = Counter(), copy.copy(self.randomness)
         return made
 
     def run(
@@ -131,9 +135,9 @@ def make_eager(model: torch.nn.Module, plan: ShardingPlan, *, local_inputs: bool
         raise ValueError(f"{type(model).__name__} is parallelized already")
     if "forward" in vars(model):
         raise ValueError(f"{type(model).__name__} has a forward of its own beside its class's: make it the class's")
-    confirm_alike(plan, model, False, settings)
+    seed = confirm_alike(plan, model, False, settings)
     plan.mesh.device_mesh()  # makes the groups, for which all ranks are needed
-    state = Eager(model, plan, local_inputs)
+    state = Eager(model, plan, local_inputs, seed)
     _shard(model, plan, state.coordinate)
     vars(model)[STATE] = state
     kind = type(model)

@@ -27,6 +27,7 @@ from ascend_parallel.sharding.running.given import given_tensors
 from ascend_parallel.sharding.running.gradients import Gradients
 from ascend_parallel.sharding.running.holding import check_model, hold, local_slice
 from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.sharding.running.randomness import Randomness
 from ascend_parallel.sharding.running.regions import regions
 from ascend_parallel.sharding.running.summed import BUCKET_BYTES, Bucket, Summed, read_as_copies
 
@@ -51,6 +52,8 @@ class ShardedModule(torch.nn.Module):
         operator works otherwise in evaluation.
     ran
         How often each collective ran so far; to be looked at, and cleared.
+    randomness
+        What seeds dropout and other random operators (`manual_seed`).
     """
 
     def __init__(
@@ -88,7 +91,10 @@ class ShardedModule(torch.nn.Module):
         _check_group(plan.mesh, group)
         settings = settings or ascend_parallel.status().settings
         recompute = Recompute.of(model) if recompute is None else recompute
-        confirm_alike(plan, model, overlap, settings, group=group, bucket_bytes=bucket_bytes, recompute=recompute)
+        seed = confirm_alike(
+            plan, model, overlap, settings, group=group, bucket_bytes=bucket_bytes, recompute=recompute
+        )
+        self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes the groups, for which all ranks are needed, if they are not there
         rank = dist.get_rank()
         place = plan.mesh.coordinate(rank)

@@ -37,6 +37,7 @@ class Following(TorchFunctionMode):
         self._updates: dict[Value, torch.Tensor] = {}
         self._next = 0
         self._again = -1  # the call that ran again last
+        self._stream = eager.randomness.begin()
 
     def inputs(self, given: Mapping[str, torch.Tensor]) -> list[Activation]:
         """Return the tensors given for input nodes as the forward gets them."""
@@ -153,8 +154,9 @@ class Following(TorchFunctionMode):
         def count(direction: str, step: Step) -> None:
             ran[ran_inside(node, mesh, step)] += 1
 
-        all_reduce, place = all_reducer(mesh, plan.costs, count), self._eager.coordinate
-        return run_local(node.call, inputs, plan.inputs[node.name], outputs, mesh.shape, place, all_reduce)
+        all_reduce, stream = all_reducer(mesh, plan.costs, count), f"{self._stream}/{node.name}"
+        wants, place = plan.inputs[node.name], self._eager.coordinate
+        return run_local(node.call, inputs, wants, outputs, mesh.shape, place, all_reduce, stream)
 
     def _read(self, node: Node, local: Local, target: Layout) -> torch.Tensor:
         """Return a tensor in the layout in which a node reads it, by way of that in which all its readers find it."""

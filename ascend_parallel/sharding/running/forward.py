@@ -70,15 +70,16 @@ class Forward:
         region: Region | None = None,
         results: Results | None = None,
         graph: Graph | None = None,
+        stream: str = "",
     ) -> None:
         """Take the rank's part of the model, and the tensors given for its input nodes.
 
-        region, results, graph
+        region, results, graph, stream
             What this is a run of, if not of the whole; what its first run leaves to its second, and was itself of.
         """
         self._module, self._plan, self._schedule = module, module.plan, module.schedule
         self._given, self._region, self._results = given, region, results
-        self._graph = graph or module.graph
+        self._graph, self._stream = graph or module.graph, stream or module.randomness.begin()
         self._values: dict[Value, torch.Tensor] = {}
         self._hubs: dict[Value, torch.Tensor] = {}
         self._read_before: set[Value] = set()
@@ -121,12 +122,12 @@ class Forward:
 
     def _recomputed(self, region: Region) -> None:
         """Run a region that runs again in backward."""
-        module, graph, values = self._module, self._graph, [self._value(value) for value in region.reads]
+        module, graph, stream = self._module, self._graph, self._stream
 
         def body(results: Results, tensors: Tensors) -> Tensors:
-            return Forward(module, {}, region, results, graph).inside(tensors)
+            return Forward(module, {}, region, results, graph, stream).inside(tensors)
 
-        inputs = (*values, *(self._hub(value)[0] for value in region.read_hubs))
+        inputs = (*map(self._value, region.reads), *(self._hub(value)[0] for value in region.read_hubs))
         outputs = recomputed(body, inputs, keep_collectives=not region.again)
         count = len(region.gives)
         self._values |= dict(zip(region.gives, outputs[:count], strict=True))
@@ -184,7 +185,8 @@ class Forward:
         kept = self._region is not None and node.name in self._region.kept
         if self._results is not None:
             all_reduce = self._results.reducing(all_reduce, keep=kept)
-        run = partial(run_local, node.call, inputs, wants, outputs, mesh.shape, self._module.coordinate, all_reduce)
+        place, stream = self._module.coordinate, f"{self._stream}/{node.name}"
+        run = partial(run_local, node.call, inputs, wants, outputs, mesh.shape, place, all_reduce, stream)
         if self._results is not None and kept and not own_reductions(node.call, wants, mesh.shape):
             return self._results.operator(run)
         with self._gathered_again([node], [inputs]):
@@ -258,26 +260,24 @@ class Forward:
     def _start(self, ahead: Ahead) -> None:
         """Start conversions ahead of the nodes that read the tensors."""
         locals_ = [self._value(one.value) for one in ahead.conversions]
-        pairs = zip(ahead.conversions, locals_, strict=True)
-        ways = [self._ways(one, local.element_size()) for one, local in pairs]
+        ways = [self._ways(*pair) for pair in zip(ahead.conversions, locals_, strict=True)]
         for one, end in zip(ahead.conversions, start(locals_, ways), strict=True):
             self._started[one.value, one.reader, one.target] = end
 
-    def _ways(self, one: Early, itemsize: int) -> Ways:
+    def _ways(self, one: Early, local: torch.Tensor) -> Ways:
         mesh, ran = self._plan.mesh, self._module.ran
 
         def count(direction: str, step: Step) -> None:
             ran[Ran(step.kind, mesh.dim_names[step.mesh_dim], one.module, one.value, one.reader, direction)] += 1
 
         shape = self._plan.graph.meta(one.value).shape
-        return ways_between(shape, itemsize, mesh, one.source, one.target, self._plan.costs, count)
+        return ways_between(shape, local.element_size(), mesh, one.source, one.target, self._plan.costs, count)
 
     def _returned(self, leaf: Any) -> Any:
         if not isinstance(leaf, Value):
             return leaf
-        return self._convert(
-            self._value(leaf), leaf, "", "", self._schedule.layouts[leaf], self._plan.returned_layout(leaf)
-        )
+        source, target = self._schedule.layouts[leaf], self._plan.returned_layout(leaf)
+        return self._convert(self._value(leaf), leaf, "", "", source, target)
 
     def _convert(
         self, local: torch.Tensor, value: Value, reader: str, module: str, source: Layout, target: Layout

@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import torch
 
-from ascend_parallel.sharding.graph import CALL, Call, Graph, Node
+from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.planner.strategies import StrategyError, named_nodes, path_matches
-from ascend_parallel.sharding.rules.axes import arguments
+from ascend_parallel.sharding.rules import draws
 
 COLLECTIVES = ("keep", "again")
 MARK = "_ascend_parallel_recompute"
@@ -87,14 +87,6 @@ def check_recompute(graph: Graph, recompute: Recompute) -> None:
                     f"recompute.keep: {pattern!r} names {node.call.name}, which draws random numbers, and can only run "
                     "again (with the same ones)"
                 )
-
-
-def draws(call: Call) -> bool:
-    """Tell whether a call draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
-        return False
-    named = arguments(call)
-    return named.get("dropout_p", 1.0) != 0.0 and named.get("train", True) is not False
 
 
 def calls(graph: Graph) -> Iterable[Node]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from ascend_parallel.sharding.graph import Graph, Node, Value
 from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.planner.strategies import operator_name, path_matches
+from ascend_parallel.sharding.rules import draws
 from ascend_parallel.sharding.running.fuse import Schedule
 from ascend_parallel.sharding.running.marked import (
     Recompute,
     calls,
     check_recompute,
-    draws,
     found_nodes,
     nodes_of,
     prefixes,

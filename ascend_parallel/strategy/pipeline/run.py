@@ -107,13 +107,15 @@ class Pipeline:
         self.plan, self.parts = plan, cut(plan, assignment, [meshes[index] for index in self._at])
         self.schedule, self.micro_batches, self.factor = schedule, micro_batches, 1.0
         batch = {"local_inputs": str(local_inputs), "uncut": ", ".join(sorted(uncut))}
-        _confirm(self, model, {**batch, "overlap": str(overlap), "assignment": _digest(assignment)})
+        seed = _confirm(self, model, {**batch, "overlap": str(overlap), "assignment": _digest(assignment)})
         limit = timeout or time_limit(dist.group.WORLD)
         self._groups = make_groups(meshes, limit)
         self.stages = tuple(stage for stage, index in enumerate(self._at) if index == self._groups.index)
         common = {"overlap": overlap, "settings": settings, "local_inputs": True, "group": self._groups.mesh, **sharded}
         common["ahead"] = schedule not in SPLIT
         self.modules = tuple(ShardedModule(model, self.parts[stage].plan, **common) for stage in self.stages)
+        for module in self.modules:
+            module.randomness.restart(seed)
         own = [self.parts[stage] for stage in self.stages]
         self._wrapped = [StageModule(part, module) for part, module in zip(own, self.modules, strict=True)]
         self._batch = Batch(plan, micro_batches, local_inputs, uncut, self.modules[0].coordinate)
@@ -256,8 +258,8 @@ def _digest(assignment: Mapping[str, int]) -> str:
     return hashlib.sha256(str(sorted(assignment.items())).encode()).hexdigest()[:16]
 
 
-def _confirm(pipeline: Pipeline, model: nn.Module, more: Mapping[str, str]) -> None:
-    """Raise `DisagreementError` on every rank unless all have come with the same."""
+def _confirm(pipeline: Pipeline, model: nn.Module, more: Mapping[str, str]) -> int:
+    """Return a seed for all ranks; raise `DisagreementError` on every rank unless all have come with the same."""
     mine = {
         "the model's parameters": fingerprint(model),
         "the sharding plan": "/".join(part.plan.digest for part in pipeline.parts),
@@ -266,8 +268,9 @@ def _confirm(pipeline: Pipeline, model: nn.Module, more: Mapping[str, str]) -> N
         **more,
     }
     assert dist.group.WORLD is not None
-    told = exchange(dist.group.WORLD, "Pipeline", mine, DisagreementError)
+    told = exchange(dist.group.WORLD, "Pipeline", mine | {"seed": torch.initial_seed()}, DisagreementError)
     for name in mine:
         if any(value[name] != mine[name] for value in told.values()):
             which = ", ".join(f"{value[name]} on rank {rank}" for rank, value in told.items())
             raise DisagreementError(f"ranks make different pipelines: {name} is {which}. Give all ranks the same")
+    return int(told[min(told)]["seed"])
