@@ -40,3 +40,15 @@ def test_there_is_one_way_to_install(page):
     of_the_source = [line for line in text.splitlines() if re.search(r"pip install [^`]*(\s|\")\.(\s|\[|`|$)", line)]
     assert [line for line in of_the_source if "pip install --no-build-isolation" not in line] == []
     assert of_the_source or page not in ("README.md", "docs/quickstart.md", "docs/quickstart.zh.md")
+
+
+def test_every_promise_names_a_test_that_is_there():
+    rows = [line for line in (DOCS / "promises.md").read_text().splitlines() if re.match(r"\| [^-]", line)]
+    rows = [line for line in rows if not line.startswith("| promise")]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", row)
+        assert named, row
+        for file, function in named:
+            text = (Path(__file__).parent / file).read_text()
+            assert f"def {function}(" in text if function else text, (file, function)

@@ -110,6 +110,8 @@ class Graph:
         Whether the model, or a part of it, was in training mode when it was traced.
     calls
         The calls of torch's functions that ran the operators, for an eager run; or why there is none.
+    only_in_python
+        What the forward does that the graph leaves out, which only an eager run does too; "": nothing.
     """
 
     nodes: Mapping[str, Node]
@@ -120,6 +122,7 @@ class Graph:
     binding: Binding | None = None
     training: bool = True
     calls: tuple[FunctionCall, ...] | str = "the graph was not made by trace"
+    only_in_python: str = ""
 
     def meta(self, value: Value) -> TensorMeta:
         """Return shape and dtype of a tensor."""

@@ -33,6 +33,7 @@ from ascend_parallel.sharding.graph import (
     Value,
 )
 from ascend_parallel.sharding.marks import check_marks, mark_of
+from ascend_parallel.sharding.repeating import ForwardChangesError, only_in_python
 
 KINDS = {
     InputKind.USER_INPUT: INPUT,
@@ -53,11 +54,16 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Return the operators that ``model(*args, **kwargs)`` runs.
 
     Shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for what torch.export
-    cannot trace, and for regions (torch.no_grad, autocast, control flow) inside the forward.
+    cannot trace, for regions (torch.no_grad, autocast, control flow) inside the forward, and for a forward that differs
+    from run to run (`repeating.py`).
     """
     if isinstance(args, torch.Tensor):
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     binding = bind(model, tuple(args), kwargs or {})
+    try:
+        only = only_in_python(model, args, kwargs or {})
+    except ForwardChangesError as error:
+        raise TraceError(str(error)) from error
     recording = Recording()
     try:
         with preserve_node_meta(), _quiet():  # marks stay
@@ -74,7 +80,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     graph = builder.build()
     check_marks(graph)
     training = any(one.training for one in model.modules())
-    return replace(graph, binding=binding, training=training, calls=calls_of(recording, graph, builder.values))
+    calls = calls_of(recording, graph, builder.values)
+    return replace(graph, binding=binding, training=training, calls=calls, only_in_python=only)
 
 
 @contextmanager

@@ -89,6 +89,11 @@ class ShardedModule(torch.nn.Module):
         if bucket_bytes < 0:
             raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
         _check_group(plan.mesh, group)
+        if plan.graph.only_in_python:
+            raise ValueError(
+                f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: take it "
+                "out of the forward, or parallelize(..., static=False), which runs the model's own Python"
+            )
         settings = settings or ascend_parallel.status().settings
         recompute = Recompute.of(model) if recompute is None else recompute
         seed = confirm_alike(

@@ -84,6 +84,11 @@ class Gradients:
         """Take a term of a gradient that backward brings; return what goes to the parameter at once."""
         if torch.is_grad_enabled():
             raise RuntimeError(f"{one.name}: a sharded model differentiates once, and not with create_graph=True")
+        if _has_hooks(leaf):
+            raise RuntimeError(
+                f"{one.name} has a hook on its gradient, which is summed over ranks after hooks have run: give "
+                "bucket_bytes=0"
+            )
         now = tuple(dim for dim in one.dims if dim not in self._suspended)
         later = tuple(dim for dim in sorted((*one.dims, *one.whole)) if dim in self._suspended)
         if later:
@@ -95,11 +100,6 @@ class Gradients:
         term = self._with_held_back(one, leaf, term)
         if not now:
             return term
-        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-            raise RuntimeError(
-                f"{one.name} has a hook on its gradient, which is summed in a bucket after hooks have run: give "
-                "bucket_bytes=0"
-            )
         self._backward().add(self._bucket_of[one.value], Term(one.value, leaf, term))
         return None
 
@@ -184,6 +184,12 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, term: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         return ctx.gradients.arrived(ctx.one, ctx.leaf, term), None, None
+
+
+def _has_hooks(leaf: torch.Tensor) -> bool:
+    """Tell whether somebody hooks the gradient who does not know that it is a rank's term of it."""
+    after = (leaf._post_accumulate_grad_hooks or {}).values()
+    return bool(leaf._backward_hooks) or not all(getattr(hook, "takes_terms", False) for hook in after)
 
 
 def _accumulates(leaf: torch.Tensor) -> bool:

@@ -41,13 +41,25 @@ def local_slice(
 
 
 def check_model(model: torch.nn.Module, given: Sequence[Node]) -> None:
-    """Refuse a model whose tensors are not those that were traced."""
+    """Refuse a model whose tensors are not those that were traced, and hooks on gradients that it would lose."""
+    _refuse_hooks(model)
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for node in given:
         (meta,), found = node.outputs, held.get(node.source)
         if found is not None and (tuple(found.shape), found.dtype) != (meta.shape, meta.dtype):
             raise ValueError(
                 f"{node.source} is {list(found.shape)} of {found.dtype}; traced was {list(meta.shape)} of {meta.dtype}"
+            )
+
+
+def _refuse_hooks(model: torch.nn.Module) -> None:
+    """Refuse hooks on gradients: they are of the whole parameter, in whose place each rank has its part."""
+    for name, one in model.named_parameters():
+        if one._backward_hooks or one._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has a hook on its gradient, which would not run: each rank gets a part of its own. Remove it "
+                "before (handle.remove()), and register one on that part afterwards, get_parameter of what parallelize "
+                "or the training step's modules give; a graph takes it with bucket_bytes=0"
             )
 
 

@@ -39,6 +39,7 @@ class GradientScatter:
         self._restart()
         for index, (target, _, _) in enumerate(self._shares):
             hook = partial(self._arrived, index)
+            hook.takes_terms = True  # type: ignore[attr-defined]  # knows that gradients are not summed yet
             target.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
