@@ -17,6 +17,7 @@ from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.strategies import StrategyError
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.sharding.running.randomness import manual_seed
 from ascend_parallel.sharding.running.saved import saved_bytes
 from ascend_parallel.sharding.trace import trace
 
@@ -41,6 +42,8 @@ def bits(model, batch):
     """Return loss and gradients of one step, and the random number that is drawn after it."""
     model.zero_grad()
     torch.manual_seed(3)
+    if isinstance(model, ShardedModule):
+        manual_seed(model, 3)
     loss = model(*batch)
     loss.backward()
     return loss.detach(), {name: one.grad.clone() for name, one in model.named_parameters()}, torch.rand(1)
@@ -182,7 +185,7 @@ def flights(group, options):
     _, plain, again, batch = models("GPT", (2,), options, dropout=0.3)
     found = []
     for model in (plain, again):
-        torch.manual_seed(3)
+        manual_seed(model, 3)
         batches = [tuple(one.roll(shift, 0) for one in batch) for shift in range(3)]
         losses = [model(*one) for one in batches]
         with torch.no_grad():

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ascend_parallel.sharding.planner.strategies import StrategyError
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.sharding.running.randomness import manual_seed
 from ascend_parallel.sharding.trace import trace
 from ascend_parallel.strategy.recompute import Recomputable, recompute
 
@@ -176,7 +177,7 @@ def marked(group):
     found = []
     for recomputed in (None, Recompute()):
         sharded = ShardedModule(model, plan, recompute=recomputed)
-        torch.manual_seed(3)
+        manual_seed(sharded, 3)
         sharded(*batch).backward()
         found.append((sharded.full_gradients(), [one.module for one in sharded.regions.values()]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)

@@ -159,7 +159,10 @@ def decided(group, path, seconds):
             {1: 0.003, 2: 0.004},
             "kept whole (one chunk of 1024 rows), because no cut that was timed is faster; 3.000 ms",
         ),
-        ({1: 0.00300, 2: 0.00298}, "because the best cut, 2 chunks, wins 0.7 % and loses 0 of 7 rounds, which may be noise"),
+        (
+            {1: 0.00300, 2: 0.00298},
+            "2 chunks, wins 0.7 % and loses 0 of 7 rounds, which may be noise",
+        ),
     ],
 )
 def test_what_was_found_is_said_in_words_once_and_on_rank_0(ranks, tmp_path, seconds, tuned):

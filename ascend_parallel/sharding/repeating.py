@@ -1,8 +1,8 @@
 """Whether a model's forward does the same every time: a traced graph repeats the one run that was traced.
 
-The forward runs twice with fake tensors (nothing is computed), on a copy of the model that shares its tensors. Calls of
-torch's functions and their constants, Python's and numpy's random numbers, and the modules' attributes are compared;
-where something differs, a third run finds the line.
+The forward of a copy of the model runs twice with fake tensors, for which nothing is computed. Calls of torch's
+functions and their constants, Python's and numpy's random numbers, and the modules' attributes are compared; where
+something differs, a third run finds the line.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class _Repeated:
     """A copy of a model whose forward runs several times."""
 
     def __init__(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._name, self._model, self._given = type(model).__name__, _copied(model), (tuple(args), dict(kwargs))
+        self._name, self._fake = type(model).__name__, FakeTensorMode(allow_non_fake_inputs=True)
+        self._model = _copied(model, self._fake)
+        self._given = pytree.tree_map_only(torch.Tensor, self._fake.from_tensor, (tuple(args), dict(kwargs)))
 
     def compare(self) -> str:
         """Run twice; see `only_in_python`."""
@@ -87,11 +89,9 @@ class _Repeated:
         return "" if hooked is None else f"sets a hook on a tensor ({hooked})"
 
     def _run(self) -> list[_Noted]:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, fake.from_tensor, self._given)
-            noting = _Noting()
-            with noting:
-                self._model(*args, **kwargs)
+        (args, kwargs), noting = self._given, _Noting()
+        with self._fake, noting:
+            self._model(*args, **kwargs)
         return noting.calls
 
     def _same_calls(self, first: Sequence[_Noted], second: Sequence[_Noted]) -> None:
@@ -162,11 +162,11 @@ def _shown(call: _Noted) -> str:
     return f"{place} calls {name}({', '.join(map(str, constants))})"
 
 
-def _copied(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy that shares all tensors, so that what a forward does to the model's attributes is undone."""
+def _copied(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
+    """Return a copy with fake tensors, so that whatever a forward does to the model is undone."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [one for module in model.modules() for one in vars(module).values() if isinstance(one, torch.Tensor)]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    return copy.deepcopy(model, {id(tensor): fake.from_tensor(tensor) for tensor in tensors})
 
 
 def _attributes(model: torch.nn.Module) -> dict[tuple[str, str], Any]:

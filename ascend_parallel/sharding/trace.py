@@ -61,7 +61,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     binding = bind(model, tuple(args), kwargs or {})
     try:
-        only = only_in_python(model, args, kwargs or {})
+        with _quiet():
+            only = only_in_python(model, args, kwargs or {})
     except ForwardChangesError as error:
         raise TraceError(str(error)) from error
     recording = Recording()
