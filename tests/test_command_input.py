@@ -5,7 +5,6 @@ from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
 
-
 LLAMA = ("predict", "--model", "llama2-7b", "--hardware", "910b")
 HUGE = "99999999999999999999"
 

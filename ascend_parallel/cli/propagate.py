@@ -117,4 +117,4 @@ def bytes_of(text: str) -> float:
     number *= base ** " kMGT".index(unit[0] if unit[0] in "kMGT" else " ")
     if not 0 < number <= MOST_BYTES:
         raise ValueError(f"--memory-limit {shown(text)}: give bytes up to 1e18, such as 32e9, 32GB or 30GiB")
-    return number
+    return float(number)

@@ -200,7 +200,7 @@ def read_plan(raw: Any) -> Plan:
     for f in fields(Machine):
         wanted = int if f.name in ("threads", "ranks") else str
         value = getattr(machine, f.name)
-        if type(value) is not wanted or (wanted is int and value < 1):
+        if type(value) is not wanted or (isinstance(value, int) and value < 1):
             raise ValueError(f"machine.{f.name} is {shown(value)}")
     return Plan(machine, tuple(_entry(index, entry, machine.ranks) for index, entry in enumerate(raw["entries"])))
 
