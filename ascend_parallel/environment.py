@@ -9,13 +9,13 @@ import dataclasses
 import difflib
 import json
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ascend_parallel.numerals import BLANKS, whole
 from ascend_parallel.settings import (
     CALLS,
     CONFIG_VARIABLE,
@@ -61,6 +61,8 @@ def read_file(name: str) -> dict[str, Any]:
         values = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={name!r} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{CONFIG_VARIABLE}={name!r} is nested too deeply to be read") from error
     except ValueError as error:  # both parsers' errors, and text that is not UTF-8
         raise SettingsError(f"{CONFIG_VARIABLE}={name!r} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(values, dict):
@@ -87,7 +89,7 @@ def near_misses(environ: Mapping[str, str]) -> dict[str, str]:
 def _with_auto(values: dict[str, Any]) -> dict[str, Any]:
     """Turn ``num_chunks="auto"`` into the field that says so; a count beats an "auto" that was read before."""
     chunks = values.get("num_chunks")
-    if isinstance(chunks, str) and chunks.strip().lower() == "auto":
+    if isinstance(chunks, str) and chunks.strip(BLANKS).lower() == "auto":
         return {**values, "num_chunks": 1, "auto": True}
     return values if chunks is None else {"auto": False, **values}
 
@@ -108,40 +110,29 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _parse(variable: str, name: str, text: str) -> Any:
     """Turn the text of one variable into the value of the field `name`."""
+    said, number = text.strip(BLANKS), whole(text)
     if name in SWITCHES:
-        require(variable, text, text.strip() in ("0", "1"), "0 or 1")
-        return text.strip() == "1"
-    number = int(text) if _is_integer(text) else text
-    if name == "timeline":
-        require(variable, text, text.strip() != "", "the folder to write to")
+        require(variable, text, said in ("0", "1"), "0 or 1")
+        return said == "1"
     if name in ("plan", "tune", "timeline"):
+        require(variable, text, name != "timeline" or text.strip() != "", "the folder to write to")
         return text
     if name == "log_level":
-        require(variable, text, text.strip().lower() in LOG_LEVELS, "debug, info, warning or error")
-        return text.strip().lower()
-    if name == "verify_every":
-        require(variable, text, isinstance(number, int) and 0 <= number <= RAREST, CALLS)
-        return number
-    if name == "num_chunks" and text.strip().lower() != "auto":
-        whole_number(variable, number)
-    elif name == "num_chunks":
-        return "auto"
-    elif name == "mode":
-        require(
-            variable,
-            text,
-            number in MODES,
-            "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)",
-        )
-    else:
-        require(
-            variable, text, isinstance(number, int) and 1 <= number <= LONGEST, f"whole seconds from 1 to {LONGEST}"
-        )
+        require(variable, text, said.lower() in LOG_LEVELS, "debug, info, warning or error")
+        return said.lower()
+    if name == "num_chunks":
+        return "auto" if said.lower() == "auto" else whole_number(variable, text if number is None else number)
+    least, most, what = _NUMBERS[name]
+    require(variable, text, number is not None and least <= number <= most, what)
     return number
 
 
-def _is_integer(text: str) -> bool:
-    return re.fullmatch(r"\s*[+-]?[0-9]{1,9}\s*", text) is not None
+# Fields that are whole numbers: the least and the most allowed, and what to say otherwise.
+_NUMBERS = {
+    "mode": (min(MODES), max(MODES), "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)"),
+    "verify_every": (0, RAREST, CALLS),
+    "time_limit": (1, LONGEST, f"whole seconds from 1 to {LONGEST}"),
+}
 
 
 def _known(values: Mapping[str, Any], place: str) -> dict[str, Any]:

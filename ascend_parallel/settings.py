@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ascend_parallel.numerals import shown
+
 MAX_CHUNKS = 64
 ORDERS = ("auto", "compute_first", "communicate_first")
 MODES = (-1, 0, 1, 2)
@@ -81,7 +83,7 @@ class ShapeTable(Mapping[Shape, Cut]):
 
     def __init__(self, entries: Mapping[Any, Any] | None = None) -> None:
         """Check every entry; keys are triples or the published strings such as ``"[16384, 5120, 1920]"``."""
-        checked = {_shape_key(key): _cut(f"customized_coc[{key!r}]", value) for key, value in _items(entries)}
+        checked = {_shape_key(key): _cut(f"customized_coc[{shown(key)}]", value) for key, value in _items(entries)}
         self._entries = tuple(sorted(checked.items()))
 
     def __getitem__(self, key: Shape) -> Cut:
@@ -266,7 +268,7 @@ def option_name(field_name: str) -> str:
 def require(option: str, value: object, allowed: bool, what: str) -> None:
     """Raise a `SettingsError` that says `what` the option may be, unless its value is allowed."""
     if not allowed:
-        raise SettingsError(f"{option}={value!r} is not allowed: give {what}")
+        raise SettingsError(f"{option}={shown(value)} is not allowed: give {what}")
 
 
 def whole_number(option: str, value: object) -> int:
@@ -298,7 +300,7 @@ def _items(entries: object) -> list[tuple[Any, Any]]:
         return []
     if not isinstance(entries, Mapping):
         what = 'a table of shapes and chunk counts such as {"[16384, 5120, 1920]": 8}'
-        raise SettingsError(f"customized_coc={entries!r} is not allowed: give {what}")
+        raise SettingsError(f"customized_coc={shown(entries)} is not allowed: give {what}")
     return list(entries.items())
 
 
@@ -307,9 +309,9 @@ def _shape_key(key: object) -> Shape:
     if isinstance(key, str):
         try:
             shape = json.loads(key)
-        except ValueError:
+        except (ValueError, RecursionError):
             shape = None
     sizes = tuple(shape) if isinstance(shape, (list, tuple)) else ()
     if len(sizes) != 3 or not all(type(size) is int and size > 0 for size in sizes):
-        raise SettingsError(f'customized_coc key {key!r} is not allowed: give "[m, k, n]", three whole numbers above 0')
+        raise SettingsError(f'customized_coc key {shown(key)} is not allowed: give "[m, k, n]", whole numbers above 0')
     return sizes[0], sizes[1], sizes[2]

@@ -49,7 +49,7 @@ def test_the_command_predicts_a_shaped_link(run):
         (("--model", "llama2-7b", "--hardware", "910b5"), "did you mean 910b?"),
         (("--model", "llama2-7b"), "give either --hardware or --hardware-file"),
         (("--hardware", "910b"), "give either --model or --model-file"),
-        (("--model", "llama2-7b", "--hardware", "910b", "--tp", "0"), "tp=0 is not allowed"),
+        (("--model", "llama2-7b", "--hardware", "910b", "--tp", "0"), "Invalid value for '--tp'"),
         (("--model", "llama2-7b", "--hardware", "910b", "--recompute", "some"), "none, selective, full"),
         (("--model", "llama2-7b", "--hardware", "910b", "--dtype", "int4"), "--dtype 'int4' is not known"),
         (("--model-file", "/nowhere.toml", "--hardware", "910b"), "cannot be read"),

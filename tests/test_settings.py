@@ -144,7 +144,7 @@ def test_variables_win_over_the_file_and_arguments_over_both(tmp_path):
         ('{"time_limit": 2.5}', "time_limit=2.5 .*whole seconds"),
         ('{"order": "both"}', "order='both' .*auto, compute_first, communicate_first"),
         ('{"customized_coc": 8}', "customized_coc=8 .*table of shapes"),
-        ('{"customized_coc": {"[1, 2]": 8}}', r"customized_coc key '\[1, 2\]' .*three whole numbers"),
+        ('{"customized_coc": {"[1, 2]": 8}}', r"customized_coc key '\[1, 2\]' .*whole numbers"),
         ('{"customized_coc": {"__import__(\'os\')": 8}}', "customized_coc key"),
         ('{"customized_coc": {"[1, 2, 3]": 65}}', r"customized_coc\['\[1, 2, 3\]'\]=65"),
         ("[1, 2]", "must hold a table of keys, not a list"),
@@ -189,3 +189,67 @@ def test_any_text_is_a_count_or_a_clear_error(text):
         assert "COC_PARALLEL_NUM" in str(error)
     else:
         assert 1 <= settings.num_chunks <= MAX_CHUNKS
+
+
+DIGITS_BUT_NO_COUNT = [
+    "4\x1f",
+    "\x1c4",
+    "\u0664",
+    "\uff14",
+    "\u00b2",
+    "1_000",
+    "1_0",
+    "4\x00",
+    "4\u00a0",
+    "1" + "0" * 5000,
+]
+
+
+@pytest.mark.parametrize("text", DIGITS_BUT_NO_COUNT)
+def test_every_variable_takes_ascii_digits_alone(text):
+    for name in ("COC_PARALLEL_NUM", "USE_COC_FUSED_KERNEL", "COC_MODE", "COC_DETERMINISTIC", "COC_STRICT"):
+        with pytest.raises(SettingsError, match=f"^{name}='.*' is not allowed: give "):
+            read_settings({name: text})
+    for name in ("COC_TIME_LIMIT", "COC_VERIFY", "COC_LOG_LEVEL", "COC_TUNE"):
+        with pytest.raises(SettingsError, match=f"^{name}='.*' is not allowed: give ") as error:
+            read_settings({name: text})
+        assert len(str(error.value)) < 500
+
+
+@given(
+    st.sampled_from(["USE_COC_FUSED_KERNEL", "COC_MODE", "COC_TIME_LIMIT", "COC_VERIFY", "COC_LOG_LEVEL"]),
+    st.text(max_size=12),
+)
+def test_any_text_of_any_variable_is_a_value_or_a_clear_error(name, text):
+    try:
+        read_settings({name: text})
+    except SettingsError as error:
+        assert str(error).startswith(f"{name}={text!r} is not allowed: give ")
+
+
+def test_numbers_that_python_cannot_write_are_refused_from_python_too():
+    with pytest.raises(SettingsError, match="num_chunks=<int of thousands of digits> is not allowed"):
+        Settings(num_chunks=10**5000)
+
+
+@pytest.mark.parametrize("variable", ["COC_CONFIG", "COC_PLAN"])
+@pytest.mark.parametrize(
+    ("ending", "text"),
+    [
+        ("json", '{"order": ' + "[" * 100_000),
+        ("json", '{"order": ' + "[" * 400 + "]" * 400 + "}"),
+        ("json", '{"num_chunks": 1' + "0" * 5000 + "}"),
+        ("json", '{"customized_coc": {"' + "[" * 100_000 + '": 1}}'),
+        ("toml", "order = " + "[" * 5000 + "]" * 5000),
+        ("toml", "num_chunks = 1" + "0" * 5000),
+        ("toml", ".".join("a" * 3000) + " = 1"),
+    ],
+)
+def test_a_file_that_exhausts_its_parser_is_named(tmp_path, variable, ending, text):
+    file = tmp_path / f"deep.{ending}"
+    file.write_text(text)
+    with pytest.raises(SettingsError) as error:
+        read_settings({variable: str(file)})
+    assert len(str(error.value)) < 2000
+    named = "deep" in str(error.value) or "order=" in str(error.value) or "customized_coc key" in str(error.value)
+    assert named

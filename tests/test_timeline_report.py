@@ -233,3 +233,38 @@ def test_tracks_are_used_again(folder):
 
 def test_a_difference_is_a_value():
     assert Difference(0, 1, 2) == Difference(0, 1, 2)
+
+
+TAG = "<script>alert('x')</script><img src=x onerror=\"alert(1)\">"
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found, self.attributes = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+
+def test_nothing_that_a_rank_wrote_becomes_a_tag(tmp_path):
+    """Every text of a rank's file, wherever the page shows it."""
+    clocks = [{"to": 0, "offset": 5, "error": 1}]
+    for rank in range(2):
+        header, passes = made(rank, steps=2, boot=f"{TAG}{rank}", clocks=clocks if rank else None)
+        header["host"] = TAG
+        for one in passes:
+            one |= {"layer": f"{TAG}.{TAG}", "kind": TAG, "direction": TAG}
+            one["calls"] = [{**call, "operator": TAG, "kernel": TAG} for call in one["calls"]]
+            one["spans"] = [[kind, TAG, *rest] for kind, _, *rest in one["spans"]]
+        write(tmp_path, header, passes)
+    merged = merge(tmp_path, against=tmp_path)
+    merged.write(tmp_path, False)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.found.count("script") == 1  # the page's own
+    assert "img" not in tags.found
+    assert not {"src", "onerror"} & set(tags.attributes)
+    assert page.count("&lt;script&gt;") > 10

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.numerals import shown, whole
 from ascend_parallel.planning.models import Batch, Linear, Model, layer_linears
 from ascend_parallel.planning.tables import PlanningError
 
 TILE = 16
+MOST = 1 << 30
 
 
 def scaled(model: Model, factor: int) -> Model:
@@ -63,11 +65,10 @@ def shape_cases(
 
 
 def _parse(text: str) -> tuple[int, int, int]:
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise PlanningError(f"--shape {text!r} is no shape: give M,K,N such as 2048,1024,1024")
-    m, k, n = map(int, parts)
-    return m, k, n
+    sizes = [whole(part) or 0 for part in text.split(",")]
+    if len(sizes) != 3 or not all(0 < size <= MOST for size in sizes):
+        raise PlanningError(f"--shape {shown(text)} is no shape: give M,K,N such as 2048,1024,1024, each up to {MOST}")
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _case(linear: Linear) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ascend_parallel.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.bench.show import plot, show
 from ascend_parallel.measuring.link import End, LinkError, shaped_link
 from ascend_parallel.measuring.ranks import RankError, call_on_ranks
+from ascend_parallel.numerals import shown, whole
 from ascend_parallel.planning.models import Batch, find_model
 from ascend_parallel.planning.plan import cached_plan, differences, load_plan
 from ascend_parallel.planning.plan import read_plan as plan_of
@@ -28,14 +29,15 @@ from ascend_parallel.planning.tables import PlanningError, lookup
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 LAYERS = ("row", "column")
 SECONDS_A_PASS = 60.0
+MOST_ROWS = 1 << 30
 
 ModelOption = Annotated[str | None, typer.Option(help="Layers of a preset: ascend-parallel predict --list.")]
 ShapeOption = Annotated[list[str] | None, typer.Option("--shape", metavar="M,K,N", help="A matmul; may be repeated.")]
 LayerOption = Annotated[str, typer.Option(help="For --shape: row, column or both.")]
 RanksOption = Annotated[int, typer.Option("--tp", min=2, max=64, help="Processes to start on this machine.")]
-SequenceOption = Annotated[int, typer.Option("--seq", min=1, help="For --model: rows of one sequence.")]
-BatchOption = Annotated[int, typer.Option("--micro-batch", min=1, help="For --model: sequences.")]
-ScaleOption = Annotated[int, typer.Option(min=1, help="For --model: make it so many times narrower.")]
+SequenceOption = Annotated[int, typer.Option("--seq", min=1, max=MOST_ROWS, help="For --model: rows of one sequence.")]
+BatchOption = Annotated[int, typer.Option("--micro-batch", min=1, max=MOST_ROWS, help="For --model: sequences.")]
+ScaleOption = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="For --model: make it so many times narrower.")]
 ParallelOption = Annotated[bool, typer.Option(help="Gather and scatter the sequence, or all-reduce.")]
 DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
 ChunksOption = Annotated[str, typer.Option(help="Counts to try, separated by commas.")]
@@ -190,9 +192,11 @@ def _request(
         kinds = lookup("--layer", layer, {"both": LAYERS, "row": ("row",), "column": ("column",)})
         names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
         title = "shapes"
-    counts = [int(text) if text.strip().isdigit() else 0 for text in chunks.split(",")]
+    counts = [whole(text) or 0 for text in chunks.split(",")]
     if min(counts) < 2 or max(counts) > 64:
-        raise PlanningError(f"--chunks {chunks}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway")
+        raise PlanningError(
+            f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
+        )
     return Request(
         names=names,
         cases=cases,

@@ -26,7 +26,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, compare and convert them.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Step = Annotated[int | None, typer.Option(help="Of a folder of checkpoints; else the latest.")]
+Step = Annotated[int | None, typer.Option(min=0, help="Of a folder of checkpoints; else the latest.")]
 
 
 @app.command()

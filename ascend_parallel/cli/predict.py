@@ -20,6 +20,7 @@ from ascend_parallel.planning.tables import PlanningError, lookup
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 WIDTH = 150
+MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 30
 EXAMPLES = """Predict what a model gains by overlap, per layer and end to end: a model of costs, no device needed.
 
 Examples:
@@ -44,16 +45,22 @@ def predict(
     hardware: Annotated[str | None, typer.Option(help="A preset; --list shows them.")] = None,
     hardware_file: Annotated[Path | None, typer.Option(help="A TOML file, such as a calibration wrote.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of each rank's link, as 1gbit; cpu-gloo only.")] = None,
-    tp: Annotated[int, typer.Option(help="Ranks that share a layer.")] = 8,
-    dp: Annotated[int, typer.Option(help="Replicas.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    seq: Annotated[int | None, typer.Option(help="Sequence length; the model's own, or 4096.")] = None,
-    micro_batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches a step and replica; 8 per stage.")] = None,
+    tp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share a layer.")] = 8,
+    dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Replicas.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Pipeline stages.")] = 1,
+    seq: Annotated[
+        int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequence length; the model's own, or 4096.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Sequences of a micro-batch.")] = 1,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, max=MOST_ROWS, help="Micro-batches a step and replica; 8 per stage.")
+    ] = None,
     sequence_parallel: Annotated[bool, typer.Option(help="Gather and scatter the sequence, or all-reduce.")] = True,
     recompute: Annotated[str, typer.Option(help=f"Forward again in backward: {', '.join(RECOMPUTE)}.")] = "none",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the hardware's own by default.")] = None,
-    launch_us: Annotated[float | None, typer.Option(help="Host microseconds per matmul or collective.")] = None,
+    launch_us: Annotated[
+        float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List models and hardware.")] = False,
     sources: Annotated[
@@ -82,7 +89,7 @@ def predict(
         count = micro_batches if micro_batches is not None else 8 * pp
         layout = Layout(dp=dp, pp=pp, micro_batches=count, recompute=recompute)
         result = predicted(chosen, batch, layout, found)
-    except PlanningError as error:
+    except (PlanningError, ArithmeticError) as error:  # of a file's numbers, such as a bandwidth of 0
         typer.echo(f"predict: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:

@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 
 from ascend_parallel.cli.building import build_model, errors
+from ascend_parallel.numerals import shown, whole
 
-MOST_RANKS = 1 << 20
+MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
 
 
 def propagate(
@@ -95,12 +96,12 @@ def _mesh(text: str) -> tuple[list[str], list[int]]:
     names, sizes = [], []
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not name or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"--mesh {text}: give names and sizes, such as dp=2,mp=4")
         names.append(name)
-        sizes.append(int(size))
+        sizes.append(whole(size) or 0)
+    if not all(names) or min(sizes) < 1:
+        raise ValueError(f"--mesh {shown(text)}: give names and sizes, such as dp=2,mp=4")
     if prod(sizes) > MOST_RANKS:
-        raise ValueError(f"--mesh {text}: {prod(sizes)} ranks, of at most {MOST_RANKS}")
+        raise ValueError(f"--mesh {shown(text)}: {prod(sizes)} ranks, of at most {MOST_RANKS}")
     return names, sizes
 
 
@@ -111,8 +112,9 @@ def bytes_of(text: str) -> float:
         number = float(found[1]) if found else 0.0
     except ValueError:
         number = 0.0
-    if found is None or number <= 0:
-        raise ValueError(f"--memory-limit {text}: give bytes, such as 32e9, 32GB or 30GiB")
-    unit = found[2] or "B"
+    unit = found[2] or "B" if found else "B"
     base = 1024 if "i" in unit else 1000
-    return float(number * base ** " kMGT".index(unit[0] if unit[0] in "kMGT" else " "))
+    number *= base ** " kMGT".index(unit[0] if unit[0] in "kMGT" else " ")
+    if not 0 < number <= MOST_BYTES:
+        raise ValueError(f"--memory-limit {shown(text)}: give bytes up to 1e18, such as 32e9, 32GB or 30GiB")
+    return float(number)

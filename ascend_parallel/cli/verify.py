@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from ascend_parallel.settings import RAREST
+
 
 def verify(
     script: str = typer.Argument(help="The training script, followed by its own arguments; with -m a module."),
-    every: int = typer.Option(1, "--every", metavar="N", help="Check the first and then every N-th call (COC_VERIFY)."),
+    every: int = typer.Option(
+        1, "--every", metavar="N", min=1, max=RAREST, help="Check the first and then every N-th call (COC_VERIFY)."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Rank 0 prints what was found as a last line of JSON."),
 ) -> None:
     """Run a training script and check its layers against Megatron-core's own: ascend-parallel verify --help.

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_parallel.measuring.signals import signals_as_exceptions, signals_held_back
+from ascend_parallel.numerals import shown
 
 NAMESPACE_PREFIX = "aplink"
 INTERFACE = "ap0"
@@ -62,10 +63,12 @@ class End:
 def parse_rate(text: str) -> int:
     """Return the bits per second of a rate such as ``1gbit``, ``2.5gbit`` or ``500mbit``."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.strip().lower())
-    rate = round(float(match[1]) * UNITS[match[2]]) if match else 0
-    if rate < 10**6:
-        raise ValueError(f"the rate {text!r} is not allowed: give 1mbit or more, such as 500mbit, 1gbit or 10gbit")
-    return rate
+    rate = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not 10**6 <= rate <= 10**12:
+        raise ValueError(
+            f"the rate {shown(text)} is not allowed: give 1mbit or more, up to 1000gbit, such as 500mbit or 1gbit"
+        )
+    return round(rate)
 
 
 @contextmanager

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 from ascend_parallel.planning.tables import PlanningError, Sourced, lookup, merged, parse_toml, require, sourced_numbers
 
 TOPOLOGIES = ("mesh", "ring")
+MOST_BITS = 1e15
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 Steps = tuple[tuple[float, ...], ...]
 
@@ -147,7 +149,7 @@ class Hardware:
 
     def with_launch(self, seconds: float) -> Hardware:
         """Return the same with another host time per launch."""
-        require("--launch-us", seconds * 1e6, seconds >= 0, "0 or more microseconds")
+        require("--launch-us", seconds * 1e6, 0 <= seconds <= 1, "microseconds from 0 to 1000000")
         return replace(self, host=replace(self.host, launch=seconds))
 
     def with_fixed_cost(self, seconds: float) -> Hardware:
@@ -182,7 +184,7 @@ def parse_rate(text: str) -> float:
     """Return the bits per second of ``1gbit``, ``2.5gbit`` or ``500mbit``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.strip().lower())
     rate = float(found[1]) * UNITS[found[2]] if found else 0.0
-    require("--link", text, rate > 0, "a rate such as 500mbit, 1gbit or 10gbit")
+    require("--link", text, 0 < rate <= MOST_BITS, "a rate up to 1000000gbit, such as 500mbit, 1gbit or 10gbit")
     return rate
 
 
@@ -206,9 +208,12 @@ def read_hardware(path: Path) -> Hardware:
     """Read one's own file, which may build on a file of the package (``base = "ascend-910b2"``)."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanningError(f"{path} cannot be read: {error.strerror}") from error
-    return _hardware(text, str(path), _texts())
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanningError(f"{path} cannot be read: {error}") from error
+    try:
+        return _hardware(text, str(path), _texts())
+    except (AttributeError, TypeError) as error:
+        raise PlanningError(f"{path}: a key has a value of another type than it needs: {error}") from error
 
 
 def _texts() -> dict[str, str]:
@@ -239,6 +244,10 @@ def _hardware(text: str, place: str, bases: Mapping[str, str]) -> Hardware:
 
 def _table(table: str, entries: Mapping[str, Any], place: str) -> Any:
     values = {key: _frozen(entry["value"]) for key, entry in entries.items()}
+    for key, value in values.items():
+        fits = _is_number(value) and value >= 0
+        fits = fits or (isinstance(value, tuple) and all(isinstance(step, tuple) for step in value))
+        require(f"{place}: {table}.{key}", value, fits, "a number of 0 or more, or a list of steps")
     try:
         return TABLES[table](**values)
     except TypeError as error:
@@ -246,9 +255,13 @@ def _table(table: str, entries: Mapping[str, Any], place: str) -> Any:
 
 
 def _check_steps(name: str, steps: Steps, width: int) -> None:
-    limits = [step[0] for step in steps if len(step) == width]
+    limits = [step[0] for step in steps if len(step) == width and all(map(_is_number, step))]
     fits = len(limits) == len(steps) > 0 and limits == sorted(limits) and limits[-1] == float("inf")
     require(name, steps, fits, f"steps of {width} numbers, by rising limits, the last of them inf")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and not isnan(value)
 
 
 def _frozen(value: Any) -> Any:

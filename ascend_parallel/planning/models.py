@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, 
 from ascend_parallel.planning.tables import PlanningError, lookup, parse_toml, require
 
 COLUMN, ROW = "column", "row"
+MOST = 1 << 40
 DIMENSIONS = ("layers", "hidden", "ffn", "heads", "vocab")
 
 
@@ -53,9 +55,16 @@ class Model:
 
     def __post_init__(self) -> None:
         """Fill in what follows from the rest, and refuse what cannot be."""
-        for name in DIMENSIONS:
-            value = getattr(self, name)
-            require(f"model {self.name}: {name}", value, type(value) is int and value > 0, "a whole number above 0")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            least = 1 if f.name in DIMENSIONS else 0
+            allowed, what = {
+                "int": (type(value) is int and least <= value <= MOST, f"a whole number from {least} to {MOST}"),
+                "float": (type(value) in (int, float) and 0 <= value < inf, "a number of 0 or more"),
+                "bool": (type(value) is bool, "true or false"),
+                "str": (isinstance(value, str), "a text"),
+            }[str(f.type)]
+            require(f"model {self.name}: {f.name}", value, allowed, what)
         defaults = {"kv_heads": self.heads, "head_dim": self.hidden // self.heads}
         for name, value in (defaults | {"value_dim": self.head_dim or defaults["head_dim"]}).items():
             if not getattr(self, name):
@@ -204,8 +213,8 @@ def read_model(path: Path) -> Model:
     """Read one's own model: a TOML file of the keys of `Model`, such as layers, hidden, ffn, heads and vocab."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanningError(f"--model-file {path} cannot be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanningError(f"--model-file {path} cannot be read: {error}") from error
     return _model(path.stem, parse_toml(text, f"--model-file {path}"), f"--model-file {path}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.numerals import shown
 from ascend_parallel.ops.problem import ALL_REDUCE, OPERATORS, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
@@ -172,13 +174,13 @@ def load_plan(name: str, variable: str = "COC_PLAN") -> Plan:
         raw = json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{variable}={name!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{variable}={name!r} is no plan: not valid JSON: {error}") from error
     try:
         return read_plan(raw)
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            f"{variable}={name!r} is no plan that can be used: {error}; measure a new one with COC_TUNE"
+            f"{variable}={name!r} is no plan that can be used: {_words(error)}; measure a new one with COC_TUNE"
         ) from error
 
 
@@ -197,21 +199,26 @@ def read_plan(raw: Any) -> Plan:
     machine = Machine(**raw["machine"])
     for f in fields(Machine):
         wanted = int if f.name in ("threads", "ranks") else str
-        if type(getattr(machine, f.name)) is not wanted:
-            raise ValueError(f"machine.{f.name} is {getattr(machine, f.name)!r}")
+        value = getattr(machine, f.name)
+        if type(value) is not wanted or (isinstance(value, int) and value < 1):
+            raise ValueError(f"machine.{f.name} is {shown(value)}")
     return Plan(machine, tuple(_entry(index, entry, machine.ranks) for index, entry in enumerate(raw["entries"])))
 
 
 def _entry(index: int, raw: Mapping[str, Any], ranks: int) -> Entry:
     entry = Entry(**{**raw, "sizes": tuple(raw["sizes"])})
     positive = all(type(value) is int and value > 0 for value in (entry.m, entry.k, entry.n, *entry.sizes))
-    timed = all(isinstance(value, float) and value > 0 for value in (entry.serial, entry.chosen))
+    timed = all(isinstance(value, float) and 0 < value < math.inf for value in (entry.serial, entry.chosen))
     cut = len(entry.sizes) in range(1, MAX_CHUNKS + 1) and all(size % ROW_TILE == 0 for size in entry.sizes[:-1])
     known = entry.run in PASSES and entry.operator in OPERATORS and isinstance(entry.dtype, str)
-    rows = entry.m if entry.operator == ALL_REDUCE else entry.m / ranks if positive else 0
-    if not (known and positive and timed and cut and sum(entry.sizes) == rows):
-        raise ValueError(f"entry {index} is {dict(raw)!r}")
+    shared = 1 if entry.operator == ALL_REDUCE else ranks
+    if not (known and positive and timed and cut and sum(entry.sizes) * shared == entry.m):
+        raise ValueError(f"entry {index} is {shown(dict(raw))}")
     return entry
+
+
+def _words(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _hardware(device: torch.device) -> str:

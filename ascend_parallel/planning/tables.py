@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ascend_parallel.numerals import shown
+
 ASSUMED = "assumed"
 
 
@@ -37,7 +39,7 @@ def parse_toml(text: str, place: str) -> dict[str, Any]:
         import tomli as tomllib
     try:
         values: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads, and deep nesting
         raise PlanningError(f"{place} is no valid TOML: {error}") from error
     return values
 
@@ -81,7 +83,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def require(option: str, value: object, allowed: bool, what: str) -> None:
     """Raise `PlanningError` unless `allowed`, naming the option, its value and what is allowed."""
     if not allowed:
-        raise PlanningError(f"{option}={value!r} is not allowed: give {what}")
+        raise PlanningError(f"{option}={shown(value)} is not allowed: give {what}")
 
 
 def _sourced(entry: Any, sources: Mapping[str, str], place: str) -> Sourced:

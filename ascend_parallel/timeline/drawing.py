@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 
+from ascend_parallel.timeline.markup import Markup, fill, joined
 from ascend_parallel.timeline.picture import Bar, Lanes, Picture
 
 NAME, LANE, GAP, TITLE, AXIS = 15, 28, 4, 26, 22
@@ -36,11 +36,12 @@ def height(pictures: Sequence[Picture]) -> int:
     return sum(TITLE + BLOCK * len(one.ranks) for one in pictures) + AXIS
 
 
-def bars(pictures: Sequence[Picture]) -> str:
+def bars(pictures: Sequence[Picture]) -> Markup:
     """Return the SVG of all pictures on one scale of time."""
     total = max((one.milliseconds for one in pictures), default=0.0) or 1.0
     tall = height(pictures)
-    parts = [f'<svg class="time" xmlns="http://www.w3.org/2000/svg" width="100%" height="{tall}" role="img">']
+    head = '<svg class="time" xmlns="http://www.w3.org/2000/svg" width="100%" height="$tall" role="img">'
+    parts = [fill(head, tall=tall)]
     parts += _axis(total, tall)
     top = 0
     for one in pictures:
@@ -48,22 +49,23 @@ def bars(pictures: Sequence[Picture]) -> str:
         for lanes in one.ranks:
             parts += _rank(lanes, top, total)
             top += BLOCK
-    return "\n".join([*parts, "</svg>"])
+    return joined([*parts, fill("</svg>")], "\n")
 
 
-def names(pictures: Sequence[Picture]) -> str:
+def names(pictures: Sequence[Picture]) -> Markup:
     """Return the SVG of the lanes' names, which stands beside that of the bars."""
-    parts = [f'<svg class="names" xmlns="http://www.w3.org/2000/svg" width="100%" height="{height(pictures)}">']
+    head = '<svg class="names" xmlns="http://www.w3.org/2000/svg" width="100%" height="$tall">'
+    parts = [fill(head, tall=height(pictures))]
     top = 0
     for one in pictures:
-        parts.append(f'<text class="title" x="0" y="{top + 18}">{escape(headline(one))}</text>')
+        parts.append(fill('<text class="title" x="0" y="$y">$title</text>', y=top + 18, title=headline(one)))
         top += TITLE
         for lanes in one.ranks:
             for row, lane in enumerate(("compute", "communication")):
                 y = top + NAME + row * (LANE + GAP) + LANE // 2 + 5
-                parts.append(f'<text x="0" y="{y}">rank {lanes.rank} {lane}</text>')
+                parts.append(fill('<text x="0" y="$y">rank $rank $lane</text>', y=y, rank=lanes.rank, lane=lane))
             top += BLOCK
-    return "\n".join([*parts, "</svg>"])
+    return joined([*parts, fill("</svg>")], "\n")
 
 
 def headline(one: Picture) -> str:
@@ -78,30 +80,39 @@ def ticks(total: float) -> list[float]:
     return [number * step for number in range(int(total / step) + 1)]
 
 
-def _axis(total: float, tall: int) -> Iterator[str]:
+def _axis(total: float, tall: int) -> Iterator[Markup]:
     for time in ticks(total):
         x = f"{100 * time / total:.4f}%"
-        yield f'<line class="tick" x1="{x}" x2="{x}" y1="0" y2="{tall - AXIS}"/>'
-        yield f'<text class="quiet" x="{x}" y="{tall - 6}" dx="3">{time:g} ms</text>'
+        yield fill('<line class="tick" x1="$x" x2="$x" y1="0" y2="$y"/>', x=x, y=tall - AXIS)
+        yield fill('<text class="quiet" x="$x" y="$y" dx="3">$time ms</text>', x=x, y=tall - 6, time=f"{time:g}")
 
 
-def _rank(lanes: Lanes, top: int, total: float) -> Iterator[str]:
+def _rank(lanes: Lanes, top: int, total: float) -> Iterator[Markup]:
     for bar in lanes.passes:
         yield _bar(bar, top, NAME, total)
     for row, found in enumerate((lanes.compute, lanes.comm)):
         y = top + NAME + row * (LANE + GAP)
-        yield f'<rect class="lane" x="0" y="{y}" width="100%" height="{LANE}"/>'
+        yield fill('<rect class="lane" x="0" y="$y" width="100%" height="$tall"/>', y=y, tall=LANE)
         # What waits goes below what is computed meanwhile.
         for bar in sorted(found, key=lambda bar: bar.kind != "wait"):
             yield _bar(bar, y + bar.low * LANE, (bar.high - bar.low) * LANE, total)
 
 
-def _bar(bar: Bar, y: float, tall: float, total: float) -> str:
+def _bar(bar: Bar, y: float, tall: float, total: float) -> Markup:
     """One bar: an SVG of its own, which clips its label."""
     x, width = 100 * bar.begin / total, 100 * (bar.end - bar.begin) / total
     about = f"{bar.label}{'' if bar.kind in bar.label else f' ({bar.kind})'}: {bar.end - bar.begin:.3f} ms"
-    place = f'x="{x:.4f}%" y="{y:g}" width="{width:.4f}%" height="{tall:g}"'
     short = bar.label.rpartition(".")[2] if bar.kind == "pass" else bar.label
-    shown = "" if bar.kind == "wait" else f'<text x="3" y="{tall / 2 + 4:g}">{escape(short)}</text>'
-    title = f"<title>{escape(about)}, from {bar.begin:.3f} ms</title>"
-    return f'<svg class="bar {bar.kind}" {place}>{title}<rect width="100%" height="100%"/>{shown}</svg>'
+    shown = '<text x="3" y="$middle">$short</text>'
+    return fill(
+        '<svg class="bar $kind" x="$x" y="$y" width="$width" height="$tall"><title>$about, from $begin ms</title>'
+        '<rect width="100%" height="100%"/>$text</svg>',
+        kind=bar.kind,
+        x=f"{x:.4f}%",
+        y=f"{y:g}",
+        width=f"{width:.4f}%",
+        tall=f"{tall:g}",
+        about=about,
+        begin=f"{bar.begin:.3f}",
+        text="" if bar.kind == "wait" else fill(shown, middle=f"{tall / 2 + 4:g}", short=short),
+    )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 
 from ascend_parallel.timeline.align import Shift
 from ascend_parallel.timeline.drawing import COLOURS, MEANING, bars, names
+from ascend_parallel.timeline.markup import Markup, fill, joined
 from ascend_parallel.timeline.picture import Picture
 from ascend_parallel.timeline.table import Row
 
-STYLE = """
+STYLE = Markup("""
   body { font: 14px system-ui, 'DejaVu Sans', sans-serif; color: #1f2328; background: #fff; margin: 2em auto;
          max-width: 1300px; padding: 0 1em }
   h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 2em }
@@ -26,8 +26,8 @@ STYLE = """
   table { border-collapse: collapse } th, td { padding: 3px 10px; border-bottom: 1px solid #d0d7de; text-align: right }
   th:first-child, td:first-child, td:nth-child(2), td:nth-child(3) { text-align: left }
   .warning { color: #9a3412 } button { font: inherit } .quiet { color: #59636e }
-"""
-SCRIPT = """
+""")
+SCRIPT = Markup("""
   let zoom = 1;
   const scroll = document.querySelector('.scroll'), time = document.querySelector('svg.time');
   const look = (factor, at) => {
@@ -43,6 +43,21 @@ SCRIPT = """
     event.preventDefault();
     look(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - scroll.getBoundingClientRect().left);
   }, {passive: false});
+""")
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Timeline $about</title>
+<style>$style$colours</style></head><body>
+<h1>Timeline of $about</h1>
+$warnings
+<p><button id="in">closer</button> <button id="out">farther</button>
+<span class="quiet">or Ctrl and the wheel; point at a bar for its times</span>$key</p>
+<div class="picture"><div class="labels">$names</div><div class="scroll">$bars</div></div>
+<h2>Layers, medians in ms</h2>
+$table
+<h2>Clocks</h2>
+<ul>$clocks</ul>
+<script>$script</script>
+</body></html>
 """
 
 # Column, its value, and what it means.
@@ -62,28 +77,27 @@ def report(
     pictures: Sequence[Picture], rows: Sequence[Row], shifts: Sequence[Shift], notes: Sequence[str], about: str
 ) -> str:
     """Return the page; `about` says which run it is, `notes` what a reader should know of it."""
-    warnings = "".join(f'<p class="warning">{escape(note)}</p>' for note in notes)
-    key = "".join(
-        f'<span class="key"><i style="background:{COLOURS[kind]}"></i>{meaning}</span> '
+    key = joined(
+        fill(
+            '<span class="key"><i style="background:$colour"></i>$meaning</span> ',
+            colour=COLOURS[kind],
+            meaning=meaning,
+        )
         for kind, meaning in MEANING.items()
     )
-    colours = "".join(f"  .{kind} rect {{ fill: {colour} }}\n" for kind, colour in COLOURS.items())
-    clocks = "".join(f"<li>{escape(clock(shift))}</li>" for shift in shifts)
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Timeline {escape(about)}</title>
-<style>{STYLE}{colours}</style></head><body>
-<h1>Timeline of {escape(about)}</h1>
-{warnings}
-<p><button id="in">closer</button> <button id="out">farther</button>
-<span class="quiet">or Ctrl and the wheel; point at a bar for its times</span>{key}</p>
-<div class="picture"><div class="labels">{names(pictures)}</div><div class="scroll">{bars(pictures)}</div></div>
-<h2>Layers, medians in ms</h2>
-{_table(rows)}
-<h2>Clocks</h2>
-<ul>{clocks}</ul>
-<script>{SCRIPT}</script>
-</body></html>
-"""
+    return fill(
+        PAGE,
+        about=about,
+        style=STYLE,
+        colours=joined(fill("  .$kind rect { fill: $colour }\n", kind=k, colour=c) for k, c in COLOURS.items()),
+        warnings=joined(fill('<p class="warning">$note</p>', note=note) for note in notes),
+        key=key,
+        names=names(pictures),
+        bars=bars(pictures),
+        table=_table(rows),
+        clocks=joined(fill("<li>$clock</li>", clock=clock(shift)) for shift in shifts),
+        script=SCRIPT,
+    )
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
@@ -98,19 +112,31 @@ def clock(shift: Shift) -> str:
     return f"rank {shift.rank}: {shift.offset / 1e3:+.0f} µs, {error}; {shift.how}"
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row]) -> Markup:
     shown = columns(rows)
-    heads = "".join(f'<th title="{escape(meaning)}">{name}</th>' for name, _, _, meaning in shown)
-    lines = "".join(
-        f"<tr><td>{escape(row.layer)}</td><td>{row.direction}</td><td>{escape(row.shape)}</td>"
-        f"<td>{escape(row.kernel)}</td><td>{row.passes}</td><td>{row.rank}</td>"
-        + "".join(f"<td>{cell(value(row), form)}</td>" for _, value, form, _ in shown)
-        + "</tr>\n"
+    heads = [fill("<th>$name</th>", name=name) for name in ("layer", "pass", "operators [m, k, n]", "chunks", "passes")]
+    heads += [fill("<th>rank</th>")]
+    heads += [fill('<th title="$meaning">$name</th>', name=name, meaning=meaning) for name, _, _, meaning in shown]
+    lines = [
+        fill(
+            "<tr>$cells</tr>\n",
+            cells=joined(
+                fill("<td>$value</td>", value=value)
+                for value in (
+                    *(row.layer, row.direction, row.shape, row.kernel, row.passes, row.rank),
+                    *(cell(value(row), form) for _, value, form, _ in shown),
+                )
+            ),
+        )
         for row in rows
+    ]
+    meanings = [fill("<li>$name: $meaning</li>", name=name, meaning=meaning) for name, _, _, meaning in shown]
+    return fill(
+        "<table><tr>$heads</tr>\n$lines</table>\n<ul class=quiet>$meanings</ul>",
+        heads=joined(heads),
+        lines=joined(lines),
+        meanings=joined(meanings),
     )
-    fixed = "".join(f"<th>{name}</th>" for name in ("layer", "pass", "operators [m, k, n]", "chunks", "passes", "rank"))
-    meanings = "".join(f"<li>{name}: {escape(meaning)}</li>" for name, _, _, meaning in shown)
-    return f"<table><tr>{fixed}{heads}</tr>\n{lines}</table>\n<ul class=quiet>{meanings}</ul>"
 
 
 def cell(value: float | None, form: str) -> str:

@@ -3,11 +3,14 @@
 planner          pieces as torch.distributed.checkpoint's items, and the check over all ranks
 differences      what differs, in words; CheckpointError
 folder           whole, interrupted and removed checkpoints; manifest and checksums
-storage          files written with checksums, named when whole; ranks say together what went wrong
+lock             one save of a step at a time, whichever jobs share the folder
+storage          files hashed as they are written, named when whole; ranks say together what went wrong
+unpickling       metadata unpickled without running what it names
+reading          metadata, values and tensors read by one process
 saving, loading  save and load
 random_state     states of the generators
 modules          the pieces of any module and of torch's optimizers
-saved            a checkpoint read by one process, without process groups
+saved            a checkpoint of ours opened by one process, without process groups
 safetensors      the format: full models written and read
 megatron         Megatron-core's distributed checkpoints
 convert          one format to another

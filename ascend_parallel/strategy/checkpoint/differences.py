@@ -40,6 +40,11 @@ def refuse(lines: Sequence[str], why: str) -> None:
         raise CheckpointError(f"{why}:\n  " + "\n  ".join(lines[:MOST_SHOWN]) + rest)
 
 
+def in_words(error: BaseException) -> str:
+    """Return what an error says; of what is not said by us also what it is."""
+    return str(error) if isinstance(error, (CheckpointError, ValueError)) else f"{type(error).__name__}: {error}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return float32 of torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -4,10 +4,12 @@
         .metadata            torch.distributed.checkpoint's: which box of which tensor is in which file
         __0_0.distcp ...     each rank's file
         manifest.json        step, ranks, bytes and SHA-256 of each file, and of itself
-    step-00000020.saving/    a save under way, or interrupted
-    step-00000005.removing/  one of more than are kept, on its way out
+    step-00000020.7c1e55d2.saving/    a save under way, or interrupted; the word is the save's own
+    step-00000020.lock                who saves it, and lives
+    step-00000005.90ab3c1f.removing/  one of more than are kept, on its way out
 
-A directory's name changes at once or not at all, so that whatever is killed when, the names that mean whole are.
+A directory's name changes at once or not at all, so that whatever is killed when, the names that mean whole are. A
+save writes into a directory that no other has, so that two jobs cannot mix, and one of them gets the name.
 """
 
 from __future__ import annotations
@@ -16,18 +18,26 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ascend_parallel.numerals import shown
 from ascend_parallel.strategy.checkpoint.differences import CheckpointError, refuse
+from ascend_parallel.strategy.checkpoint.lock import StepLock, is_left, owner_of, read, take_away
+
+Written = tuple[int, str]
+"""Bytes and SHA-256 of a file."""
 
 FORMAT = "ascend_parallel checkpoint 1"
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-_STEP = re.compile(r"step-(\d{8,})")
-_LEFT = re.compile(r"step-\d{8,}\.(saving|removing)")
+_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+_UNFINISHED = re.compile(r"(step-[0-9]{8,})(?:\.([0-9a-f]+))?\.(saving|removing)")
+_LOCK = re.compile(r"step-[0-9]{8,}\.lock(\.[0-9a-f]+)?")
 _BLOCK = 1 << 20
 
 
@@ -41,7 +51,7 @@ def steps(folder: str | Path) -> list[int]:
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = (_STEP.fullmatch(path.name) for path in folder.iterdir())
+    found = (_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -68,39 +78,93 @@ def of_step(folder: str | Path, step: int | None) -> Path:
     return step_folder(folder, there[-1] if step is None else step)
 
 
-def prepare(folder: Path, step: int) -> None:
-    """Remove what interrupted saves left; raise `CheckpointError` if the step is saved already."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if _LEFT.fullmatch(path.name):
-            shutil.rmtree(path)
-    target = step_folder(folder, step)
-    if target.exists():
-        raise CheckpointError(f"{target} is there already: remove it, or save to another folder")
+def new_token() -> str:
+    """Return the word of a new save."""
+    return secrets.token_hex(4)
 
 
-def complete(saving: Path, about: Mapping[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
-    """Write the manifest of a `.saving` directory and give it its name.
+def saving_folder(folder: Path, step: int, token: str) -> Path:
+    """Return where a save writes."""
+    return folder / f"{step_folder(folder, step).name}.{token}.saving"
 
-    Raises `CheckpointError` when a rank's file is not in it, as when the ranks' hosts do not share the file system.
+
+def prepare(folder: Path, step: int, token: str) -> StepLock:
+    """Take the step's lock, and remove what interrupted saves left; return the lock.
+
+    Raises `CheckpointError` if the step is saved already, or being saved by a job that lives.
     """
-    lost = [f"{name}: {size} bytes written" for name, (size, _) in files.items() if _size(saving / name) != size]
+    folder.mkdir(parents=True, exist_ok=True)
+    target = step_folder(folder, step)
+    lock = StepLock(target.with_suffix(".lock"), token)
+    lock.acquire()
+    try:
+        if target.exists():
+            raise CheckpointError(f"{target} is there already: remove it, or save to another folder")
+        _clean(folder, lock.path, token)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _clean(folder: Path, own: Path, token: str) -> None:
+    """Remove locks of dead jobs but our `own`, and directories of saves that no lock is held for."""
+    paths = sorted(folder.iterdir())
+    for path in (path for path in paths if _LOCK.fullmatch(path.name) and path != own):
+        told = read(path)
+        if told is not None and is_left(path, told, own):
+            take_away(path, told, token)
+    for path in paths:
+        match = _UNFINISHED.fullmatch(path.name)
+        if match is None:
+            continue
+        told = read(folder / f"{match[1]}.lock")
+        holder = owner_of(told) if told is not None else None
+        if match[3] == "removing" or holder is None or holder.token != match[2]:
+            _remove(path)
+
+
+def complete(
+    saving: Path,
+    target: Path,
+    about: Mapping[str, Any],
+    files: Mapping[str, Written],
+    metadata: Written,
+) -> None:
+    """Write the manifest of a save's directory and give it the step's name.
+
+    files, metadata
+        Bytes and SHA-256 of each file, and of the metadata, as they were written.
+
+    Raises `CheckpointError` when a rank's file is not in it, as when the ranks' hosts do not share the file system,
+    and when another job's save got the name first.
+    """
+    written = {**files, METADATA: metadata}
+    lost = [f"{name}: {size} bytes written" for name, (size, _) in written.items() if _size(saving / name) != size]
     refuse(lost, f"{saving} is not a file system that all ranks share; not there as written")
-    told = {"format": FORMAT, **about, "files": {**files, METADATA: checksum(saving / METADATA)}}
+    told = {"format": FORMAT, **about, "files": written}
     with (saving / MANIFEST).open("w", encoding="utf-8") as out:
         json.dump({**told, "digest": _digest(told)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
     _sync(saving)
-    saving.rename(saving.with_suffix(""))
-    _sync(saving.parent)
+    try:
+        saving.rename(target)  # onto a directory that holds anything: refused by the system
+    except OSError as error:
+        raise CheckpointError(f"{target} was saved by another job meanwhile: {error.strerror}") from error
+    _sync(target.parent)
 
 
 def prune(folder: Path, keep: int | None) -> None:
     """Remove all but the `keep` last checkpoints."""
     for step in steps(folder)[: -keep if keep is not None else 0]:
-        path = step_folder(folder, step)
-        away = path.with_suffix(".removing")
+        _remove(step_folder(folder, step))
+
+
+def _remove(path: Path) -> None:
+    """Take a directory its name first, so that nobody takes what is half removed for whole; others may be at it too."""
+    away = path.with_name(f"{path.name.partition('.')[0]}.{new_token()}.removing")
+    with suppress(FileNotFoundError):
         path.rename(away)
         shutil.rmtree(away)
 
@@ -110,15 +174,38 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
         told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        digest = told.pop("digest")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+    if not isinstance(told, dict) or "digest" not in told:
+        raise CheckpointError(f"{path} is damaged: it is no table with a digest")
+    digest = told.pop("digest")
     if digest != _digest(told):
         raise CheckpointError(f"{path} is damaged: its checksum differs")
     if told.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {told.get('format')!r}, this version reads {FORMAT!r}")
+    wrong = [f"{key}={shown(told.get(key))}" for key, fits in _CONTENT.items() if not fits(told.get(key))]
+    refuse(wrong, f"{path} is damaged")
     verify(checkpoint, told, [METADATA])
     return {**told, "digest": digest}
+
+
+def _is_files(value: Any) -> bool:
+    """Tell whether a manifest's files are bytes and checksums by plain names, the metadata among them."""
+    return (
+        isinstance(value, dict)
+        and METADATA in value
+        and all(Path(name).name == name for name in value)
+        and all(isinstance(entry, list) and [type(part) for part in entry] == [int, str] for entry in value.values())
+    )
+
+
+_CONTENT: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: type(value) is int and value >= 0,
+    "ranks": lambda value: type(value) is int and value >= 1,
+    "torch": lambda value: isinstance(value, str),
+    "ascend_parallel": lambda value: isinstance(value, str),
+    "files": _is_files,
+}
 
 
 def verify(checkpoint: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.strategy.checkpoint.differences import CheckpointError
+from ascend_parallel.strategy.checkpoint.differences import in_words
 from ascend_parallel.strategy.checkpoint.folder import of_step, read_manifest, verify
 from ascend_parallel.strategy.checkpoint.planner import LoadPieces, kinds
 from ascend_parallel.strategy.checkpoint.random_state import set_random_state
+from ascend_parallel.strategy.checkpoint.reading import Reader, read_metadata, read_values
 from ascend_parallel.strategy.checkpoint.saving import RANDOM, VALUES, fault_of_last, named
 from ascend_parallel.strategy.checkpoint.storage import agree, everybody, told_alike
 
@@ -60,35 +59,31 @@ def load(
         Also set the random states: each rank's own when there are as many ranks as saved; else rank 0's on all,
         since ranks that hold copies have to draw alike.
 
-    Sizes and checksums of all files are compared first, the work spread over the ranks, so that nothing is filled
-    from a damaged checkpoint. Raises `CheckpointError` on every rank, with what differs or is damaged.
+    Sizes and checksums of all files are compared first, the work spread over the ranks, and what is no tensor is read,
+    so that nothing is filled from a damaged checkpoint. Raises `CheckpointError` on every rank, with what differs or
+    is damaged, whatever a rank meets.
     """
     fault = fault_of_last()
     group = everybody()
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    pieces, mine = named(model, optimizer), {"path": str(path), "optimizer": str(optimizer is not None)}
+    mine = {"path": str(path), "optimizer": str(optimizer is not None), "random": str(random)}
     try:
+        pieces = named(model, optimizer)
         kinds(pieces)
         checkpoint = of_step(path, step)
         manifest = read_manifest(checkpoint)
         verify(checkpoint, manifest, sorted(manifest["files"])[rank::ranks])
+        drawn = f"{RANDOM}.{rank if ranks == manifest['ranks'] else 0}"
+        beside = read_values(checkpoint, read_metadata(checkpoint), [VALUES, *([drawn] if random else [])])
         mine |= {"step": str(manifest["step"]), "manifest": manifest["digest"][:16]}
-    except (CheckpointError, OSError) as error:
-        fault = str(error)
+    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+        fault = in_words(error)
     agree(group, "load of a checkpoint", mine, fault)
-    drawn = f"{RANDOM}.{rank if ranks == manifest['ranks'] else 0}"
-    planner = LoadPieces(
-        pieces, [VALUES, *([drawn] if random else [])], ["model.", *(["optimizer."] if optimizer is not None else [])]
-    )
+    planner = LoadPieces(pieces, whole=["model.", *(["optimizer."] if optimizer is not None else [])])
     with told_alike(group):
-        dcp.load({}, checkpoint_id=checkpoint, planner=planner, process_group=group, no_dist=group is None)
+        dcp.load({}, storage_reader=Reader(checkpoint), planner=planner, process_group=group, no_dist=group is None)
     if random:
-        set_random_state(from_bytes(planner.blobs[drawn]))
+        set_random_state(beside[drawn])
         if ranks != manifest["ranks"] and rank == 0:
             log.warning("saved by %s ranks, loaded by %s: all take rank 0's random state", manifest["ranks"], ranks)
-    return Loaded(checkpoint, manifest["step"], from_bytes(planner.blobs[VALUES]))
-
-
-def from_bytes(value: bytes) -> Any:
-    """Return what was saved beside tensors, on the CPU: plain values alone are read."""
-    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
+    return Loaded(checkpoint, manifest["step"], beside[VALUES])

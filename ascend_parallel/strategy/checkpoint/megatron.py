@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.strategy.checkpoint.differences import CheckpointError, Kind, differences, refuse
+from ascend_parallel.strategy.checkpoint.differences import CheckpointError, Kind, differences, in_words, refuse
 from ascend_parallel.strategy.checkpoint.planner import LoadPieces, kinds, saved_kinds
-from ascend_parallel.strategy.checkpoint.saved import read_metadata, read_whole
+from ascend_parallel.strategy.checkpoint.reading import Reader, read_metadata, read_whole
 from ascend_parallel.strategy.checkpoint.storage import agree, everybody, names_of_all, told_alike
 
 CONFIG = "metadata.json"
@@ -75,13 +75,14 @@ def load_megatron(path: str | Path, model: Mapping[str, Piece]) -> None:
         checkpoint = _opened(path)
         saved = _model_kinds(read_metadata(checkpoint))
         wanted, names = _keyed(model, saved)
-    except CheckpointError as error:
-        fault = str(error)
+    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+        fault = in_words(error)
     agree(group, "load of a Megatron-core checkpoint", {"path": str(path)}, fault)
     asked = names_of_all(group, names)
     refuse([f"{name}: in the checkpoint, not here" for name in _unasked(saved, asked)], f"{path} is of another model")
     with told_alike(group):
-        dcp.load({}, checkpoint_id=checkpoint, planner=LoadPieces(wanted), process_group=group, no_dist=group is None)
+        reader, planner = Reader(checkpoint), LoadPieces(wanted)
+        dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 def is_megatron(path: str | Path) -> bool:
@@ -94,7 +95,7 @@ def _opened(path: str | Path) -> Path:
     try:
         told = json.loads(config.read_text(encoding="utf-8"))
         backend = told["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no distributed checkpoint of Megatron-core: {error}") from error
     if backend != "torch_dist":
         raise CheckpointError(

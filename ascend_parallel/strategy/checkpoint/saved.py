@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ascend_parallel.sharding.layout import Shape
-from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.strategy.checkpoint.differences import CheckpointError, Kind
+from ascend_parallel.strategy.checkpoint.differences import Kind
 from ascend_parallel.strategy.checkpoint.folder import of_step, read_manifest, verify
-from ascend_parallel.strategy.checkpoint.loading import from_bytes
-from ascend_parallel.strategy.checkpoint.planner import LoadPieces, saved_kinds
+from ascend_parallel.strategy.checkpoint.planner import saved_kinds
+from ascend_parallel.strategy.checkpoint.reading import read_metadata, read_values, read_whole
 from ascend_parallel.strategy.checkpoint.saving import VALUES
 
 
@@ -62,9 +60,7 @@ class Saved:
     @cached_property
     def values(self) -> dict[str, Any]:
         """The values saved beside tensors."""
-        planner = LoadPieces({}, [VALUES])
-        _read(self.path, self._metadata, planner)
-        found: dict[str, Any] = from_bytes(planner.blobs[VALUES])
+        found: dict[str, Any] = read_values(self.path, self._metadata, [VALUES])[VALUES]
         return found
 
     @cached_property
@@ -85,29 +81,3 @@ def whole_state(path: str | Path, *, step: int | None = None, space: str = "mode
     saved = Saved.open(path, step)
     prefix = f"{space}."
     return {name.removeprefix(prefix): saved.read(name) for name in saved.kinds if name.startswith(prefix)}
-
-
-def read_metadata(checkpoint: Path) -> Metadata:
-    """Return torch.distributed.checkpoint's metadata."""
-    try:
-        return FileSystemReader(checkpoint).read_metadata()
-    except Exception as error:
-        raise CheckpointError(f"{checkpoint}: .metadata is missing or damaged: {error}") from error
-
-
-def read_whole(checkpoint: Path, metadata: Metadata, name: str) -> torch.Tensor:
-    """Return a whole tensor of any checkpoint of torch.distributed.checkpoint."""
-    shape, dtype = saved_kinds(metadata)[name]
-    whole = torch.empty(shape, dtype=dtype)
-    _read(checkpoint, metadata, LoadPieces({name: Piece(whole, shape, (0,) * len(shape))}))
-    return whole
-
-
-def _read(checkpoint: Path, metadata: Metadata, planner: LoadPieces) -> None:
-    reader = FileSystemReader(checkpoint)
-    planner.set_up_planner({}, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    try:
-        reader.read_data(planner.create_local_plan(), planner).wait()
-    except (OSError, RuntimeError, EOFError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error

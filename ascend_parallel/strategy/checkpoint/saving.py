@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.strategy.checkpoint.differences import CheckpointError
-from ascend_parallel.strategy.checkpoint.folder import step_folder
+from ascend_parallel.strategy.checkpoint.differences import in_words
+from ascend_parallel.strategy.checkpoint.folder import new_token, step_folder
 from ascend_parallel.strategy.checkpoint.planner import SavePieces, kinds
 from ascend_parallel.strategy.checkpoint.random_state import random_state
 from ascend_parallel.strategy.checkpoint.storage import StepWriter, agree, everybody, told_alike
@@ -102,22 +102,26 @@ def save(
 
     Every rank's random state is saved too. A save that ends early, however, leaves the checkpoints before as they are.
     Waits for the asynchronous save before, and raises what went wrong in it. Raises `CheckpointError` on every rank
-    when ranks differ, boxes do not fit, the step is saved already, or writing fails anywhere.
+    when ranks differ, boxes do not fit, the step is saved already or being saved by another job, or writing fails
+    anywhere.
     """
     fault = fault_of_last()
     group = everybody()
-    pieces = named(model, optimizer)
+    pieces: dict[str, Piece] = {}
+    blobs: dict[str, bytes] = {}
+    digests: dict[str, str] = {}
     try:
+        pieces = named(model, optimizer)
         blobs, digests = _blobs(dict(values or {}), step, keep)
         kinds(pieces)
-    except (CheckpointError, ValueError) as error:
-        blobs, digests, fault = {}, {}, str(error)
+        folder = Path(path)
+    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+        fault = in_words(error)
     mine = {"path": str(path), "step": str(step), "keep": str(keep), "asynchronous": str(asynchronous), **digests}
-    agree(group, "save of a checkpoint", mine, fault)
-    folder = Path(path)
+    token = agree(group, "save of a checkpoint", mine, fault, offer=new_token())
     saving = Saving(step_folder(folder, step))
     about = {"step": step, "ranks": 1 if group is None else group.size(), "torch": torch.__version__}
-    writer = StepWriter(folder, step, keep, {**about, "ascend_parallel": __version__})
+    writer = StepWriter(folder, step, token, keep, {**about, "ascend_parallel": __version__})
     if not asynchronous:
         _write(group, pieces, blobs, writer)
         return saving
@@ -142,10 +146,13 @@ def fault_of_last() -> str:
 def _write(
     group: dist.ProcessGroup | None, pieces: Mapping[str, Piece], blobs: Mapping[str, bytes], writer: StepWriter
 ) -> None:
-    with told_alike(group):
-        dcp.save(
-            {}, storage_writer=writer, planner=SavePieces(pieces, blobs), process_group=group, no_dist=group is None
-        )
+    try:
+        with told_alike(group):
+            dcp.save(
+                {}, storage_writer=writer, planner=SavePieces(pieces, blobs), process_group=group, no_dist=group is None
+            )
+    finally:
+        writer.release()
 
 
 def named(model: Mapping[str, Piece], optimizer: Mapping[str, Piece] | None) -> dict[str, Piece]:
@@ -156,7 +163,7 @@ def named(model: Mapping[str, Piece], optimizer: Mapping[str, Piece] | None) -> 
 
 def _blobs(values: dict[str, Any], step: int, keep: int | None) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return what this rank writes beside tensors, and what of it has to be alike on all."""
-    if step < 0 or (keep is not None and keep < 1):
+    if type(step) is not int or step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step={step}, keep={keep}: a step is 0 or more, and 1 or more are kept (or None: all)")
     rank = dist.get_rank() if dist.is_initialized() else 0
     digests = {f"values[{name!r}]": _fingerprint(value) for name, value in values.items()}
@@ -169,8 +176,8 @@ def _blobs(values: dict[str, Any], step: int, keep: int | None) -> tuple[dict[st
 def as_bytes(value: Any) -> bytes:
     """Return what ``torch.load(weights_only=True)`` reads; raise `ValueError` for what it refuses to."""
     file = io.BytesIO()
-    torch.save(value, file)
     try:
+        torch.save(value, file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:
         raise ValueError(f"values: give numbers, strings, tensors and lists or dicts of them ({error})") from error

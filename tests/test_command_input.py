@@ -1,0 +1,88 @@
+"""Numbers and files that commands are given and cannot take: an error that names them, and exit status 2."""
+
+import pytest
+from typer.testing import CliRunner
+
+from ascend_parallel.cli.app import app
+
+LLAMA = ("predict", "--model", "llama2-7b", "--hardware", "910b")
+HUGE = "99999999999999999999"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*LLAMA, "--tp", HUGE),
+        (*LLAMA, "--dp", HUGE),
+        (*LLAMA, "--pp", HUGE),
+        (*LLAMA, "--seq", HUGE),
+        (*LLAMA, "--micro-batch", HUGE),
+        (*LLAMA, "--micro-batches", "0"),
+        (*LLAMA, "--launch-us", "inf"),
+        (*LLAMA, "--launch-us", "nan"),
+        ("predict", "--model", "llama2-7b", "--hardware", "cpu-gloo", "--link", "9" * 400 + "gbit"),
+        ("bench", "--shape", f"{HUGE},64,64"),
+        ("bench", "--shape", "\u0661\u0666,64,64"),
+        ("bench", "--shape", "\u00b2,64,64"),
+        ("bench", "--shape", "64,64,64", "--chunks", "\u00b2"),
+        ("bench", "--shape", "64,64,64", "--chunks", "9" * 5000),
+        ("bench", "--shape", "64,64,64", "--link", "9" * 400 + "gbit"),
+        ("bench", "--model", "llama2-7b", "--seq", HUGE),
+        ("tune", "--model", "llama2-7b", "--scale", HUGE),
+        ("tune", "--shape", "64,64,64", "--rounds", HUGE),
+        ("propagate", "nowhere:model", "--mesh", "mp=\u00b2"),
+        ("propagate", "nowhere:model", "--mesh", f"mp={HUGE}"),
+        ("propagate", "nowhere:model", "--mesh", "mp=2", "--memory-limit", "1e999GB"),
+        ("checkpoint", "show", "nowhere", "--step", "-1"),
+        ("doctor", "--group", HUGE),
+        ("verify", "--every", HUGE, "train.py"),
+    ],
+)
+def test_numbers_out_of_bounds_end_with_2_and_name_the_option(words):
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 2, (result.output, result.exception)
+    option = [word for word in words if word.startswith("--")][-1]
+    said = " ".join(result.output.split())
+    assert option in said or "the rate" in said
+    assert len(said) < 1500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "layers = 'x'",
+        "heads = 1e400",
+        "gated = 3",
+        "kv_heads = 'x'",
+        "title = 7",
+        "q_rank = -1",
+        "layers = 1" + "0" * 5000,
+    ],
+)
+def test_a_model_file_of_wrong_values_is_refused_by_key(tmp_path, text):
+    good = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 100}
+    good.pop(text.partition(" ")[0], None)
+    file = tmp_path / "own.toml"
+    file.write_text("\n".join([f"{key} = {value}" for key, value in good.items()] + [text]))
+    result = CliRunner().invoke(app, ["predict", "--model-file", str(file), "--hardware", "910b"])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert "own" in result.output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base = 5",
+        "base = '910b'\naliases = 5",
+        "base = 'ascend-910b1'\n[memory]\nbandwidth = { value = 'x', source = 'assumed', why = 'x' }",
+        "base = 'ascend-910b1'\n[memory]\nbandwidth = { value = 0, source = 'assumed', why = 'x' }",
+        "base = 'ascend-910b1'\n[memory]\nbandwidth = { value = 1, source = [], why = 'x' }",
+        "base = 'ascend-910b1'\n[matmul]\nutilisation = { value = [['x', 1]], source = 'assumed', why = 'x' }",
+        "base = 'ascend-910b1'\n[matmul]\ncores = { value = nan, source = 'assumed', why = 'x' }",
+    ],
+)
+def test_a_hardware_file_of_wrong_values_is_refused(tmp_path, text):
+    file = tmp_path / "own.toml"
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["predict", "--hardware-file", str(file), "--model", "llama2-7b"])
+    assert result.exit_code == 2, (result.output, result.exception)
