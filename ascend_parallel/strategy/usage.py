@@ -1,37 +1,14 @@
-"""What a training step holds its caller to: batches like the first, and an optimizer that nobody steps."""
+"""What a training step holds its caller to beside its batches: an optimizer that nobody steps."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ascend_parallel.sharding.mesh import default_device
-
-
-class BatchesLike:
-    """Batches have the arguments, and where every rank gives the whole of them the shapes, of the first."""
-
-    def __init__(self, batch: Sequence[Any], whole: bool) -> None:
-        """Take the batch that the step is made with."""
-        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in batch]
-        self._shapes, self._whole = shapes, whole
-
-    def check(self, batch: Sequence[Any]) -> None:
-        """Raise `ValueError` for a batch of another number of arguments, or of other shapes."""
-        if len(batch) != len(self._shapes):
-            raise ValueError(
-                f"{len(batch)} arguments were given; the batch that the step was made with has {len(self._shapes)}"
-            )
-        for number, (one, shape) in enumerate(zip(batch, self._shapes, strict=True)):
-            if self._whole and isinstance(one, torch.Tensor) and shape is not None and tuple(one.shape) != shape:
-                raise ValueError(
-                    f"argument {number} of the batch is {list(one.shape)}; the step was made with {list(shape)}, and "
-                    "all batches are of one shape: leave out a smaller last one (drop_last=True of a DataLoader)"
-                )
 
 
 class Unused:
