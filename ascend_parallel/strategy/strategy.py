@@ -114,6 +114,11 @@ class Strategy:
         """How many ranks the job has."""
         return prod(self.mesh.values()) * self.pipeline.degree
 
+    @property
+    def backwards(self) -> int:
+        """How many backwards come before a step of the optimizer: micro-batches times merged batches."""
+        return self.pipeline.micro_batches * self.gradient_merge.steps
+
     def meshes(self) -> tuple[ProcessMesh, ...]:
         """Return the mesh of each pipeline stage's group of ranks: ranks in order, stage by stage."""
         size, shape = prod(self.mesh.values()), tuple(self.mesh.values())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.strategy.optimizer import checks, state
 from ascend_parallel.strategy.optimizer.buckets import BUCKET_BYTES
@@ -118,7 +119,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
             self._multiply(factor)
             self._update()
         for owned in self._owned:
-            owned.inner.grad = None
+            owned.drop()
         if self._scatter is not None:
             super().zero_grad()
         return loss
@@ -128,7 +129,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if self._scatter is not None:
             self._scatter.drop()
         for owned in self._owned:
-            owned.inner.grad = None
+            owned.drop()
         self._summed = []
         super().zero_grad(set_to_none)
 
@@ -240,9 +241,10 @@ class ParallelOptimizer(torch.optim.Optimizer):
         for target, _, owned in self._shares:
             # Where the box is a view of the whole gradient all of that is multiplied: it stays alike on the replicas.
             views = self._scatter is None or target.group is None
-            views = views and self._options.master_dtype in (None, target.parameter.dtype)
-            if views and target.parameter.grad is not None:
-                target.parameter.grad.mul_(factor)
+            whole = target.parameter.grad
+            alike = (self._options.master_dtype or target.parameter.dtype) == grad_dtype(target.parameter)
+            if views and alike and whole is not None:
+                whole.mul_(factor)
             elif owned is not None and owned.inner.grad is not None:
                 owned.inner.grad.mul_(factor)
 

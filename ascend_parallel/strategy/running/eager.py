@@ -19,7 +19,7 @@ from ascend_parallel.strategy.loss import Loss, WithLoss
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import divided_over, loss_of, part_of
+from ascend_parallel.strategy.running.runner import divided_over, keep_gradients, loss_of, part_of
 
 
 class Eagerly:
@@ -35,6 +35,8 @@ class Eagerly:
         read = set(map(model.get_parameter, given))  # the others have no gradient
         self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad and one in read}
         self._local = {name: nn.Parameter(local_of(one)) for name, one in self._sharded.items()}
+        for parameters in (self._sharded, self._local):
+            keep_gradients(parameters.values(), self._strategy)
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
         """Add the gradients of ``factor * loss``; return the loss."""

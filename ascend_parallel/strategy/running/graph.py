@@ -13,7 +13,7 @@ from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import divided_over, loss_of, part_of, take_evaluation
+from ascend_parallel.strategy.running.runner import divided_over, keep_gradients, loss_of, part_of, take_evaluation
 
 
 class Whole:
@@ -32,6 +32,7 @@ class Whole:
             recompute=strategy.recompute if strategy.recompute.modules else None,
             bucket_bytes=strategy.comm_fusion.bucket_bytes,
         )
+        keep_gradients(self.module.parameters(), strategy)
         self.modules, self.unreduced = (self.module,), strategy.sharding.level == 2
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ascend_parallel.sharding.evaluation import in_evaluation
+from ascend_parallel.sharding.grad_dtype import accumulate_wide
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.strategy.optimizer.targets import Target
@@ -72,6 +73,12 @@ def part_of(one: Any, number: int, count: int) -> Any:
         return one
     rows = rows_of_part(one, count)
     return one[number * rows : (number + 1) * rows]
+
+
+def keep_gradients(parameters: Iterable[nn.Parameter], strategy: Strategy) -> None:
+    """Have gradients of 16 bits add up in fp32 where several backwards come before a step of the optimizer."""
+    if strategy.backwards > 1:
+        accumulate_wide(parameters)
 
 
 def divided_over(strategy: Strategy) -> str | None:

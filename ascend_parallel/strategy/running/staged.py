@@ -15,7 +15,7 @@ from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.pipeline.run import Pipeline
 from ascend_parallel.strategy.planned import TrainingPlan, evaluating
-from ascend_parallel.strategy.running.runner import divided_over, take_evaluation
+from ascend_parallel.strategy.running.runner import divided_over, keep_gradients, take_evaluation
 
 
 class Staged:
@@ -44,6 +44,7 @@ class Staged:
         given = [node for part in self.pipeline.parts for node in part.plan.graph.nodes.values()]
         read = {node.source for node in given if node.kind in (PARAMETER, BUFFER)}
         self._unread = unread(planned.model, read)
+        keep_gradients((one for module in self.pipeline.modules for one in module.parameters()), strategy)
         self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.level == 2
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ascend_parallel.strategy.loss import Loss
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import evaluating
+from ascend_parallel.strategy.running.runner import keep_gradients
 from ascend_parallel.strategy.strategy import Strategy
 
 
@@ -28,6 +29,7 @@ class AsWritten:
         """Take the rank's own model."""
         self._model, self._loss, self._strategy = model, loss, strategy
         self.modules, self.unreduced = (model,), True
+        keep_gradients(model.parameters(), strategy)
         (mesh,) = strategy.meshes()
         mesh.device_mesh()
         self._replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
