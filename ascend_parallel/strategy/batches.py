@@ -20,9 +20,16 @@ from ascend_parallel.strategy.strategy import Strategy
 
 # So many of the first batches are compared each.
 FIRST = 8
+# And then every so many-th is looked at, where nobody says otherwise.
+EVERY = 100
 # More ranks, and more different batches, are not listed in a message.
 LISTED = 8
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def is_due(number: int, every: int) -> bool:
+    """Tell whether the `number`-th batch is looked at: one of the first, or the `every`-th; 0: never."""
+    return bool(every) and (number < FIRST or number % every == 0)
 
 
 class BatchesLike:
@@ -94,8 +101,9 @@ class SameBatches:
         Every rank calls it alike. Raises `DisagreementError` if a rank does not come to say what it was given.
         """
         number, self._seen = self._seen, self._seen + 1
-        due = bool(self._every) and (number < FIRST or number % self._every == 0)
-        if not due or dist.get_backend() == "fake":  # ranks that do not exist have nothing to say
+        if (
+            not is_due(number, self._every) or dist.get_backend() == "fake"
+        ):  # ranks that do not exist have nothing to say
             return ""
         leaves = list(_leaves(batch))
         rows = _gathered([bool(problem), *(_digest(leaves, part.tensors) for part in self._parts)])

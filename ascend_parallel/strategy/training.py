@@ -15,14 +15,13 @@ from torch import nn
 from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.sharding.running.execute import is_modal
 from ascend_parallel.strategy.agreed import confirm_strategy
-from ascend_parallel.strategy.batches import BatchesLike, SameBatches
+from ascend_parallel.strategy.batches import EVERY, BatchesLike, SameBatches
 from ascend_parallel.strategy.checkpoint.loading import load
 from ascend_parallel.strategy.checkpoint.saving import Saving, save
-from ascend_parallel.strategy.loss import Loss, mean_loss
+from ascend_parallel.strategy.loss import Divisor, Loss, mean_loss
 from ascend_parallel.strategy.optimizer.parallel import ParallelOptimizer
-from ascend_parallel.strategy.optimizer.recipe import Recipe, recipe
+from ascend_parallel.strategy.optimizer.recipe import recipe
 from ascend_parallel.strategy.optimizer.scaling import LossScale
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import TrainingPlan, cast, plan_training
@@ -32,7 +31,7 @@ from ascend_parallel.strategy.running.runner import Runner
 from ascend_parallel.strategy.running.staged import Staged
 from ascend_parallel.strategy.running.written import AsWritten
 from ascend_parallel.strategy.strategy import Strategy
-from ascend_parallel.strategy.usage import Unused, random_numbers_kept
+from ascend_parallel.strategy.usage import Unused, check_all_updated, check_training_mode, random_numbers_kept
 from ascend_parallel.strategy.watch import Watch
 
 
@@ -45,7 +44,7 @@ def train_step(
     loss: Loss = mean_loss,
     static: bool = True,
     local_batches: bool = False,
-    check_batches: int = 100,
+    check_batches: int = EVERY,
     settings: Settings | None = None,
     timeout: timedelta | None = None,
 ) -> TrainStep:
@@ -59,7 +58,8 @@ def train_step(
     optimizer
         Any that `recipe` takes, made over the model's parameters; it is not used itself (`TrainStep.optimizer` is).
     loss
-        Called as ``loss(model, *batch)``; returns the mean loss. By default the model returns it.
+        Called as ``loss(model, *batch)``; returns the mean loss, or ``(sum, count)`` of what it is the mean of: the
+        step divides by the count of all micro-batches, replicas and merged batches. By default the model returns it.
     static
         The traced graph runs, with overlapped operators. False: the model's own Python runs on DTensors by the same
         plan (`sharding.parallelize`), and the model is changed in place; not with stages, recompute, fused passes.
@@ -94,7 +94,7 @@ def train_step(
             f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
         )
     made = recipe(optimizer, model)
-    _check_all_updated(made, model)
+    check_all_updated(made, model)
     planned: TrainingPlan | None = None
     runner: Runner
     if strategy.mode == "hybrid":
@@ -102,7 +102,7 @@ def train_step(
         runner = AsWritten(model, loss, strategy)
     else:
         planned = plan_training(strategy, model, batch, loss)
-        _check_training_mode(planned)
+        check_training_mode(planned)
         runner = _runner(planned, settings, local_batches, timeout) if static else Eagerly(planned, loss, local_batches)
     master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
     parallel = ParallelOptimizer(
@@ -119,23 +119,6 @@ def train_step(
     like = BatchesLike(batch, whole=planned is not None and not local_batches)
     same = SameBatches(strategy, None if planned is None else planned.plan, local_batches, check_batches)
     return TrainStep(strategy, planned, runner, parallel, like=like, same=same, unused=optimizer)
-
-
-def _check_training_mode(planned: TrainingPlan) -> None:
-    graph = planned.plan.graph
-    modal = {node.call.name for node in graph.nodes.values() if node.call is not None and is_modal(node.call)}
-    if modal and not graph.training:
-        raise StrategyOptionError(
-            f"the model is in evaluation mode, in which {', '.join(sorted(modal))} would be trained without dropout "
-            "and with fixed statistics: call model.train() before train_step"
-        )
-
-
-def _check_all_updated(made: Recipe, model: nn.Module) -> None:
-    updated = frozenset[str]().union(*(names for names, _ in made.groups))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in updated:
-            raise ValueError(f"{name} wants a gradient, and the optimizer has it not: add it, or requires_grad_(False)")
 
 
 def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:
@@ -174,6 +157,7 @@ class TrainStep:
         self.batches = 0
         self._runner, self._watch = runner, Watch()
         self._saving: Saving | None = None
+        self._divisor = Divisor(strategy.gradient_merge)
         self._like, self._same, self._unused, self._failed = like, same, Unused(unused), False
 
     def __call__(self, *batch: Any) -> torch.Tensor:
@@ -201,13 +185,15 @@ class TrainStep:
         with self._watch.naming(self.batches):
             # In a pipeline terms are summed over stages first, and only then over replicas.
             with self.optimizer.no_sync() if isinstance(self._runner, Staged) else nullcontext():
-                loss = self._runner.accumulate(given, factor, last)
+                found = self._runner.accumulate(given, factor, last)
+            self._divisor.add(found)
             if last:
                 self._runner.finish()
+                self.optimizer.divisor = self._divisor.value
                 self.optimizer.step()
                 self._clear()
         self.batches, self._failed = self.batches + 1, False
-        return loss
+        return found.mean
 
     def evaluate(self, *batch: Any) -> torch.Tensor:
         """Return the mean loss of a batch in evaluation mode: no dropout, running statistics, nothing trained.
@@ -233,6 +219,7 @@ class TrainStep:
 
     def _clear(self) -> None:
         """Drop all gradients, also those that a batch left which failed."""
+        self._divisor.clear()
         self.optimizer.zero_grad()
         self._runner.clear()
 

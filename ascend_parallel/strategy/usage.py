@@ -1,4 +1,4 @@
-"""What a training step holds its caller to beside its batches: an optimizer that nobody steps."""
+"""What a training step holds its caller to beside its batches: all is trained, in training mode, by its optimizer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,32 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from ascend_parallel.sharding.mesh import default_device
+from ascend_parallel.sharding.running.execute import is_modal
+from ascend_parallel.strategy.optimizer.recipe import Recipe
+from ascend_parallel.strategy.options import StrategyOptionError
+from ascend_parallel.strategy.planned import TrainingPlan
+
+
+def check_training_mode(planned: TrainingPlan) -> None:
+    """Raise `StrategyOptionError` for a plan of evaluation mode, if operators work otherwise in training."""
+    graph = planned.plan.graph
+    modal = {node.call.name for node in graph.nodes.values() if node.call is not None and is_modal(node.call)}
+    if modal and not graph.training:
+        raise StrategyOptionError(
+            f"the model is in evaluation mode, in which {', '.join(sorted(modal))} would be trained without dropout "
+            "and with fixed statistics: call model.train() before train_step"
+        )
+
+
+def check_all_updated(made: Recipe, model: nn.Module) -> None:
+    """Raise `ValueError` for a parameter that wants a gradient and is in no group of the optimizer."""
+    updated = frozenset[str]().union(*(names for names, _ in made.groups))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in updated:
+            raise ValueError(f"{name} wants a gradient, and the optimizer has it not: add it, or requires_grad_(False)")
 
 
 class Unused:

@@ -32,6 +32,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     norm
         Global norm of the last step's gradients before they were clipped; None if nobody asked.
+    divisor
+        What the gradients are divided by in the next step; 1 again after it.
     skipped
         Whether the last step was left out because gradients overflowed in fp16.
     """
@@ -89,7 +91,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         self._scatter = GradientScatter(self._shares, bucket_bytes) if unreduced and level >= 2 else None
         self._summed: list[weakref.ref[torch.Tensor]] = []
         self.norm: float | None = None
-        self.skipped = False
+        self.divisor, self.skipped = 1.0, False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale, to run backward on."""
@@ -118,6 +120,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if not self.skipped:
             self._multiply(factor)
             self._update()
+        self.divisor = 1.0
         for owned in self._owned:
             owned.drop()
         if self._scatter is not None:
@@ -221,13 +224,13 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     def _factor(self) -> float:
         """Return what gradients are multiplied by; find their norm, and whether they overflowed, on all ranks alike."""
-        self.norm, self.skipped, factor = None, False, 1.0
+        self.norm, self.skipped, factor = None, False, 1 / self.divisor
         if self._options.max_norm is None and self.loss_scale is None:
             return factor
         given = [(owned.inner.grad, owned.held_by) for owned in self._owned if owned.inner.grad is not None]
         norm = global_norm(given, self._options.norm_type, self._everybody)
         if self.loss_scale is not None:
-            factor = 1 / self.loss_scale.scale
+            factor /= self.loss_scale.scale
             self.skipped = not norm < float("inf")
             self.loss_scale.update(self.skipped)
         self.norm = norm * factor
