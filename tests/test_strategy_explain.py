@@ -72,6 +72,17 @@ def test_the_levels_divide_what_they_say():
         assert parameters == pytest.approx(held[0][0] / (2 if level >= 3 else 1), rel=0.02)
 
 
+def test_gradients_of_several_backwards_take_fp32():
+    told = {}
+    for count in (1, 2):
+        options = {"amp": AmpOptions(dtype="bfloat16"), "pipeline": PipelineOptions(micro_batches=count)}
+        told[count] = planned(**options)
+    (one,), (two,) = (as_dict(told[count])["stages"] for count in (1, 2))
+    assert (one["gradients"], two["gradients"]) == (one["parameters"], 2 * one["parameters"])
+    assert "amp: gradients of 2 backwards add up, and are summed over ranks, in fp32" in told[2].explain()
+    assert "add up" not in told[1].explain()
+
+
 def test_stages_hold_their_part_and_the_embedding_twice():
     whole = as_dict(planned())["stages"][0]["parameters"]
     stages = as_dict(planned(pipeline=PipelineOptions(degree=2, micro_batches=4)))["stages"]

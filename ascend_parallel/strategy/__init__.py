@@ -2,6 +2,7 @@
 
 options, strategy    what is said about a training: one frozen Strategy, from Python or TOML
 loss, passes         the model and its loss as one graph; operators of it that become one
+batches, masked      batches that differ on one replica; means over unequal counts
 watch                which ranks are still there
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -34,14 +33,6 @@ def confirm_strategy(strategy: Strategy, batch: Sequence[Any], more: Mapping[str
     _compare(everybody, "train_step", mine, "Give all ranks the same")
 
 
-def confirm_batch(batch: Sequence[Any]) -> None:
-    """Raise `DisagreementError` on every rank unless all have come with the same batch, bit for bit."""
-    assert dist.group.WORLD is not None
-    mine = {f"argument {number} of the batch": f"{_told(one)} ({_digest(one)})" for number, one in enumerate(batch)}
-    cure = "Give every rank the whole batch, or train_step(..., local_batches=True) and each its part"
-    _compare(dist.group.WORLD, "the training step", mine, cure)
-
-
 def confirm_replicas(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Raise `DisagreementError` on every rank of `group` unless their models have the same values."""
     mine = {"the model's parameters": fingerprint(model)}
@@ -54,13 +45,6 @@ def _compare(group: dist.ProcessGroup, what: str, mine: Mapping[str, str], cure:
         if any(value.get(name) != mine[name] for value in told.values()):
             which = "; ".join(f"{value.get(name)} on rank {rank}" for rank, value in told.items())
             raise DisagreementError(f"ranks call {what} differently: {name} is {which}. {cure}")
-
-
-def _digest(one: Any) -> str:
-    if not isinstance(one, torch.Tensor):
-        return repr(one)
-    plain = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(plain.tobytes()).hexdigest()[:16]
 
 
 def _told(one: Any) -> str:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from ascend_parallel import status
+from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape, local_size
 from ascend_parallel.sharding.planner.plan import ShardingPlan
@@ -173,6 +176,9 @@ class _Explained:
             masters = "fp32 master weights" if amp.master_weights else "no master weights"
             scaled = ", the loss scaled" if amp.dtype == "float16" else ""
             yield "amp", f"{amp.dtype}, {masters}{scaled}"
+        nodes = [node for one in self.stages for node in one.plan.graph.nodes.values() if node.kind == PARAMETER]
+        if any(self._grad_dtype(node.outputs[0].dtype) != node.outputs[0].dtype for node in nodes):
+            yield "amp", f"gradients of {self._strategy.backwards} backwards add up, and are summed over ranks, in fp32"
         if merge.steps > 1:
             how = "mean" if merge.average else "sum"
             yield "gradient_merge", f"a step of the optimizer with the {how} of {merge.steps} batches' gradients"
@@ -191,10 +197,13 @@ class _Explained:
             )
         found = [bucket for stage in self.stages for bucket in stage.buckets]
         if found:
-            count = sum(len(bucket.members) for bucket in found)
-            nbytes = sum(bucket.nbytes for bucket in found)
+            members = [one for bucket in found for one in bucket.members]
+            nbytes = sum(one.nbytes // one.dtype.itemsize * self._grad_dtype(one.dtype).itemsize for one in members)
             under = "under backward" if self._strategy.overlap.gradients else "after backward"
-            yield "comm_fusion", f"{count} gradients, {size_of(nbytes)}, are summed in {len(found)} buckets {under}"
+            yield (
+                "comm_fusion",
+                f"{len(members)} gradients, {size_of(nbytes)}, are summed in {len(found)} buckets {under}",
+            )
 
     @cached_property
     def recompute(self) -> Recompute:
@@ -234,6 +243,7 @@ class _Explained:
                         by=self._strategy.sharding.by,
                         itemsize=mine[0].outputs[0].dtype.itemsize,
                         master_itemsize=masters,
+                        grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if self._wide else None,
                     )
                 )
         return OptimizerMemory(
@@ -241,6 +251,15 @@ class _Explained:
             sum(one.gradients for one in found),
             sum(one.optimizer for one in found),
         )
+
+    @property
+    def _wide(self) -> bool:
+        """Whether gradients of 16 bits add up in fp32."""
+        return self._strategy.backwards > 1
+
+    def _grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return in which dtype gradients of parameters of `dtype` add up."""
+        return WIDE if self._wide and dtype.is_floating_point and dtype.itemsize == 2 else dtype
 
     def _replicas(self, plan: ShardingPlan, name: str) -> int:
         """Return how many ranks of the divided dimension hold the same part of a parameter."""

@@ -18,7 +18,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import annotated
 from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.strategy.loss import Loss, mean_loss, trace_with_loss
+from ascend_parallel.strategy.loss import Loss, loss_value, mean_loss, trace_with_loss
 from ascend_parallel.strategy.optimizer.level3 import sharded_parameters
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.passes import fuse_operators
@@ -82,7 +82,7 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     batch
         Of all replicas together, as ``loss(model, *batch)`` takes it; the tensors' first dimension is the batch.
     loss
-        Returns the mean loss of a batch; by default the model does.
+        Returns the mean loss of a batch, or (sum, count); by default the model does.
 
     Raises `StrategyOptionError`, `StrategyError`, `TraceError`, `MemoryLimitError`.
     """
@@ -98,7 +98,7 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     model = in_dtype(model, strategy)
     traced = tuple(meta_part(one, strategy) for one in batch)
     graph = trace_with_loss(model, loss, traced)
-    if graph.meta(graph.outputs).dtype == torch.float16:
+    if graph.meta(loss_value(graph)).dtype == torch.float16:
         raise StrategyOptionError(
             'amp.dtype="float16" and a loss in float16, whose scale is above the largest float16: compute it in fp32, '
             "as from logits.float()"

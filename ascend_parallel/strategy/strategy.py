@@ -114,10 +114,29 @@ class Strategy:
         """How many ranks the job has."""
         return prod(self.mesh.values()) * self.pipeline.degree
 
+    @property
+    def backwards(self) -> int:
+        """How many backwards come before a step of the optimizer: micro-batches times merged batches."""
+        return self.pipeline.micro_batches * self.gradient_merge.steps
+
     def meshes(self) -> tuple[ProcessMesh, ...]:
         """Return the mesh of each pipeline stage's group of ranks: ranks in order, stage by stage."""
         size, shape = prod(self.mesh.values()), tuple(self.mesh.values())
         return tuple(_mesh(first, shape, list(self.mesh)) for first in range(0, self.ranks, size))
+
+    def data_rank(self, rank: int) -> int:
+        """Return the place along `data_dim` of a global rank, 0 without one: what a sampler of local batches needs.
+
+        Raises `ValueError` for a rank that the job does not have.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank={rank!r}: the strategy is for {self.ranks} ranks, 0 to {self.ranks - 1}")
+        if self.data_dim is None:
+            return 0
+        mesh = self.meshes()[rank // prod(self.mesh.values())]
+        place = mesh.coordinate(rank)
+        assert place is not None
+        return place[mesh.dim(self.data_dim)]
 
     def explain(self, model: nn.Module, batch: Sequence[Any], operators: bool = False) -> str:
         """Return what each option comes to for a model that returns its loss: see `plan_training`, `TrainingPlan`."""

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running import randomness
-from ascend_parallel.sharding.running.execute import is_modal
-from ascend_parallel.strategy.agreed import confirm_batch, confirm_strategy
+from ascend_parallel.strategy.agreed import confirm_strategy
+from ascend_parallel.strategy.batches import EVERY, BatchesLike, SameBatches
 from ascend_parallel.strategy.checkpoint.loading import load
 from ascend_parallel.strategy.checkpoint.saving import Saving, save
-from ascend_parallel.strategy.loss import Loss, mean_loss
+from ascend_parallel.strategy.loss import Divisor, Loss, mean_loss
 from ascend_parallel.strategy.optimizer.parallel import ParallelOptimizer
-from ascend_parallel.strategy.optimizer.recipe import Recipe, recipe
+from ascend_parallel.strategy.optimizer.recipe import recipe
 from ascend_parallel.strategy.optimizer.scaling import LossScale
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import TrainingPlan, cast, plan_training
@@ -31,7 +32,7 @@ from ascend_parallel.strategy.running.runner import Runner
 from ascend_parallel.strategy.running.staged import Staged
 from ascend_parallel.strategy.running.written import AsWritten
 from ascend_parallel.strategy.strategy import Strategy
-from ascend_parallel.strategy.usage import BatchesLike, Unused, random_numbers_kept
+from ascend_parallel.strategy.usage import Unused, check_all_updated, check_training_mode, random_numbers_kept
 from ascend_parallel.strategy.watch import Watch
 
 
@@ -44,6 +45,7 @@ def train_step(
     loss: Loss = mean_loss,
     static: bool = True,
     local_batches: bool = False,
+    check_batches: int = EVERY,
     settings: Settings | None = None,
     timeout: timedelta | None = None,
 ) -> TrainStep:
@@ -57,12 +59,16 @@ def train_step(
     optimizer
         Any that `recipe` takes, made over the model's parameters; it is not used itself (`TrainStep.optimizer` is).
     loss
-        Called as ``loss(model, *batch)``; returns the mean loss. By default the model returns it.
+        Called as ``loss(model, *batch)``; returns the mean loss, or ``(sum, count)`` of what it is the mean of: the
+        step divides by the count of all micro-batches, replicas and merged batches. By default the model returns it.
     static
         The traced graph runs, with overlapped operators. False: the model's own Python runs on DTensors by the same
         plan (`sharding.parallelize`), and the model is changed in place; not with stages, recompute, fused passes.
     local_batches
         Every rank gives its own part of the batches, along the data dimension, and not the whole of them.
+    check_batches
+        Ranks that have to be given the same batch compare digests of it: of each of the first 8 batches, then of every
+        so many-th; 0: never. In mode "hybrid" these are the ranks at one place along `data_dim`.
     settings
         Of the overlapped operators; by default those in force.
     timeout
@@ -79,14 +85,17 @@ def train_step(
             "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
             "checkpoint afterwards (plan_training takes it as it is)"
         )
-    confirm_strategy(strategy, batch, {"static": static, "local_batches": local_batches})
+    if type(check_batches) is not int or check_batches < 0:
+        raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
+    given = {"static": static, "local_batches": local_batches, "check_batches": check_batches}
+    confirm_strategy(strategy, batch, given)
     if dist.get_world_size() != strategy.ranks:
         raise StrategyOptionError(
             f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
             f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
         )
     made = recipe(optimizer, model)
-    _check_all_updated(made, model)
+    check_all_updated(made, model)
     planned: TrainingPlan | None = None
     runner: Runner
     if strategy.mode == "hybrid":
@@ -94,7 +103,7 @@ def train_step(
         runner = AsWritten(model, loss, strategy)
     else:
         planned = plan_training(strategy, model, batch, loss)
-        _check_training_mode(planned)
+        check_training_mode(planned)
         runner = _runner(planned, settings, local_batches, timeout) if static else Eagerly(planned, loss, local_batches)
     master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
     parallel = ParallelOptimizer(
@@ -108,25 +117,9 @@ def train_step(
         loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
         bucket_bytes=strategy.comm_fusion.bucket_bytes,
     )
-    whole = planned is not None and not local_batches
-    return TrainStep(strategy, planned, runner, parallel, like=batch, whole_batches=whole, unused=optimizer)
-
-
-def _check_training_mode(planned: TrainingPlan) -> None:
-    graph = planned.plan.graph
-    modal = {node.call.name for node in graph.nodes.values() if node.call is not None and is_modal(node.call)}
-    if modal and not graph.training:
-        raise StrategyOptionError(
-            f"the model is in evaluation mode, in which {', '.join(sorted(modal))} would be trained without dropout "
-            "and with fixed statistics: call model.train() before train_step"
-        )
-
-
-def _check_all_updated(made: Recipe, model: nn.Module) -> None:
-    updated = frozenset[str]().union(*(names for names, _ in made.groups))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in updated:
-            raise ValueError(f"{name} wants a gradient, and the optimizer has it not: add it, or requires_grad_(False)")
+    like = BatchesLike(batch, whole=planned is not None and not local_batches)
+    same = SameBatches(strategy, None if planned is None else planned.plan, local_batches, check_batches)
+    return TrainStep(strategy, planned, runner, parallel, like=like, same=same, unused=optimizer)
 
 
 def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:
@@ -155,8 +148,8 @@ class TrainStep:
         runner: Runner,
         optimizer: ParallelOptimizer,
         *,
-        like: Sequence[Any],
-        whole_batches: bool,
+        like: BatchesLike,
+        same: SameBatches,
         unused: torch.optim.Optimizer,
     ) -> None:
         """Take what runs forward and backward, and what updates; see `train_step`."""
@@ -165,15 +158,16 @@ class TrainStep:
         self.batches = 0
         self._runner, self._watch = runner, Watch()
         self._saving: Saving | None = None
-        self._like, self._unused = BatchesLike(like, whole_batches), Unused(unused)
-        self._failed, self._unseen = False, whole_batches
+        self._divisor = Divisor(strategy.gradient_merge)
+        self._like, self._same, self._unused, self._failed = like, same, Unused(unused), False
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch. Every rank calls it alike, with the same batch or with local_batches its part.
 
         The optimizer steps after every `gradient_merge.steps` batches; gradients that are there before the first of
-        them are dropped. Raises `DisagreementError` if ranks come to the first batch with different ones, `ValueError`
-        for a batch unlike the one the step was made with, and `RankLostError` if ranks have stopped.
+        them are dropped. Raises `DisagreementError` on every rank if those of one replica come with different batches
+        (`check_batches`), `ValueError` for a batch unlike the one the step was made with, and `RankLostError` if ranks
+        have stopped.
         """
         self._unused.check()
         merge, given = self.strategy.gradient_merge, self._given(batch)
@@ -192,13 +186,15 @@ class TrainStep:
         with self._watch.naming(self.batches):
             # In a pipeline terms are summed over stages first, and only then over replicas.
             with self.optimizer.no_sync() if isinstance(self._runner, Staged) else nullcontext():
-                loss = self._runner.accumulate(given, factor, last)
+                found = self._runner.accumulate(given, factor, last)
+            self._divisor.add(found)
             if last:
                 self._runner.finish()
+                self.optimizer.divisor = self._divisor.value
                 self.optimizer.step()
                 self._clear()
         self.batches, self._failed = self.batches + 1, False
-        return loss
+        return found.mean
 
     def evaluate(self, *batch: Any) -> torch.Tensor:
         """Return the mean loss of a batch in evaluation mode: no dropout, running statistics, nothing trained.
@@ -212,15 +208,19 @@ class TrainStep:
             return self._runner.evaluate(given)
 
     def _given(self, batch: Sequence[Any]) -> list[Any]:
-        """Return a batch in the strategy's dtype; refuse what is unlike that of the first."""
-        self._like.check(batch)
-        if self._unseen:
-            confirm_batch(batch)
-            self._unseen = False
+        """Return a batch in the strategy's dtype; refuse what is unlike the first, or unlike on ranks of a replica."""
+        problem = self._like.problem(batch)
+        with self._watch.naming(self.batches):
+            difference = self._same.difference(batch, problem)
+        if problem:
+            raise ValueError(problem)
+        if difference:
+            raise DisagreementError(difference)
         return [cast(one, self.strategy) for one in batch]
 
     def _clear(self) -> None:
         """Drop all gradients, also those that a batch left which failed."""
+        self._divisor.clear()
         self.optimizer.zero_grad()
         self._runner.clear()
 

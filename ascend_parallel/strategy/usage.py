@@ -1,37 +1,38 @@
-"""What a training step holds its caller to: batches like the first, and an optimizer that nobody steps."""
+"""What a training step holds its caller to beside its batches: all is trained, in training mode, by its optimizer."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from ascend_parallel.sharding.mesh import default_device
+from ascend_parallel.sharding.running.execute import is_modal
+from ascend_parallel.strategy.optimizer.recipe import Recipe
+from ascend_parallel.strategy.options import StrategyOptionError
+from ascend_parallel.strategy.planned import TrainingPlan
 
 
-class BatchesLike:
-    """Batches have the arguments, and where every rank gives the whole of them the shapes, of the first."""
+def check_training_mode(planned: TrainingPlan) -> None:
+    """Raise `StrategyOptionError` for a plan of evaluation mode, if operators work otherwise in training."""
+    graph = planned.plan.graph
+    modal = {node.call.name for node in graph.nodes.values() if node.call is not None and is_modal(node.call)}
+    if modal and not graph.training:
+        raise StrategyOptionError(
+            f"the model is in evaluation mode, in which {', '.join(sorted(modal))} would be trained without dropout "
+            "and with fixed statistics: call model.train() before train_step"
+        )
 
-    def __init__(self, batch: Sequence[Any], whole: bool) -> None:
-        """Take the batch that the step is made with."""
-        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in batch]
-        self._shapes, self._whole = shapes, whole
 
-    def check(self, batch: Sequence[Any]) -> None:
-        """Raise `ValueError` for a batch of another number of arguments, or of other shapes."""
-        if len(batch) != len(self._shapes):
-            raise ValueError(
-                f"{len(batch)} arguments were given; the batch that the step was made with has {len(self._shapes)}"
-            )
-        for number, (one, shape) in enumerate(zip(batch, self._shapes, strict=True)):
-            if self._whole and isinstance(one, torch.Tensor) and shape is not None and tuple(one.shape) != shape:
-                raise ValueError(
-                    f"argument {number} of the batch is {list(one.shape)}; the step was made with {list(shape)}, and "
-                    "all batches are of one shape: leave out a smaller last one (drop_last=True of a DataLoader)"
-                )
+def check_all_updated(made: Recipe, model: nn.Module) -> None:
+    """Raise `ValueError` for a parameter that wants a gradient and is in no group of the optimizer."""
+    updated = frozenset[str]().union(*(names for names, _ in made.groups))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in updated:
+            raise ValueError(f"{name} wants a gradient, and the optimizer has it not: add it, or requires_grad_(False)")
 
 
 class Unused:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
+from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.running.bucketed import Backward, Slot, Sum, Term, give_all
@@ -100,7 +101,7 @@ class Gradients:
         term = self._with_held_back(one, leaf, term)
         if not now:
             return term
-        self._backward().add(self._bucket_of[one.value], Term(one.value, leaf, term))
+        self._backward().add(self._bucket_of[one.value], Term(one.value, leaf, term.to(grad_dtype(leaf))))
         return None
 
     def _backward(self) -> Backward:

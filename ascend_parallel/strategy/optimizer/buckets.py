@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import all_gather_single
+from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.strategy.optimizer.division import Division
 
 # As torch's DistributedDataParallel has it.
@@ -52,13 +53,13 @@ class Scatter:
         divisions: Sequence[Division],
         group: dist.ProcessGroup,
     ) -> None:
-        """Start; a tensor that is None counts as zeros like the one in `like`."""
+        """Start; a tensor that is None counts as zeros, as the gradient of the parameter in `like` has them."""
         me = group.rank()
         self._boxes = [division[me] for division in divisions]
         sizes = [sum(box.size for division in divisions if (box := division[rank])) for rank in range(group.size())]
         sent = torch.cat(
             [
-                torch.zeros(box.size, dtype=one.dtype, device=one.device)
+                torch.zeros(box.size, dtype=grad_dtype(one), device=one.device)
                 if given is None
                 else box.of(given).reshape(-1)
                 for rank in range(group.size())

@@ -42,6 +42,7 @@ def predicted_memory(
     by: str = "slices",
     itemsize: int = 4,
     master_itemsize: int | None = None,
+    grad_itemsize: int | None = None,
     states: int = 2,
 ) -> OptimizerMemory:
     """Return what a rank holds.
@@ -50,12 +51,13 @@ def predicted_memory(
         Of the parameters, as a rank holds them before they are divided over `ranks` replicas.
     rank
         Among the replicas; the first holds as many as any, by "slices".
-    itemsize, master_itemsize
-        Bytes of an element of parameters and gradients, and of master weights and state, if these are others.
+    itemsize, master_itemsize, grad_itemsize
+        Bytes of an element of parameters and gradients, of master weights and state, and of gradients, if these are
+        others: those of 16 bits that several backwards add to are kept in fp32.
     states
         Tensors of the parameter's size in the state: `Recipe.states`; 2 for Adam.
 
-    Gradients that are summed in master precision (level 2) count so. Level 3 as `ParallelOptimizer` divides: what a
+    Gradients that are summed in fp32 (level 2) count so. Level 3 as `ParallelOptimizer` divides: what a
     layout cannot cut stays whole, and is no part of this formula.
     """
     whole = sum(prod(shape) for shape in shapes)
@@ -63,5 +65,5 @@ def predicted_memory(
     own = sum(box.size for division in divisions if (box := division[rank])) if level else whole
     kept = states * (master_itemsize or itemsize) + (master_itemsize or 0)
     parameters = (own if level == 3 else whole) * itemsize
-    scattered = own * ((master_itemsize or itemsize) if level == 2 else itemsize)
-    return OptimizerMemory(parameters, scattered if level >= 2 else whole * itemsize, own * kept)
+    of_gradient = grad_itemsize or (max(master_itemsize or itemsize, 4) if level == 2 else itemsize)
+    return OptimizerMemory(parameters, (own if level >= 2 else whole) * of_gradient, own * kept)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.strategy.optimizer import checks, state
 from ascend_parallel.strategy.optimizer.buckets import BUCKET_BYTES
@@ -31,6 +32,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     norm
         Global norm of the last step's gradients before they were clipped; None if nobody asked.
+    divisor
+        What the gradients are divided by in the next step; 1 again after it.
     skipped
         Whether the last step was left out because gradients overflowed in fp16.
     """
@@ -88,7 +91,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         self._scatter = GradientScatter(self._shares, bucket_bytes) if unreduced and level >= 2 else None
         self._summed: list[weakref.ref[torch.Tensor]] = []
         self.norm: float | None = None
-        self.skipped = False
+        self.divisor, self.skipped = 1.0, False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale, to run backward on."""
@@ -117,8 +120,9 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if not self.skipped:
             self._multiply(factor)
             self._update()
+        self.divisor = 1.0
         for owned in self._owned:
-            owned.inner.grad = None
+            owned.drop()
         if self._scatter is not None:
             super().zero_grad()
         return loss
@@ -128,7 +132,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if self._scatter is not None:
             self._scatter.drop()
         for owned in self._owned:
-            owned.inner.grad = None
+            owned.drop()
         self._summed = []
         super().zero_grad(set_to_none)
 
@@ -220,13 +224,13 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     def _factor(self) -> float:
         """Return what gradients are multiplied by; find their norm, and whether they overflowed, on all ranks alike."""
-        self.norm, self.skipped, factor = None, False, 1.0
+        self.norm, self.skipped, factor = None, False, 1 / self.divisor
         if self._options.max_norm is None and self.loss_scale is None:
             return factor
         given = [(owned.inner.grad, owned.held_by) for owned in self._owned if owned.inner.grad is not None]
         norm = global_norm(given, self._options.norm_type, self._everybody)
         if self.loss_scale is not None:
-            factor = 1 / self.loss_scale.scale
+            factor /= self.loss_scale.scale
             self.skipped = not norm < float("inf")
             self.loss_scale.update(self.skipped)
         self.norm = norm * factor
@@ -240,9 +244,10 @@ class ParallelOptimizer(torch.optim.Optimizer):
         for target, _, owned in self._shares:
             # Where the box is a view of the whole gradient all of that is multiplied: it stays alike on the replicas.
             views = self._scatter is None or target.group is None
-            views = views and self._options.master_dtype in (None, target.parameter.dtype)
-            if views and target.parameter.grad is not None:
-                target.parameter.grad.mul_(factor)
+            whole = target.parameter.grad
+            alike = (self._options.master_dtype or target.parameter.dtype) == grad_dtype(target.parameter)
+            if views and alike and whole is not None:
+                whole.mul_(factor)
             elif owned is not None and owned.inner.grad is not None:
                 owned.inner.grad.mul_(factor)
 

@@ -68,7 +68,9 @@ class GradientScatter:
         self._land(0)
         for index, (_, _, owned) in enumerate(self._shares):
             if owned is not None and index not in reached:
-                owned.inner.grad = None
+                owned.drop()
+            elif owned is not None:
+                owned.settle()
         self._reached.clear()
 
     def drop(self) -> None:
@@ -108,7 +110,7 @@ class GradientScatter:
         gradients = [one.grad for one in parameters]
         self._reached |= {index for index, one in zip(bucket, gradients, strict=True) if one is not None}
         divisions = [self._shares[index][1] for index in bucket]
-        self._flying.append((bucket, Scatter(gradients, [one.detach() for one in parameters], divisions, group)))
+        self._flying.append((bucket, Scatter(gradients, parameters, divisions, group)))
         for one in parameters:
             one.grad = None
         self._land(IN_FLIGHT)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.strategy.optimizer.buckets import spread, sum_whole
 from ascend_parallel.strategy.optimizer.division import Division, divide, whole
 from ascend_parallel.strategy.optimizer.targets import Owned, Target
@@ -50,7 +51,7 @@ def reduce_whole(shares: Sequence[Share], bucket_bytes: int) -> None:
         chosen = [target.parameter for target, yes in zip(targets, reached, strict=True) if yes]
         for parameter in chosen:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
         sum_whole([parameter.grad for parameter in chosen if parameter.grad is not None], group, bucket_bytes)
 
 

@@ -97,6 +97,7 @@ class Owned:
         self.is_master = master_dtype is not None and view.dtype != master_dtype
         self.inner = view.to(master_dtype, copy=True) if self.is_master else view
         self._seen = self._state()
+        self._wide: torch.Tensor | None = None
 
     @property
     def view(self) -> torch.Tensor:
@@ -127,11 +128,22 @@ class Owned:
         self.inner.grad = self.box.of(gradient.detach()).to(self.inner.dtype)
 
     def accumulate(self, summed: torch.Tensor) -> None:
-        """Add to the box of the gradient."""
-        if self.inner.grad is None:
-            self.inner.grad = summed.to(self.inner.dtype)
+        """Add to the box of the gradient, in the dtype of the first sum; `settle` gives it to the optimizer."""
+        if summed.dtype != self.inner.dtype:
+            self._wide = summed if self._wide is None else self._wide.add_(summed)
+        elif self.inner.grad is None:
+            self.inner.grad = summed
         else:
-            self.inner.grad += summed.to(self.inner.dtype)
+            self.inner.grad += summed
+
+    def settle(self) -> None:
+        """Give the optimizer what was added up."""
+        if self._wide is not None:
+            self.inner.grad, self._wide = self._wide.to(self.inner.dtype), None
+
+    def drop(self) -> None:
+        """Forget the gradient."""
+        self.inner.grad = self._wide = None
 
     def write_back(self) -> None:
         """Give the parameter its master weights."""

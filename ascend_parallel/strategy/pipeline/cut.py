@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.utils import _pytree as pytree
 
@@ -54,7 +55,8 @@ def cut(plan: ShardingPlan, assignment: Mapping[str, int], meshes: Sequence[Proc
     meshes
         One per stage, each of the shape and the dimension names of the plan's.
 
-    Raises `StageError` for meshes of another shape, a model that returns something else, inputs that want a gradient,
+    The model may also return a sum and a count (`Losses`). Raises `StageError` for meshes of another shape, a model
+    that returns something else, inputs that want a gradient,
     and a buffer that one stage writes and another reads.
     """
     _check_meshes(plan.mesh, meshes, max(assignment.values()) + 1)
@@ -76,15 +78,19 @@ class _Cutter:
     """The whole plan, and between which stages each of its tensors goes."""
 
     def __init__(self, plan: ShardingPlan, assignment: Mapping[str, int], loss: Value) -> None:
-        self._plan, self._graph, self._assignment, self._loss = plan, plan.graph, assignment, loss
+        self._plan, self._graph, self._assignment = plan, plan.graph, assignment
         self._readers = self._graph.readers()
         self._last = assignment[loss.node]
+        self._returned = [one for one in _leaves(self._graph) if isinstance(one, Value)]
         self._inputs = [name for name, node in self._graph.nodes.items() if node.kind == INPUT]
         self._travels: dict[Value, tuple[int, Layout]] = {}  # last stage that reads it, and how it travels
         for value, readers in self._readers.items():
             last = max((assignment[name] for name, _ in readers), default=-1)
             if value.node in assignment and last > assignment[value.node]:
                 self._travels[value] = last, self._layout(value)
+        for value in self._graph.kept & set(self._returned):  # a count that an earlier stage makes goes to the last one
+            if assignment.get(value.node, self._last) < self._last:
+                self._travels[value] = self._last, self._layout(value)
 
     def stage(self, stage: int, mesh: ProcessMesh) -> StagePlan:
         """Return one stage's plan."""
@@ -121,12 +127,17 @@ class _Cutter:
         updates = {name: value for name, value in graph.updates.items() if self._assignment[value.node] == stage}
         written = {node.name for node in graph.nodes.values() if node.kind == BUFFER and node.source in updates}
         given = {value.node for node in own.values() for value in node.inputs if value.node not in self._assignment}
+        last = (
+            {one.node for one in self._returned if one.node not in self._assignment} if stage == self._last else set()
+        )
         for name, node in graph.nodes.items():
-            if name in given | written:
+            if name in given | written | last:
                 nodes[name] = node
         for name, node in own.items():
             nodes[name] = replace(node, inputs=tuple(here.get(value, value) for value in node.inputs))
-        outputs = self._loss if stage == self._last else tuple(here.get(value, value) for value in sent)
+        outputs: Any = tuple(here.get(value, value) for value in sent)
+        if stage == self._last:
+            outputs = pytree.tree_map(lambda one: here.get(one, one), graph.outputs)
         return replace(
             graph,
             nodes=nodes,
@@ -172,8 +183,8 @@ def _shape(mesh: ProcessMesh) -> str:
 
 
 def _loss(plan: ShardingPlan, assignment: Mapping[str, int], stages: int) -> Value:
-    leaves = pytree.tree_leaves(plan.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-    loss = leaves[0] if len(leaves) == 1 else None
+    leaves = _leaves(plan.graph)
+    loss = leaves[0] if len(leaves) == 1 or (len(leaves) == 2 and not _differentiable(plan, leaves[1])) else None
     if not isinstance(loss, Value) or plan.graph.meta(loss).shape != () or loss not in plan.differentiable:
         raise StageError(
             "the model returns something else than one loss: trace one that returns the mean over its batch"
@@ -184,6 +195,14 @@ def _loss(plan: ShardingPlan, assignment: Mapping[str, int], stages: int) -> Val
             "nothing to do with it: put what makes it in the last stage"
         )
     return loss
+
+
+def _leaves(graph: Graph) -> list[Any]:
+    return pytree.tree_leaves(graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+
+
+def _differentiable(plan: ShardingPlan, count: Any) -> bool:
+    return isinstance(count, Value) and (count in plan.differentiable or plan.graph.meta(count).shape != ())
 
 
 def _check_inputs(plan: ShardingPlan) -> None:

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.exchange import exchange
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import CALL
+from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.planner.plan import ShardingPlan
 from ascend_parallel.sharding.running.agreed import fingerprint
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.sharding.running.marked import Recompute
+from ascend_parallel.strategy.loss import BatchLoss, Losses
 from ascend_parallel.strategy.pipeline.batch import Batch
-from ascend_parallel.strategy.pipeline.cut import cut
+from ascend_parallel.strategy.pipeline.cut import StagePlan, cut
 from ascend_parallel.strategy.pipeline.groups import check_meshes, make_groups, time_limit
 from ascend_parallel.strategy.pipeline.measured import Measured, measured
 from ascend_parallel.strategy.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, forward_only, stages_of
@@ -51,6 +53,8 @@ class Pipeline:
         The parameters that several stages read.
     factor
         By which the gradients of the next steps are multiplied.
+    count
+        Of the last batch, where the model returns a sum and a count: what its gradients are to be divided by.
     """
 
     def __init__(
@@ -121,7 +125,8 @@ class Pipeline:
         self._batch = Batch(plan, micro_batches, local_inputs, uncut, self.modules[0].coordinate)
         self.shared = SharedGradients(self.parts, self._at, self.modules, meshes, limit)
         self._ran: list[Slot] = []
-        self._losses: list[torch.Tensor] = []
+        self._losses = Losses(micro_batches)
+        self.count: torch.Tensor | None = None
         self._seconds = 0.0
         self._torch = self._made()
 
@@ -130,14 +135,14 @@ class Pipeline:
 
         The batch is as many times the traced one along dimension 0, of which each micro-batch has the same part.
         Gradients are those of the mean, times `factor`, and are added to `.grad`; they are not summed over ranks:
-        `reduce_gradients`.
+        `reduce_gradients`. Of a model that returns a sum and a count they are the sum's, to be divided by `count`.
 
         Raises `ValueError` for a batch unlike the traced one, `PipelineError` if a stage fails or waits too long.
         """
         self.shared.check_cleared(self.parameters())
         loss = self._run(self._torch.step, args, kwargs)
         self.shared.due = True
-        return loss
+        return loss.mean
 
     def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward of all micro-batches of a batch, as the modules are, and return the mean of their losses.
@@ -145,7 +150,7 @@ class Pipeline:
         No gradient is touched. Arguments and errors as for `step`.
         """
         with torch.no_grad(), forward_only(self._torch):
-            return self._run(self._torch.eval, args, kwargs)
+            return self._run(self._torch.eval, args, kwargs).mean
 
     def reduce_gradients(self, *dims: str, but: Sequence[str] = ()) -> None:
         """Sum gradients over the ranks of the named mesh dimensions, or of all, and of shared parameters over stages.
@@ -187,11 +192,11 @@ class Pipeline:
         """When this rank's actions of the last step ran, in seconds of time.perf_counter."""
         return tuple(self._ran)
 
-    def _run(self, schedule: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Run one of the ways of torch's schedule, and return the mean loss."""
+    def _run(self, schedule: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchLoss:
+        """Run one of the ways of torch's schedule, and return the loss."""
         cut_inputs, uncut = self._batch.inputs(args, kwargs, self.parts, self.stages)
         self._ran.clear()
-        self._losses.clear()
+        self._losses = Losses(self.micro_batches, self.factor)
         start = perf_counter()
         with ExitStack() as stack:
             for wrapped, module in zip(self._wrapped, self.modules, strict=True):
@@ -199,11 +204,11 @@ class Pipeline:
                 stack.enter_context(module.no_sync())
             try:
                 schedule(target=torch.zeros(self.micro_batches), return_outputs=False, **cut_inputs)
-                loss = self._told()
+                found = self._told()
             except RuntimeError as error:
                 raise PipelineError(self._failure(error)) from error
-        self._seconds = perf_counter() - start
-        return loss
+        self._seconds, self.count = perf_counter() - start, found.count
+        return found
 
     def _made(self) -> Any:
         """Return torch's schedule of this rank's stages."""
@@ -212,20 +217,28 @@ class Pipeline:
         given = stages[0] if self.schedule in SINGLE else stages
         return SCHEDULES[self.schedule](given, self.micro_batches, loss_fn=self._weighted, scale_grads=False)
 
-    def _weighted(self, loss: torch.Tensor, _: object) -> torch.Tensor:
+    def _weighted(self, returned: Any, _: object) -> torch.Tensor:
         """Return a micro-batch's share of what is differentiated."""
-        self._losses.append(loss.detach())
-        return loss * (self.factor / self.micro_batches)
+        return self._losses.add(returned)
 
-    def _told(self) -> torch.Tensor:
-        """Return the mean loss, which the last stage tells the others."""
-        last, graph = self.parts[-1], self.parts[-1].plan.graph
-        found = torch.zeros((), dtype=graph.meta(graph.outputs).dtype, device=default_device())
-        if last.stage in self.stages:
-            assert len(self._losses) == self.micro_batches, f"{len(self._losses)} losses of {self.micro_batches}"
-            found = torch.stack(self._losses).mean()
-        dist.broadcast(found, group=self._groups.along, group_src=self._at[-1])
-        return found
+    def _told(self) -> BatchLoss:
+        """Return the mean loss, and the count if there is one, which the last stage tells the others."""
+        last = self.parts[-1]
+        own = self._losses.batch() if last.stage in self.stages else self._empty(last)
+        for one in (own.total, own.count):
+            if one is not None:
+                dist.broadcast(one, group=self._groups.along, group_src=self._at[-1])
+        return own
+
+    def _empty(self, last: StagePlan) -> BatchLoss:
+        """Return numbers of the dtypes in which the last stage has them."""
+        graph, device, losses = last.plan.graph, default_device(), Losses(1)
+
+        def zero(one: Any) -> Any:
+            return torch.zeros((), dtype=graph.meta(one).dtype, device=device) if isinstance(one, Value) else one
+
+        losses.add(pytree.tree_map(zero, graph.outputs))
+        return losses.batch()
 
     def _failure(self, error: RuntimeError) -> str:
         last = self._ran[-1].action if self._ran else None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.running.execute import ShardedModule
 from ascend_parallel.strategy.pipeline.cut import StagePlan, shared
@@ -65,7 +66,7 @@ class SharedGradients:
         for name, copies in self._copies.items() if self.due else ():
             if not copies or not copies[0].requires_grad:
                 continue
-            terms = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
+            terms = [_term(copy) for copy in copies]
             own = _added(terms)
             group = self._groups.get(self._holders[name])
             if group is not None:
@@ -76,6 +77,11 @@ class SharedGradients:
                 copy.grad = None
             copies[0].grad = own
         self.due, self._summed = False, True
+
+
+def _term(copy: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of a parameter, zeros if it has none."""
+    return torch.zeros_like(copy, dtype=grad_dtype(copy)) if copy.grad is None else copy.grad
 
 
 def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:

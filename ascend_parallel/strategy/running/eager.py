@@ -15,11 +15,12 @@ from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.marked import Recompute
 from ascend_parallel.sharding.running.parallelize import parallelize
 from ascend_parallel.strategy.checkpoint.modules import pieces_of
-from ascend_parallel.strategy.loss import Loss, WithLoss
+from ascend_parallel.strategy.loss import BatchLoss, Loss, Losses, WithLoss
+from ascend_parallel.strategy.masked import MaskedMeans
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import divided_over, loss_of, part_of
+from ascend_parallel.strategy.running.runner import divided_over, keep_gradients, loss_of, part_of
 
 
 class Eagerly:
@@ -35,16 +36,19 @@ class Eagerly:
         read = set(map(model.get_parameter, given))  # the others have no gradient
         self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad and one in read}
         self._local = {name: nn.Parameter(local_of(one)) for name, one in self._sharded.items()}
+        self._means = MaskedMeans(planned.plan, self._strategy.pipeline.micro_batches)
+        for parameters in (self._sharded, self._local):
+            keep_gradients(parameters.values(), self._strategy)
 
-    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
-        """Add the gradients of ``factor * loss``; return the loss."""
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
+        """Add the gradients of ``factor * loss``."""
+        self._means.look(batch)
         count = self._strategy.pipeline.micro_batches
-        losses = []
+        losses = Losses(count, factor)
         for number in range(count):
-            loss = self._joined(*(part_of(one, number, count) for one in batch))
-            (loss * (factor / count)).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+            found = self._joined(*(part_of(one, number, count) for one in batch))
+            losses.add(found).backward()  # type: ignore[no-untyped-call]
+        return losses.batch()
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the loss in evaluation mode, if the model runs as it was traced there too."""

@@ -11,9 +11,11 @@ import torch
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.execute import ShardedModule
+from ascend_parallel.strategy.loss import BatchLoss, Losses
+from ascend_parallel.strategy.masked import MaskedMeans
 from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.planned import TrainingPlan
-from ascend_parallel.strategy.running.runner import divided_over, loss_of, part_of, take_evaluation
+from ascend_parallel.strategy.running.runner import divided_over, keep_gradients, loss_of, part_of, take_evaluation
 
 
 class Whole:
@@ -32,20 +34,22 @@ class Whole:
             recompute=strategy.recompute if strategy.recompute.modules else None,
             bucket_bytes=strategy.comm_fusion.bucket_bytes,
         )
+        self._means = MaskedMeans(planned.plan, planned.strategy.pipeline.micro_batches)
+        keep_gradients(self.module.parameters(), strategy)
         self.modules, self.unreduced = (self.module,), strategy.sharding.level == 2
 
-    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
-        """Add the gradients of ``factor * loss``; return the loss."""
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
+        """Add the gradients of ``factor * loss``."""
+        self._means.look(batch)
         count = self._strategy.pipeline.micro_batches
-        losses = []
+        losses = Losses(count, factor)
         for number in range(count):
             summed = last and number == count - 1 and self._strategy.overlap.gradients and not self.unreduced
             later = (self._strategy.sharding.dim,) if self.unreduced else ()
             with nullcontext() if summed else self.module.no_sync(*later):
-                loss = self.module(*(part_of(one, number, count) for one in batch))
-                (loss * (factor / count)).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+                found = self.module(*(part_of(one, number, count) for one in batch))
+                losses.add(found).backward()  # type: ignore[no-untyped-call]
+        return losses.batch()
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the loss in evaluation mode."""

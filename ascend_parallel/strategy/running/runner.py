@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ascend_parallel.sharding.evaluation import in_evaluation
+from ascend_parallel.sharding.grad_dtype import accumulate_wide
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.running.execute import ShardedModule
+from ascend_parallel.strategy.loss import BatchLoss, Losses
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.planned import TrainingPlan, evaluating, rows_of_part
 from ascend_parallel.strategy.strategy import Strategy
@@ -27,8 +29,8 @@ class Runner(Protocol):
     def modules(self) -> Sequence[nn.Module]:
         """This rank's part of the model."""
 
-    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
-        """Add the gradients of ``factor * loss``; return the loss. `last`: of the batches between two steps."""
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
+        """Add the gradients of ``factor * loss``, of sums where the loss counts. `last`: of those between steps."""
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the loss in evaluation mode; no gradient is touched."""
@@ -58,12 +60,13 @@ def take_evaluation(planned: TrainingPlan, modules: Sequence[ShardedModule]) -> 
         module.evaluation = in_evaluation(module.plan.graph)
 
 
-def loss_of(
-    run: Callable[..., torch.Tensor], modules: Sequence[nn.Module], batch: Sequence[Any], count: int
-) -> torch.Tensor:
+def loss_of(run: Callable[..., Any], modules: Sequence[nn.Module], batch: Sequence[Any], count: int) -> torch.Tensor:
     """Return the mean loss of a batch in `count` micro-batches with the modules in evaluation mode."""
+    losses = Losses(count)
     with torch.no_grad(), evaluating(modules):
-        return torch.stack([run(*(part_of(one, number, count) for one in batch)) for number in range(count)]).mean()
+        for number in range(count):
+            losses.add(run(*(part_of(one, number, count) for one in batch)))
+    return losses.batch().mean
 
 
 def part_of(one: Any, number: int, count: int) -> Any:
@@ -72,6 +75,12 @@ def part_of(one: Any, number: int, count: int) -> Any:
         return one
     rows = rows_of_part(one, count)
     return one[number * rows : (number + 1) * rows]
+
+
+def keep_gradients(parameters: Iterable[nn.Parameter], strategy: Strategy) -> None:
+    """Have gradients of 16 bits add up in fp32 where several backwards come before a step of the optimizer."""
+    if strategy.backwards > 1:
+        accumulate_wide(parameters)
 
 
 def divided_over(strategy: Strategy) -> str | None:

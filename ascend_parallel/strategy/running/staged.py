@@ -12,10 +12,12 @@ from torch import nn
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import BUFFER, PARAMETER
 from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.strategy.loss import BatchLoss
+from ascend_parallel.strategy.masked import MaskedMeans
 from ascend_parallel.strategy.optimizer.targets import Target, module_targets
 from ascend_parallel.strategy.pipeline.run import Pipeline
 from ascend_parallel.strategy.planned import TrainingPlan, evaluating
-from ascend_parallel.strategy.running.runner import divided_over, take_evaluation
+from ascend_parallel.strategy.running.runner import divided_over, keep_gradients, take_evaluation
 
 
 class Staged:
@@ -44,12 +46,16 @@ class Staged:
         given = [node for part in self.pipeline.parts for node in part.plan.graph.nodes.values()]
         read = {node.source for node in given if node.kind in (PARAMETER, BUFFER)}
         self._unread = unread(planned.model, read)
+        self._means = MaskedMeans(planned.plan, planned.strategy.pipeline.micro_batches)
+        keep_gradients((one for module in self.pipeline.modules for one in module.parameters()), strategy)
         self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.level == 2
 
-    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
-        """Add the gradients of ``factor * loss``; return the loss."""
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
+        """Add the gradients of ``factor * loss``."""
+        self._means.look(batch)
         self.pipeline.factor = factor
-        return self.pipeline.step(*batch)
+        mean, count = self.pipeline.step(*batch), self.pipeline.count
+        return BatchLoss(mean if count is None else mean * count, count)
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the loss in evaluation mode."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -14,10 +15,13 @@ from ascend_parallel.agreement import DisagreementError
 from ascend_parallel.exchange import exchange
 from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.strategy.agreed import confirm_replicas
-from ascend_parallel.strategy.loss import Loss
+from ascend_parallel.strategy.batches import EVERY, is_due
+from ascend_parallel.strategy.loss import BatchLoss, Loss, Losses
+from ascend_parallel.strategy.masked import CountedMeans, warn_of_replicas
 from ascend_parallel.strategy.optimizer.targets import Target
 from ascend_parallel.strategy.options import StrategyOptionError
 from ascend_parallel.strategy.planned import evaluating
+from ascend_parallel.strategy.running.runner import keep_gradients
 from ascend_parallel.strategy.strategy import Strategy
 
 
@@ -28,6 +32,8 @@ class AsWritten:
         """Take the rank's own model."""
         self._model, self._loss, self._strategy = model, loss, strategy
         self.modules, self.unreduced = (model,), True
+        self._seen, self._unequal = 0, False
+        keep_gradients(model.parameters(), strategy)
         (mesh,) = strategy.meshes()
         mesh.device_mesh()
         self._replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
@@ -40,22 +46,44 @@ class AsWritten:
                 "parameter a rank holds, by a method pieces() -> dict[str, Piece]"
             )
 
-    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> torch.Tensor:
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
-        loss = self._loss(self._model, *batch)
-        (loss * (factor / self._replicas)).backward()  # type: ignore[no-untyped-call]
-        return self._mean(loss.detach())
+        losses = Losses(1, factor)
+        with self._looking():
+            returned = self._loss(self._model, *batch)
+        share, own = losses.add(returned), losses.batch()
+        (share if own.count is not None else share / self._replicas).backward()  # type: ignore[no-untyped-call]
+        return self._mean(own)
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the mean over data of the loss in evaluation mode."""
         with torch.no_grad(), evaluating(self.modules):
-            return self._mean(self._loss(self._model, *batch))
+            losses = Losses(1)
+            losses.add(self._loss(self._model, *batch))
+            return self._mean(losses.batch()).mean
 
-    def _mean(self, loss: torch.Tensor) -> torch.Tensor:
-        mean = loss / self._replicas
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Warn, once, if replicas take a mean over unequal counts: in batches alike on all ranks."""
+        number, self._seen = self._seen, self._seen + 1
+        if self._group is None or self._unequal or not is_due(number, EVERY):
+            yield
+            return
+        with CountedMeans() as means:
+            yield
+        self._unequal = warn_of_replicas(means.count, self._group)
+
+    def _mean(self, own: BatchLoss) -> BatchLoss:
+        """Return the mean over data, of means or of all that is counted."""
+        if own.count is None:
+            return BatchLoss(self._summed(own.total / self._replicas))
+        return BatchLoss(self._summed(own.total), self._summed(own.count))
+
+    def _summed(self, number: torch.Tensor) -> torch.Tensor:
+        found = number.clone()
         if self._group is not None:
-            dist.all_reduce(mean, group=self._group)
-        return mean
+            dist.all_reduce(found, group=self._group)
+        return found
 
     def finish(self) -> None:
         """Leave the sums to the optimizer."""
