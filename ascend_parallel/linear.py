@@ -38,6 +38,7 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
 from ascend_parallel.settings import Settings
+from ascend_parallel.unseen import unseen
 
 
 class WeightGradient:
@@ -147,6 +148,7 @@ def row_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
+    @unseen()
     @recorded_layer("column", "forward")
     @without_autocast
     def forward(
@@ -185,6 +187,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
+    @unseen()
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:

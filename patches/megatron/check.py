@@ -29,6 +29,7 @@ from ascend_parallel.ops.registry import name_of
 from ascend_parallel.patches.megatron.original import Forward, Original, Output
 from ascend_parallel.quantised import int8_weight
 from ascend_parallel.settings import Settings
+from ascend_parallel.unseen import unseen
 from ascend_parallel.verify import LEDGER, Difference, VerificationError, default_limit, difference, worst_place
 
 Pair = tuple[torch.Tensor, torch.Tensor, float]  # found, expected, and how far rounding may have moved the first
@@ -87,15 +88,21 @@ class Check:
         self._meet()
         x, watched = call.x, None
         if self._graded:
-            x, watched = _Watch.apply(self, call.x, call.weight)  # type: ignore[no-untyped-call]
+            with unseen():
+                x, watched = _Watch.apply(self, call.x, call.weight)  # type: ignore[no-untyped-call]
         y, bias = call.patched(x, watched)
+        with unseen():
+            self._compare(call, y)
+        return y, bias
+
+    def _compare(self, call: Call, y: torch.Tensor) -> None:
+        """Compare the patched layer's output with the original's, and have its backward come here."""
         self._settings = call.settings()
         original = Original(call.layer, call.x, call.weight)
         self._judge("forward", {"output": (y.detach(), original.forward(call.original), 0.0)})
         if self._graded:
             self._original = original
             y.register_hook(self._take)  # type: ignore[no-untyped-call]
-        return y, bias
 
     def backward(self, dx: torch.Tensor | None, dw: torch.Tensor | None) -> None:
         """Run the original's backward and compare both gradients with the patched layer's."""

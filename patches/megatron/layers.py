@@ -33,6 +33,7 @@ from ascend_parallel.patches.megatron.verification import Verifier
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.settings import Settings
+from ascend_parallel.unseen import unseen
 
 log = logging.getLogger("ascend_parallel")
 
@@ -100,6 +101,7 @@ class Megatron:
             return "CPU offloading of activations is active"
         return None
 
+    @unseen()
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
     ) -> tuple[dist.ProcessGroup, Settings]:
