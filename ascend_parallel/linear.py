@@ -44,6 +44,9 @@ from ascend_parallel.unseen import unseen
 class WeightGradient:
     """What becomes of a weight gradient; frameworks derive from it to accumulate it elsewhere."""
 
+    def begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+        """Look at what backward begins with: x or its gathered rows, and the weight, each None if it is not needed."""
+
     def postpone(self, dy: torch.Tensor) -> bool:
         """Keep dy for later and return True, or return False to have the gradient computed now."""
         return False
@@ -166,6 +169,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         kept, weight = ctx.saved_tensors
+        layer.weight_gradient.begin(kept, weight)
         db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
         layer = replace(layer, settings=column_backward_settings(layer.settings))
@@ -202,6 +206,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         x, weight = ctx.saved_tensors
+        layer.weight_gradient.begin(x, weight)
         dy = dy.to(ctx.x_dtype)
         layer = replace(layer, settings=backward_settings(layer.settings))
         if not layer.sequence_parallel:
