@@ -38,10 +38,14 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
 from ascend_parallel.settings import Settings
+from ascend_parallel.unseen import unseen
 
 
 class WeightGradient:
     """What becomes of a weight gradient; frameworks derive from it to accumulate it elsewhere."""
+
+    def begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+        """Look at what backward begins with: x or its gathered rows, and the weight, each None if it is not needed."""
 
     def postpone(self, dy: torch.Tensor) -> bool:
         """Keep dy for later and return True, or return False to have the gradient computed now."""
@@ -147,6 +151,7 @@ def row_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
+    @unseen()
     @recorded_layer("column", "forward")
     @without_autocast
     def forward(
@@ -164,6 +169,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         kept, weight = ctx.saved_tensors
+        layer.weight_gradient.begin(kept, weight)
         db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
         layer = replace(layer, settings=column_backward_settings(layer.settings))
@@ -185,6 +191,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
+    @unseen()
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
@@ -199,6 +206,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         x, weight = ctx.saved_tensors
+        layer.weight_gradient.begin(x, weight)
         dy = dy.to(ctx.x_dtype)
         layer = replace(layer, settings=backward_settings(layer.settings))
         if not layer.sequence_parallel:

@@ -32,6 +32,7 @@ from ascend_parallel.ops.operators import (
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
 from ascend_parallel.settings import Settings
+from ascend_parallel.unseen import unseen
 
 log = logging.getLogger("ascend_parallel")
 
@@ -84,6 +85,7 @@ def quantised_row_linear(
 
 class _QuantisedRowLinear(torch.autograd.Function):
     @staticmethod
+    @unseen()
     @without_autocast
     @recorded_layer("row", "forward")
     def forward(

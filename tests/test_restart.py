@@ -5,12 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
+import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel.strategy.watch import PATIENCE, Watch
+from ascend_parallel.strategy.beats import PATIENCE, Beats
 
 TRAIN = Path(__file__).parent.parent / "examples" / "strategy" / "train.py"
 STRATEGY = """
@@ -51,15 +52,24 @@ def test_training_goes_on_after_a_rank_was_killed(tmp_path):
 
 
 def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
-    watch, begin = object.__new__(Watch), time.monotonic()
-    watch._rank, watch._ranks, watch._interval = 1, 3, 0.02
+    store = dist.PrefixStore("job", dist.HashStore())
+    beats = [Beats(store, rank, 3, 0.05) for rank in range(3)]
+    ended = threading.Event()
 
-    def count(rank):
-        passed = time.monotonic() - begin
-        return passed // 0.02 if rank == 0 else int(passed > 0.005)
+    def beating():
+        while not ended.wait(0.02):
+            beats[0].beat()
 
-    watch._count = count
-    assert watch.silent() == [2]
+    threads = [threading.Thread(target=beating), threading.Timer(0.01, beats[2].beat)]
+    for thread in threads:
+        thread.start()
+    found = beats[1].stopped()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert found == {2: 1} == beats[0].heard()
+    beats[2].beat()
+    assert not beats[0].heard()
 
 
 WATCHED = """
@@ -96,8 +106,9 @@ if rank == 1:
 watch.step = 7
 if rank == 2:
     time.sleep(1)
+    sys.stderr = None  # as torch's hook for uncaught errors takes it for a while
     os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(9)
+time.sleep(15)
 os._exit(0)
 """
 
@@ -107,3 +118,45 @@ def test_a_terminated_rank_says_who_is_gone_whatever_it_waits_for():
     assert terminated.returncode == 128 + signal.SIGTERM
     assert "ascend_parallel: rank 1 stopped in step 7 of the training (told on rank 2)" in terminated.stderr
     assert PATIENCE >= 8
+
+
+FIRST_TO_LEAVE = """
+store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+store.set(f"process/{rank}", str(os.getpid()))
+others = [int(store.get(f"process/{other}")) for other in range(4) if other not in (rank, 2)]
+dist.barrier()
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    with watch.naming(5):
+        if rank == 1:
+            raise RuntimeError("the connection was closed")
+        time.sleep(60)
+except RankLostError as error:
+    print(error, flush=True)
+    for other in others:  # as a launcher does that ends all as soon as one has ended
+        os.kill(other, signal.SIGKILL)
+    os._exit(1)
+"""
+
+
+def test_no_survivor_leaves_before_all_have_said_who_died():
+    zero, one, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)
+    assert one.stdout == "rank 2 stopped in step 5 of the training (told on rank 1)\n"
+    for rank, survivor in ((0, zero), (3, three)):
+        assert survivor.returncode == -signal.SIGKILL
+        assert f"rank 2 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr
+
+
+HOST_DIES = """
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+with watch.naming(5):
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_every_survivor_says_so_if_the_host_of_the_store_died():
+    _, *survivors = launch(WATCHED + HOST_DIES, [{}] * 3, timeout=90)
+    for rank, survivor in enumerate(survivors, 1):
+        assert f"RankLostError: rank 0 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr

@@ -179,8 +179,8 @@ FAULT = "--fault" in sys.argv
 if FAULT:
     from ascend_parallel import linear
     original = linear.start_matmul_all_reduce
-    def faulty(x, w, group, settings):
-        pending = original(x, w, group, settings)
+    def faulty(x, w, group, settings, **options):
+        pending = original(x, w, group, settings, **options)
         if dist.get_rank() == 1 and torch.is_grad_enabled() is False and x.shape[-1] == 96:
             pending.wait().mul_(2)
         return pending

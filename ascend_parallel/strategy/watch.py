@@ -1,7 +1,8 @@
 """Which ranks are still there: every rank beats in the job's store, and one that ends names those that have stopped.
 
 A collective whose peer has died ends with an error of a connection, on another rank with a time-out, and under torchrun
-with SIGTERM from the agent. None of these says who died. The beats do.
+with SIGTERM from the agent. None of these says who died. The beats do. The first rank that finds out lets the others
+know, each says so at once, also one whose main thread still waits, and none leaves before all have.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.strategy.beats import Beats
+
 log = logging.getLogger("ascend_parallel")
 
 INTERVAL = 0.25
-# Beats that may be missed: a busy processor delays a thread, too.
-PATIENCE = 16
+# Seconds for the main thread to print its error where SIGTERM has come, too.
+LAST_WORDS = 2.0
 
 
 class RankLostError(RuntimeError):
@@ -42,9 +43,9 @@ class Watch:
         group = dist.group.WORLD
         assert group is not None
         store: Any = c10d._get_process_group_store(group)
-        # Connections of their own: one waits while another is used.
-        self._mine, self._theirs = store.clone(), store.clone()
-        self._ended = threading.Event()
+        self._mine, self._theirs = (Beats(store, self._rank, self._ranks, interval) for _ in range(2))
+        self._ended, self._saying, self._failing = threading.Event(), threading.Lock(), threading.Event()
+        self._found: dict[int, int] = {}  # the ranks that are known to have stopped, with the beats they left
         self.step = 0
         self._thread = threading.Thread(target=self._beat, name="ascend_parallel beat", daemon=True)
         self._thread.start()
@@ -69,48 +70,59 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            silent = self.silent()
-            if silent:
-                raise RankLostError(self._said(silent)) from error
+            self._failing.set()
+            if lost := self._lost():
+                raise RankLostError(self._text(lost)) from error
+            self._failing.clear()
             raise
 
-    def silent(self) -> list[int]:
-        """Return the ranks that do not beat; takes a few intervals. [] if the store itself is gone with its rank."""
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
-        time.sleep(self._interval)  # the last beat of one that has just died may still be on its way
+    def _lost(self) -> dict[int, int]:
+        """Return the ranks that do not beat, {} if all do, and say so; leave time for the other ranks to do so, too."""
         try:
-            before = {rank: self._count(rank) for rank in others}
-            end = time.monotonic() + PATIENCE * self._interval
-            while others and time.monotonic() < end:
-                time.sleep(self._interval / 2)
-                others = [rank for rank in others if self._count(rank) == before[rank]]
+            lost = self._theirs.still(self._found) or self._theirs.stopped()
         except RuntimeError:  # dist.DistNetworkError: whoever held the store has ended
-            return [0] if self._rank else []
-        if others and self._rank == 0:
-            time.sleep(PATIENCE * self._interval)  # the store may end with this process, and the others still look
-        return others
-
-    def _count(self, rank: int) -> int:
-        return int(self._theirs.add(_key(rank), 0))
+            lost = self._found or ({0: 0} if self._rank else {})
+        if lost:
+            self._say(self._theirs, lost)
+            with suppress(RuntimeError):
+                self._theirs.stay(lost)
+        return lost
 
     def _beat(self) -> None:
         while not self._ended.wait(self._interval):
             try:
-                self._mine.add(_key(self._rank), 1)
+                self._mine.beat()
+                lost = self._mine.heard()
             except RuntimeError:  # the store has ended; this rank's own collectives will say so
                 return
+            if lost:
+                self._say(self._mine, lost)
 
-    def _said(self, silent: list[int]) -> str:
-        which = ", ".join(map(str, silent))
+    def _say(self, beats: Beats, lost: dict[int, int]) -> None:
+        """Write who has stopped, once, and let the other ranks know that it was written."""
+        with self._saying:
+            if lost.keys() != self._found.keys():
+                _write(self._text(lost))
+            self._found = lost
+        with suppress(RuntimeError):
+            beats.said()
+
+    def _text(self, lost: dict[int, int]) -> str:
+        which = ", ".join(map(str, sorted(lost)))
         return f"rank {which} stopped in step {self.step} of the training (told on rank {self._rank})"
 
     def _terminated(self) -> None:
         """Say who is gone and end, whatever the main thread waits for."""
-        silent = self.silent()
-        said = self._said(silent) if silent else f"rank {self._rank} was terminated in step {self.step}"
-        sys.stderr.write(f"ascend_parallel: {said}\n")
-        sys.stderr.flush()
+        if not self._lost():
+            _write(f"rank {self._rank} was terminated in step {self.step}")
+        if self._failing.is_set():
+            threading.main_thread().join(LAST_WORDS)
         os._exit(128 + signal.SIGTERM)
+
+
+def _write(text: str) -> None:
+    """Write past sys.stderr, which torch's hook for uncaught errors replaces while it prints one."""
+    os.write(2, f"ascend_parallel: {text}\n".encode())
 
 
 def _warn_of_restarts(rank: int) -> None:
@@ -124,10 +136,6 @@ def _warn_of_restarts(rank: int) -> None:
             "torchrun --max-restarts: restarted processes will not connect to each other. Export "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
         )
-
-
-def _key(rank: int) -> str:
-    return f"ascend_parallel/beat/{rank}"
 
 
 def _when_terminated(call: Any) -> tuple[Any, socket.socket]:

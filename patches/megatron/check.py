@@ -1,12 +1,14 @@
 """One call of a patched layer, compared with Megatron-core's own forward and backward on the same input.
 
-The patched layer's gradients are taken where autograd hands them on, or from main_grad before and after.
+The patched layer runs on its own operands. Its gradients are taken where autograd hands them on, or from main_grad
+before and after, and the original's backward begins with what the patched one's began with.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +29,13 @@ from ascend_parallel.ops.operators import choice_for
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.patches.megatron.original import Forward, Original, Output
+from ascend_parallel.patches.megatron.watching import Watch, feeding, unwatched, watched
 from ascend_parallel.quantised import int8_weight
 from ascend_parallel.settings import Settings
+from ascend_parallel.unseen import unseen
 from ascend_parallel.verify import LEDGER, Difference, VerificationError, default_limit, difference, worst_place
 
+Gradient = tuple[torch.Tensor | None, float]  # None is one of zeros; how far main_grad's rounding may have moved it
 Pair = tuple[torch.Tensor, torch.Tensor, float]  # found, expected, and how far rounding may have moved the first
 
 
@@ -41,7 +46,7 @@ class Call:
     path
         "column" or "row".
     patched
-        Runs it on x, and on an alias of the weight if it is given one.
+        Runs it; what becomes of its weight gradient is what the argument makes of it.
     original
         Runs Megatron-core's own forward, of something that has the layer's attributes, on x and weight.
     settings
@@ -52,7 +57,7 @@ class Call:
     path: str
     x: torch.Tensor
     weight: torch.Tensor
-    patched: Callable[[torch.Tensor, torch.Tensor | None], Output]
+    patched: Callable[[Watch], Output]
     original: Forward
     settings: Callable[[], Settings]
 
@@ -80,37 +85,66 @@ class Check:
         self._main_grad: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
         self._put_off = 0
+        self._begun: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self._wanted: list[str] = []
+        self._found: dict[str, Gradient | None] = {}
         LEDGER.rank = dist.get_rank()
 
     def forward(self, call: Call) -> Output:
         """Run both forwards and compare them; return what the patched one returned."""
         self._meet()
-        x, watched = call.x, None
-        if self._graded:
-            x, watched = _Watch.apply(self, call.x, call.weight)  # type: ignore[no-untyped-call]
-        y, bias = call.patched(x, watched)
+        y, bias = call.patched(watched(self._begin) if self._graded else unwatched)
+        with unseen():
+            self._compare(call, y)
+        return y, bias
+
+    def _compare(self, call: Call, y: torch.Tensor) -> None:
+        """Compare the patched layer's output with the original's, and have its backward come here."""
         self._settings = call.settings()
-        original = Original(call.layer, call.x, call.weight)
+        original = Original(call.layer, call.x, call.weight, self._group.rank())
         self._judge("forward", {"output": (y.detach(), original.forward(call.original), 0.0)})
         if self._graded:
             self._original = original
-            y.register_hook(self._take)  # type: ignore[no-untyped-call]
-        return y, bias
+            assert y.grad_fn is not None
+            y.grad_fn.register_prehook(self._take)
+            operands = {"weight": call.weight, "input": call.x}
+            self._wanted = [which for which, one in operands.items() if one.requires_grad]
+            for which in self._wanted:
+                node, place = feeding(y, operands[which], operands.values())
+                node.register_hook(functools.partial(self._arrived, which, place))
 
-    def backward(self, dx: torch.Tensor | None, dw: torch.Tensor | None) -> None:
-        """Run the original's backward and compare both gradients with the patched layer's."""
-        if self._dy is None or self._original is None:  # a second backward of a retained graph
+    def _begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+        """Take what the patched layer's backward begins with, and main_grad as it is now."""
+        if self._original is None:
             return
-        expected_dx, expected_dw = self._original.backward(self._dy)
-        found = {}
-        if expected_dx is not None:
-            found["input gradient"] = (_or_zeros(dx, expected_dx), expected_dx, 0.0)
-        if expected_dw is not None:
-            dw, rounding = self._weight_gradient(dw, expected_dw)
-            if dw is not None:
-                found["weight gradient"] = (dw, expected_dw, rounding)
+        self._begun = kept, weight
+        self._put_off = self._deferred()
+        if self._layer.gradient_accumulation_fusion and self._weight.requires_grad:
+            self._main_grad = getattr(self._weight, "main_grad", None)
+            self._before = None if self._main_grad is None else self._main_grad.clone()
+
+    def _arrived(self, which: str, place: int, gradients: Sequence[torch.Tensor | None], _: object) -> None:
+        """Take a gradient before anybody accumulates or sends it, and compare once all are there."""
+        if self._original is None or self._dy is None:  # a second backward of a retained graph
+            return
+        dw = gradients[place]
+        self._found[which] = self._weight_gradient(dw) if which == "weight" else (dw, 0.0)
+        if len(self._found) == len(self._wanted):
+            self._backward(self._original, self._dy)
+
+    def _backward(self, original: Original, dy: torch.Tensor) -> None:
+        """Run the original's backward and compare its gradients with the patched layer's."""
+        expected = dict(zip(("input", "weight"), original.backward(dy, *self._begun), strict=True))
+        found: dict[str, Pair] = {}
+        for which in self._wanted:
+            arrived, by_original = self._found[which], expected[which]
+            if arrived is not None and by_original is not None:
+                gradient, rounding = arrived
+                gradient = torch.zeros_like(by_original) if gradient is None else gradient
+                found[f"{which} gradient"] = (gradient, by_original, rounding)
         self._judge("backward", found)
         self._original, self._dy, self._before, self._main_grad = None, None, None, None
+        self._begun, self._found = (None, None), {}
 
     def _meet(self) -> None:
         """Make sure that every rank of the group has come to the check of the same call."""
@@ -130,42 +164,39 @@ class Check:
                 "called alike on every rank of its group"
             )
 
-    def _take(self, dy: torch.Tensor) -> None:
-        """Keep what the patched backward begins with: the output's gradient, and main_grad as it is now."""
-        if self._original is None:
-            return
-        self._dy = dy.detach()
-        self._put_off = self._deferred()
-        if self._layer.gradient_accumulation_fusion and self._weight.requires_grad:
-            self._main_grad = getattr(self._weight, "main_grad", None)
-            self._before = None if self._main_grad is None else self._main_grad.clone()
+    def _take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep the output's gradient."""
+        if self._original is not None and gradients[0] is not None:
+            self._dy = gradients[0].detach()
 
     def _deferred(self) -> int:
         """Return how many of the layer's weight gradients wait to be computed."""
         return len(getattr(self._layer, "grad_output_buffer", None) or ())
 
-    def _weight_gradient(self, dw: torch.Tensor | None, expected: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-        """Return the patched layer's weight gradient and how far main_grad's rounding may have moved it."""
-        if self._deferred() > self._put_off:
-            return self._unknown("is deferred (defer_embedding_wgrad_compute)")
-        if not self._layer.gradient_accumulation_fusion:
-            return _or_zeros(dw, expected), 0.0
+    def _weight_gradient(self, dw: torch.Tensor | None) -> Gradient | None:
+        """Return the patched layer's weight gradient, None if it is not to be known, which is said."""
+        if why := self._unknown():
+            LEDGER.note(f"{self._record.layer}: the weight gradient {why} and is not checked", dist.get_rank())
+            return None
         main, before = self._main_grad, self._before
-        if hasattr(self._weight, "__fsdp_param__"):
-            return self._unknown("goes to a buffer of Megatron-FSDP")
         if main is None or before is None:
-            return self._unknown("has no main_grad to go to")
-        if self._weight.main_grad is not main:
-            return self._unknown("went to another main_grad than the weight had before")
-        magnitude = max(float(bound.abs()) for bound in torch.aminmax(before))
-        if not math.isfinite(magnitude):
-            return self._unknown("was added to a main_grad that was not finite")
+            return dw, 0.0
         wide = torch.promote_types(main.dtype, torch.float32)
-        return main.to(wide) - before, torch.finfo(main.dtype).eps * magnitude
+        return main.to(wide) - before, torch.finfo(main.dtype).eps * _magnitude(before)
 
-    def _unknown(self, why: str) -> tuple[None, float]:
-        LEDGER.note(f"{self._record.layer}: the weight gradient {why} and is not checked", dist.get_rank())
-        return None, 0.0
+    def _unknown(self) -> str | None:
+        """Say why the weight gradient is not to be known, or None."""
+        if self._deferred() > self._put_off:
+            return "is deferred (defer_embedding_wgrad_compute)"
+        if not self._layer.gradient_accumulation_fusion:
+            return None
+        if hasattr(self._weight, "__fsdp_param__"):
+            return "goes to a buffer of Megatron-FSDP"
+        if self._main_grad is None or self._before is None:
+            return "has no main_grad to go to"
+        if self._weight.main_grad is not self._main_grad:
+            return "went to another main_grad than the weight had before"
+        return None if math.isfinite(_magnitude(self._before)) else "was added to a main_grad that was not finite"
 
     def _judge(self, direction: str, found: dict[str, Pair]) -> None:
         """Compare, tell the other ranks, and raise on all of them if one found an error over the limit."""
@@ -229,24 +260,5 @@ class Check:
         return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
 
 
-class _Watch(torch.autograd.Function):
-    """Hands input and weight on, and their gradients to the check, together, before anybody accumulates them."""
-
-    @staticmethod
-    def forward(ctx: Any, check: Check, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.check = check
-        ctx.set_materialize_grads(False)  # a weight gradient in main_grad is none to autograd
-        handed = x.view_as(x), weight.view_as(weight)
-        needs = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(one for one, need in zip(handed, needs, strict=True) if not need))
-        return handed
-
-    @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor | None, dw: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.check.backward(dx, dw)
-        return None, dx, dw
-
-
-def _or_zeros(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the gradient; none at all is one of zeros."""
-    return torch.zeros_like(like) if gradient is None else gradient
+def _magnitude(tensor: torch.Tensor) -> float:
+    return max(float(bound.abs()) for bound in torch.aminmax(tensor))

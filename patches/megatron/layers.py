@@ -30,9 +30,11 @@ from ascend_parallel.patches.megatron.conflicts import refuse_conflicts
 from ascend_parallel.patches.megatron.originals import Originals
 from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier
+from ascend_parallel.patches.megatron.watching import Watch, unwatched
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.settings import Settings
+from ascend_parallel.unseen import unseen
 
 log = logging.getLogger("ascend_parallel")
 
@@ -100,6 +102,7 @@ class Megatron:
             return "CPU offloading of activations is active"
         return None
 
+    @unseen()
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
     ) -> tuple[dist.ProcessGroup, Settings]:
@@ -173,7 +176,7 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
             path="column",
             x=input_,
             weight=used,
-            patched=lambda x, watched: _column(self, x, used, runtime_gather_output, megatron, watched),
+            patched=lambda watch: _column(self, input_, used, runtime_gather_output, megatron, watch),
             original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
             settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
         )
@@ -201,7 +204,7 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
             path="row",
             x=input_,
             weight=used,
-            patched=lambda x, watched: _row(self, x, megatron, used, watched),
+            patched=lambda watch: _row(self, input_, megatron, used, watch),
             original=lambda layer, x, _: original(layer, x),
             settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
         )
@@ -228,9 +231,9 @@ def _column(
     weight: torch.Tensor,
     runtime_gather_output: bool | None,
     megatron: Megatron,
-    watched: torch.Tensor | None = None,
+    watch: Watch = unwatched,
 ) -> Output:
-    """Run a column layer; `watched` is an alias of the weight for a check to see its gradient."""
+    """Run a column layer; a check watches what becomes of the weight gradient."""
     reduces = _reduces(layer)
     group, settings = megatron.prepare(layer, "column", input_, weight, reduce_input_grad=reduces)
     if layer.config.defer_embedding_wgrad_compute:
@@ -239,24 +242,22 @@ def _column(
             layer.embedding_activation_buffer.append(input_)
     y = column_linear(
         input_,
-        weight if watched is None else watched,
+        weight,
         None if layer.skip_bias_add else layer.bias,
         group=group,
         settings=settings,
         sequence_parallel=layer.sequence_parallel,
         reduce_input_grad=reduces,
         before_communicating=megatron.confirm(group),
-        weight_gradient=megatron.weight_gradient(layer, weight, deferrable=True),
+        weight_gradient=watch(megatron.weight_gradient(layer, weight, deferrable=True)),
     )
     if _gathers_output(layer, runtime_gather_output):
         y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
     return y, layer.bias if layer.skip_bias_add else None
 
 
-def _row(
-    layer: Any, input_: torch.Tensor, megatron: Megatron, weight: Any = None, watched: torch.Tensor | None = None
-) -> Output:
-    """Run a row layer; a check has read the weight, and sees its gradient through the alias `watched`."""
+def _row(layer: Any, input_: torch.Tensor, megatron: Megatron, weight: Any = None, watch: Watch = unwatched) -> Output:
+    """Run a row layer; a check has read the weight, and watches what becomes of its gradient."""
     int8 = int8_weight(layer)
     if int8 is not None or weight is None:
         weight = layer.weight if int8 is None else int8  # read once: a parametrised weight computes anew
@@ -271,8 +272,8 @@ def _row(
         "before_communicating": megatron.confirm(group),
     }
     if int8 is None:
-        gradient = megatron.weight_gradient(layer, weight, deferrable=False)
-        y = row_linear(input_, weight if watched is None else watched, weight_gradient=gradient, **common)
+        gradient = watch(megatron.weight_gradient(layer, weight, deferrable=False))
+        y = row_linear(input_, weight, weight_gradient=gradient, **common)
     else:
         y = quantised_row_linear(input_, int8, **common)
     if layer.skip_bias_add:

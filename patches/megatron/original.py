@@ -24,8 +24,12 @@ Forward = Callable[[Any, torch.Tensor, torch.Tensor], Output]
 class Original:
     """One call of a layer as Megatron-core computes it."""
 
-    def __init__(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """Take aliases of x and weight, cast as autocast casts them, which want the gradients that those want."""
+    def __init__(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, rank: int) -> None:
+        """Take aliases of x and weight, cast as autocast casts them, which want the gradients that those want.
+
+        `rank` is this one's in the layer's group.
+        """
+        self._rank = rank
         self._x, self._weight = (cast_by_autocast(operand).detach() for operand in (x, weight))
         if torch.is_grad_enabled():
             self._x.requires_grad_(x.requires_grad)
@@ -39,22 +43,43 @@ class Original:
             config=StandIn(layer.config, defer_embedding_wgrad_compute=False),
         )
         self._output: GradientEdge | None = None
+        self._begun: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     def forward(self, forward: Forward) -> torch.Tensor:
         """Return the output; of its graph only what a backward needs is kept, which is x and the weight."""
-        with leaving_no_trace(self._x.device), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with leaving_no_trace(self._x.device), saved_tensors_hooks(self._keep, self._give):
             y = without_autocast(forward)(self._layer, self._x, self._weight)[0]
         self._output = get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
-    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of input and weight, None for one that is not wanted; once."""
+    def backward(
+        self, dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of input and weight, None for one that is not wanted; once.
+
+        `kept` and `weight` are what the patched layer's backward began with: hooks of the run may have given back
+        others than were saved, and the weight's data may have been replaced since forward.
+        """
         assert self._output is not None
+        self._begun = kept, weight
         wanted = [alias for alias in (self._x, self._weight) if alias.requires_grad]
         with leaving_no_trace(self._x.device):
             gradients = iter(torch.autograd.grad([self._output], wanted, [dy], allow_unused=True))
         dx, dw = (next(gradients) if alias.requires_grad else None for alias in (self._x, self._weight))
         return dx, dw
+
+    def _keep(self, saved: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Save a tensor as it is, past the hooks of the run, which count and move what is saved; is it the weight?"""
+        return saved, saved.data_ptr() == self._weight.data_ptr() and saved.shape == self._weight.shape
+
+    def _give(self, kept: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        """Give what the patched layer's backward began with in place of x [S, ..., K] or the weight, if it had them."""
+        saved, is_weight = kept
+        begun = self._begun[is_weight]
+        if begun is None:
+            return saved
+        own = self._rank if begun.numel() > saved.numel() else 0  # of gathered rows this rank's
+        return begun.detach().reshape(-1, *saved.shape)[own]
 
 
 class StandIn:
@@ -82,8 +107,3 @@ def leaving_no_trace(device: torch.device) -> Iterator[None]:
             yield
         finally:
             state._GLOBAL_MEMORY_BUFFER = buffer
-
-
-def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
-    """Save a tensor as it is, past the hooks of a checkpoint or an offloader, which count and move what is saved."""
-    return saved

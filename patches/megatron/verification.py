@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ascend_parallel.patches.megatron.check import Call, Check
 from ascend_parallel.patches.megatron.original import Output
+from ascend_parallel.patches.megatron.watching import unwatched
 from ascend_parallel.settings import Settings
 from ascend_parallel.verify import LEDGER
 
@@ -53,10 +54,10 @@ class Verifier:
         graded = call.graded
         if calls.left[graded]:
             calls.left[graded] -= 1
-            return call.patched(call.x, None)
+            return call.patched(unwatched)
         if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.note("calls captured in a CUDA graph are not checked")
-            return call.patched(call.x, None)
+            return call.patched(unwatched)
         group = self._group_of(call.layer)
         self._confirm(group)()
         result = Check(call, group, calls.total, self._limit).forward(call)

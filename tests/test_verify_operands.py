@@ -1,0 +1,106 @@
+"""A verified run where operands are not what they were: hooks on what is saved, data and gradients replaced."""
+
+import pytest
+import torch
+from layers import same
+from torch.autograd.graph import saved_tensors_hooks
+from verified import verifying
+
+
+def swapped_weight(layer, x):
+    """``weight.data`` is replaced between forward and backward, as gathering and offloading do."""
+    y = layer(x)[0]
+    layer.weight.data = layer.weight.data * 2 + 1
+    return y
+
+
+def swapped_input(layer, x):
+    y = layer(x)[0]
+    x.data = x.data * 2 + 1
+    return y
+
+
+def lossy(layer, x):
+    """What is saved for backward is kept in bf16."""
+    with saved_tensors_hooks(lambda saved: (saved.dtype, saved.bfloat16()), lambda packed: packed[1].to(packed[0])):
+        return layer(x)[0]
+
+
+def lossy_activations(layer, x):
+    """Parameters are kept as they are: they have to be recognised as such."""
+
+    def pack(saved):
+        return saved if isinstance(saved, torch.nn.Parameter) else saved.bfloat16()
+
+    with saved_tensors_hooks(pack, lambda packed: packed.float()):
+        return layer(x)[0]
+
+
+def scaled_gradient(layer, x):
+    y = layer(x)[0]
+    y.register_hook(lambda dy: 3 * dy)
+    return y
+
+
+def under_autocast(layer, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return swapped_weight(layer, x)
+
+
+def frozen_weight(layer, x):
+    layer.weight.requires_grad_(False)
+    return lossy(layer, x)
+
+
+def frozen_input(layer, x):
+    return lossy(layer, x.detach())
+
+
+USES = (
+    *(swapped_weight, swapped_input, lossy, lossy_activations, scaled_gradient),
+    *(under_autocast, frozen_weight, frozen_input),
+)
+LAYERS = {
+    "column": ("ColumnParallelLinear", 96, {}, {}),
+    "column, sequence parallel": ("ColumnParallelLinear", 96, {"config": {"sequence_parallel": True}}, {}),
+    "column, gathered rows kept": (
+        "ColumnParallelLinear",
+        96,
+        {"config": {"sequence_parallel": True}},
+        {"recompute_all_gather": False},
+    ),
+    "row": ("RowParallelLinear", 48, {}, {}),
+    "row, sequence parallel": ("RowParallelLinear", 48, {"config": {"sequence_parallel": True}}, {}),
+    "row, input whole": ("RowParallelLinear", 96, {"input_is_parallel": False}, {}),
+}
+
+
+def verified(group, path):
+    """Results of every use without and with verification; the failures and notes of the latter."""
+    import ascend_parallel
+
+    kind, k, options, settings = LAYERS[path]
+    different = []
+    with verifying(group) as layers:
+        for use in USES:
+            runs = []
+            for every in (0, 1):
+                ascend_parallel.configure(num_chunks=4, verify_every=every, **settings)
+                layer = layers.make(kind, **options)
+                torch.manual_seed(3 if "whole" in path or path == "column" else group.rank())
+                x = torch.randn(64, 2, k).requires_grad_()
+                y = use(layer, x)
+                torch.manual_seed(9)
+                (y * torch.randn(y.shape)).sum().backward()
+                runs.append({"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad})
+            different += [f"{use.__name__} {name}" for name in runs[0] if not same(runs[0][name], runs[1][name])]
+        report = ascend_parallel.verification()
+        backwards = [one.backwards for one in report.layers]
+    return different, report.notes, backwards
+
+
+@pytest.mark.parametrize("path", LAYERS)
+def test_a_check_sees_the_operands_that_the_layer_sees(ranks, path):
+    for different, notes, backwards in ranks(2).run(verified, path):
+        assert different == [] and notes == []
+        assert backwards == [1] * len(USES)
