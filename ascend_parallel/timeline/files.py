@@ -132,6 +132,8 @@ def require_writable(folder: str | Path, option: str = "COC_TIMELINE") -> None:
     """Raise `SettingsError` naming the option unless files can be written to a folder, or where it is to be made."""
     at = Path(folder)
     try:
+        if "\0" in str(folder):
+            raise ValueError("no path has a null byte")
         while not at.exists() and at != at.parent:
             at = at.parent
         with tempfile.TemporaryFile(dir=at) as file:

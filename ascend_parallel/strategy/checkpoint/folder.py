@@ -204,8 +204,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         unfinished.rename(path)
     except CheckpointError:  # of what is read
         raise
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter for a full disk
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
+    except RuntimeError as error:  # torch.save's for a write that fails, whose own error it swallows
+        raise CheckpointError(f"{path} cannot be written, as on a full disk: {error}") from error
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
