@@ -26,6 +26,7 @@ from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
+from ascend_parallel.timeline.files import require_writable
 from ascend_parallel.timeline.session import Variable
 from ascend_parallel.verify import LEDGER, Verification
 from ascend_parallel.version import __version__
@@ -81,6 +82,8 @@ class Switch:
     def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
         """Read the settings and put them in force: applied now or when Megatron-core is imported, or off."""
         settings = read_settings(environ, **overrides)
+        if settings.timeline is not None:
+            require_writable(settings.timeline)
         self.refused = None
         Refusal.withdraw()
         self.revert()

@@ -83,11 +83,11 @@ def test_missing_ranks_are_named(folder):
         (lambda text: "", "cannot be read"),
         (lambda text: "\x00\xff", "cannot be read"),
         (lambda text: text.replace('"version":1', '"version":99'), "has version 99 of the format"),
-        (lambda text: text.replace('"ranks":2', '"ranks":"two"'), "its header has ranks='two'"),
+        (lambda text: text.replace('"ranks":2', '"ranks":"two"'), "line 1, is damaged: ranks='two'"),
         (lambda text: text[:-40], r"line 4, is damaged \(JSONDecodeError"),
         (lambda text: text.replace('"begin"', '"began"'), r"line 2, is damaged \(KeyError: 'begin'"),
         (lambda text: text.replace('["comm"', '["magic"'), r"line 2, is damaged \(ValueError: a span of an unknown"),
-        (lambda text: text.replace('"begin":0', '"begin":"0"'), r"line 2, is damaged \(TypeError"),
+        (lambda text: text.replace('"begin":0', '"begin":"0"'), r"line 2, is damaged \(ValueError: a time"),
     ],
 )
 def test_damaged_files_are_named_and_kept(folder, damage, message):

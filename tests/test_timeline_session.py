@@ -233,3 +233,33 @@ def test_configure_starts_and_ends_a_recording(tmp_path, monkeypatch):
         ascend_parallel.configure()
     assert RECORDING.recorder is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_when_it_is_configured(tmp_path):
+    """Before anything changes: what was in force stays so."""
+    import ascend_parallel
+    from ascend_parallel import SettingsError
+
+    (tmp_path / "file").write_text("")
+    before = ascend_parallel._switch._settings
+    for folder in (
+        tmp_path / "file",
+        tmp_path / "file" / "inside",
+        "/proc/nowhere",
+        tmp_path / ("x" * 300) / "y",
+        "a\0b",
+    ):
+        with pytest.raises(SettingsError, match=r"^COC_TIMELINE='.*' cannot be written to \(.*\): give a folder"):
+            ascend_parallel.configure(timeline=str(folder), num_chunks=2)
+        assert ascend_parallel._switch._settings is before
+        with (
+            pytest.raises(SettingsError, match=r"^folder='.*' cannot be written to"),
+            ascend_parallel.timeline.record(folder),
+        ):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    try:
+        ascend_parallel.configure(timeline=str(tmp_path / "new" / "folder"))
+        assert not (tmp_path / "new").exists()  # made when there is something to write
+    finally:
+        ascend_parallel.configure(timeline=None)

@@ -72,8 +72,6 @@ def convert_command(
     with _errors():
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-        if to != "dcp" and out.exists():
-            raise ValueError(f"{out} is there already")
         source = open_source(path, step)
         with _progress("converting", len(source.kinds)) as progress:
             written = convert(source, out, to, None if dtype is None else getattr(torch, dtype), progress)

@@ -76,7 +76,7 @@ def headline(one: Picture) -> str:
 
 def ticks(total: float) -> list[float]:
     """Return round times from 0 to `total` ms, about a dozen."""
-    step = next(step * 10.0**power for power in range(-4, 8) for step in (1, 2, 5) if total <= 14 * step * 10.0**power)
+    step = next(step * 10.0**power for power in range(-4, 16) for step in (1, 2, 5) if total <= 14 * step * 10.0**power)
     return [number * step for number in range(int(total / step) + 1)]
 
 

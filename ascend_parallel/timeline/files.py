@@ -12,14 +12,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ascend_parallel.numerals import shown
+from ascend_parallel.settings import SettingsError
+
 FORMAT, VERSION = "ascend_parallel timeline", 1
 PATTERN = "timeline-*-rank*.jsonl"
+MOST_LISTED = 64
 SPAN_KINDS = ("matmul", "beside", "comm", "wait", "fused", "clocks")
+
+
+MOST_RANKS, MOST_WORKERS = 1 << 20, 4096
+MOST = 1 << 63  # of ns, as clocks have them, and of anything that is counted
 
 
 class TimelineError(ValueError):
@@ -80,6 +90,35 @@ class RankFile:
         return int(self.header["rank"])
 
 
+def _is_text(value: object) -> bool:
+    """Tell whether a value is a text that can be written: JSON also spells halves of characters."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _is_clock(value: object) -> bool:
+    """Tell whether a value is one difference of clocks: to which rank, how much, by what error."""
+    names = ("to", "offset", "error")
+    fits = isinstance(value, dict) and all(type(value.get(name)) is int and abs(value[name]) < MOST for name in names)
+    return fits and isinstance(value, dict) and value["error"] >= 0
+
+
+HEADER: dict[str, Callable[[Any], bool]] = {
+    "run": _is_text,
+    "rank": _is_count,
+    "ranks": lambda value: _is_count(value) and 0 < value <= MOST_RANKS,
+    "passes": _is_count,
+    "host": _is_text,
+    "boot": _is_text,
+    "clocks": lambda value: isinstance(value, list) and all(map(_is_clock, value)),
+    "now": lambda value: isinstance(value, dict) and all(_is_count(value.get(one)) for one in ("monotonic", "wall")),
+    "versions": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+}
+
+
 def write(folder: Path, header: dict[str, Any], passes: Iterable[dict[str, Any]]) -> Path:
     """Write one rank's file at once: whoever looks sees no file or the whole."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +126,23 @@ def write(folder: Path, header: dict[str, Any], passes: Iterable[dict[str, Any]]
     lines = [{"format": FORMAT, "version": VERSION, **header}, *passes]
     replace_text(path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     return path
+
+
+def require_writable(folder: str | Path, option: str = "COC_TIMELINE") -> None:
+    """Raise `SettingsError` naming the option unless files can be written to a folder, or where it is to be made."""
+    at = Path(folder)
+    try:
+        if "\0" in str(folder):
+            raise ValueError("no path has a null byte")
+        while not at.exists() and at != at.parent:
+            at = at.parent
+        with tempfile.TemporaryFile(dir=at) as file:
+            file.write(b" " * 4096)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(
+            f"{option}={shown(str(folder))} cannot be written to ({why}): give a folder that can be"
+        ) from error
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -115,6 +171,11 @@ def read_run(folder: Path, run: str | None = None) -> tuple[list[RankFile], list
     if chosen not in runs:
         raise TimelineError(f"{folder}: there is no run {chosen!r}; there are {', '.join(runs)}")
     files = sorted((_read(path) for path in paths if headers[path]["run"] == chosen), key=lambda file: file.rank)
+    for before, file in pairwise(files):
+        if before.rank == file.rank:
+            raise TimelineError(f"{before.path} and {file.path} are both of rank {file.rank} of one run")
+    if len({file.header["ranks"] for file in files}) > 1:
+        raise TimelineError(f"{folder}: the files of run {chosen} disagree on how many ranks it had")
     notes = [f"{folder} has other runs too: {', '.join(set(runs) - {chosen})} (--run)"] if len(runs) > 1 else []
     return files, [*_missing(files), *_cut(files), *notes]
 
@@ -125,9 +186,14 @@ def _missing(files: Sequence[RankFile]) -> list[str]:
     if not lacking:
         return []
     return [
-        f"of {files[0].header['ranks']} ranks the files of rank {', '.join(map(str, lacking))} are missing: they ended "
+        f"of {files[0].header['ranks']} ranks the files of rank {_listed(lacking)} are missing: they ended "
         "without writing one, recorded nothing, or wrote it on another host"
     ]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - MOST_LISTED} more" if len(ranks) > MOST_LISTED else ""
+    return ", ".join(map(str, ranks[:MOST_LISTED])) + more
 
 
 def _cut(files: Sequence[RankFile]) -> list[str]:
@@ -143,31 +209,38 @@ def _read_header(path: Path) -> dict[str, Any]:
     try:
         with path.open(encoding="utf-8") as lines:
             header = json.loads(lines.readline())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TimelineError(f"{path} cannot be read: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise TimelineError(f"{path} is no file of an ascend_parallel timeline")
     if header.get("version") != VERSION:
         raise TimelineError(f"{path} has version {header.get('version')!r} of the format; this package reads {VERSION}")
-    wanted = {"run": str, "rank": int, "ranks": int, "passes": int, "host": str, "boot": str, "clocks": list}
-    for name, kind in wanted.items():
-        if not isinstance(header.get(name), kind):
-            raise TimelineError(f"{path} is damaged: its header has {name}={header.get(name)!r}")
+    for name, fits in HEADER.items():
+        if not fits(header.get(name)):
+            raise TimelineError(f"{path}, line 1, is damaged: {name}={shown(header.get(name))}")
+    if header["rank"] >= header["ranks"]:
+        raise TimelineError(f"{path}, line 1, is damaged: rank {header['rank']} of {header['ranks']}")
     return header
 
 
 def _read(path: Path) -> RankFile:
     file = RankFile(path, _read_header(path))
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise TimelineError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines[1:], start=2):
         try:
-            file.passes.append(_pass(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+            if line:
+                file.passes.append(_pass(json.loads(line)))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             what = f"{type(error).__name__}: {error}"
             raise TimelineError(f"{path}, line {number}, is damaged ({what}); move the file away to go on") from error
     return file
 
 
 def _pass(line: dict[str, Any]) -> Pass:
+    _check(line)
     ends = [line["end"], *(end for *_, end, _ in line["spans"])]
     last = max(end for end in [line["begin"], *(begin for *_, begin, _, _ in line["spans"]), *ends] if end is not None)
     raw = [(*what, begin, last if end is None else end, workers) for *what, begin, end, workers in line["spans"]]
@@ -177,6 +250,26 @@ def _pass(line: dict[str, Any]) -> Pass:
     spans = _begun(raw)
     what = (line["layer"], line["kind"], line["direction"], tuple(line["group"]))
     return Pass(*what, line["begin"], last, tuple(line["calls"]), spans, finished)
+
+
+def _check(line: dict[str, Any]) -> None:
+    """Raise `ValueError` unless a pass, its calls and its spans have the types that they are written with."""
+    texts = [line["layer"], line["kind"], line["direction"], *(name for _, name, *_ in line["spans"])]
+    texts += [call[key] for call in line["calls"] for key in ("operator", "kernel")]
+    sizes = [*line["group"], *(call[key] for call in line["calls"] for key in ("m", "k", "n", "chunks"))]
+    sizes += [number for _, _, index, _, _, workers in line["spans"] for number in (index, workers)]
+    times = [line["begin"], *(begin for _, _, _, begin, _, _ in line["spans"])]
+    ends = [line["end"], *(end for _, _, _, _, end, _ in line["spans"])]
+    if not all(map(_is_text, texts)):
+        raise ValueError("a name that is no text")
+    if not all(type(size) is int and 0 <= size < MOST for size in sizes):
+        raise ValueError("a size or a number that is no whole number of 0 or more")
+    if any(workers > MOST_WORKERS for *_, workers in line["spans"]):
+        raise ValueError(f"a span of more than {MOST_WORKERS} workers")
+    if not all(type(time) is int and abs(time) < MOST for time in (*times, *(end for end in ends if end is not None))):
+        raise ValueError("a time that is no whole number of ns")
+    if line["end"] is not None and line["end"] < line["begin"]:
+        raise ValueError("it ends before it begins")
 
 
 def _begun(raw: Sequence[tuple[Any, ...]]) -> tuple[Span, ...]:

@@ -32,9 +32,13 @@ class Session:
     """Records in this process from now on, until `finish` writes the rank's file to `folder`."""
 
     def __init__(self, folder: str | Path, passes: int = PASSES) -> None:
-        """Keep the last `passes` passes of layers; raises `ValueError` if that is no number from 1 to a million."""
+        """Keep the last `passes` passes of layers; raises `ValueError` if that is no number from 1 to a million.
+
+        Raises `SettingsError` if the folder cannot be written to.
+        """
         if type(passes) is not int or not 1 <= passes <= MOST_PASSES:
             raise ValueError(f"passes={passes!r} is not allowed: give a whole number from 1 to {MOST_PASSES}")
+        files.require_writable(folder, "folder")
         self.folder = Path(folder)
         self.run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self._rank, self._ranks = 0, 1
@@ -144,9 +148,14 @@ class Variable:
         """Write what there is."""
         atexit.unregister(self.finish)
         session, self._session, self._asked = self._session, None, None
-        if session is not None:
+        if session is None:
+            return
+        try:
             session.finish()
-            session.say()
+        except OSError as error:  # the run itself ended well
+            sys.stderr.write(f"ascend_parallel timeline: {session.folder} could not be written to: {error.strerror}\n")
+            return
+        session.say()
 
 
 def _plain(one: Pass) -> dict[str, Any]:

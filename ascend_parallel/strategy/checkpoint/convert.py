@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.strategy.checkpoint.differences import Kind, differences
+from ascend_parallel.strategy.checkpoint.differences import CheckpointError, Kind, differences
+from ascend_parallel.strategy.checkpoint.folder import whole_file
 from ascend_parallel.strategy.checkpoint.megatron import is_megatron, megatron_state
 from ascend_parallel.strategy.checkpoint.safetensors import SafeTensors, write_safetensors
 from ascend_parallel.strategy.checkpoint.saved import Saved
@@ -71,10 +72,14 @@ def convert(
         Called with each name before it is read.
 
     safetensors needs the memory of the largest tensor, the others that of all. Raises `ValueError` for an unknown
-    format or a dtype that is no floating-point one.
+    format or a dtype that is no floating-point one, and `CheckpointError` where something is at `out` already, for dcp
+    a checkpoint of that step, or it cannot be written; then nothing is left of it.
     """
     if to not in FORMATS or (dtype is not None and not dtype.is_floating_point):
         raise ValueError(f"to={to!r}, dtype={dtype}: one of {', '.join(FORMATS)}, and a floating-point dtype or none")
+
+    if to != "dcp" and Path(out).exists():
+        raise CheckpointError(f"{out} is there already")
 
     def kind(name: str) -> Kind:
         shape, own = source.kinds[name]
@@ -95,9 +100,9 @@ def convert(
     }
     model, optimizer = spaces[MODEL], spaces[OPTIMIZER]
     if to == "torch":
-        unfinished = Path(f"{out}.saving")
-        torch.save({"model": model, "optimizer": optimizer, "values": source.values, "step": source.step}, unfinished)
-        return unfinished.rename(out)
+        with whole_file(Path(out)) as file:
+            torch.save({"model": model, "optimizer": optimizer, "values": source.values, "step": source.step}, file)
+        return Path(out)
     whole = [{name: _whole(tensor) for name, tensor in space.items()} for space in (model, optimizer)]
     return save(out, step=source.step, model=whole[0], optimizer=whole[1], values=source.values).path
 

@@ -20,10 +20,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ascend_parallel.numerals import shown
 from ascend_parallel.strategy.checkpoint.differences import CheckpointError, refuse
@@ -187,6 +187,30 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     refuse(wrong, f"{path} is damaged")
     verify(checkpoint, told, [METADATA])
     return {**told, "digest": digest}
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write to, which has its name once it is whole; else nothing is left.
+
+    Raises `CheckpointError` when it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{new_token()}.saving")
+    try:
+        with unfinished.open("xb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        unfinished.rename(path)
+    except CheckpointError:  # of what is read
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    except RuntimeError as error:  # torch.save's for a write that fails, whose own error it swallows
+        raise CheckpointError(f"{path} cannot be written, as on a full disk: {error}") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _is_files(value: Any) -> bool:

@@ -8,17 +8,26 @@ whole model in memory. Source of the format: the README of huggingface/safetenso
 from __future__ import annotations
 
 import json
-import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ascend_parallel.sharding.pieces import Piece
-from ascend_parallel.strategy.checkpoint.differences import CheckpointError, Kind, differences, refuse
+from ascend_parallel.strategy.checkpoint.differences import (
+    MOST_SHOWN,
+    CheckpointError,
+    Kind,
+    differences,
+    in_words,
+    refuse,
+)
+from ascend_parallel.strategy.checkpoint.folder import whole_file
 from ascend_parallel.strategy.checkpoint.planner import kinds
 from ascend_parallel.strategy.checkpoint.storage import agree, everybody, names_of_all
 
@@ -49,7 +58,8 @@ def write_safetensors(
 ) -> None:
     """Write the tensors, of which ``read(name)`` gives one at a time, on the CPU.
 
-    The file has its name once it is whole. Raises `ValueError` for a dtype that the format has no name for.
+    The file has its name once it is whole. Raises `ValueError` for a dtype that the format has no name for, and
+    `CheckpointError` when the file cannot be written.
     """
     path = Path(path)
     alien = [f"{name}: {dtype}" for name, (_, dtype) in tensors.items() if dtype not in _NAMES]
@@ -63,16 +73,12 @@ def write_safetensors(
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    unfinished = path.with_name(f"{path.name}.saving")
-    with unfinished.open("wb") as out:
+    with whole_file(path) as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for name, kind in tensors.items():
             tensor = read(name)
             assert (tuple(tensor.shape), tensor.dtype) == kind
             out.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        out.flush()
-        os.fsync(out.fileno())
-    unfinished.rename(path)
 
 
 class SafeTensors:
@@ -87,26 +93,23 @@ class SafeTensors:
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > min(size - 8, _MOST_HEADER):
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
-                header = json.loads(file.read(length))
+                header = json.loads(file.read(length), object_pairs_hook=_without_doubles)
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self._spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-            self.kinds: dict[str, Kind] = {
-                name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in header.items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            entries = {name: _entry(name, entry) for name, entry in header.items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise CheckpointError(f"{self.path} is missing or no safetensors file: {error!r}") from error
         self._start = 8 + length
-        wrong = [name for name, (shape, dtype) in self.kinds.items() if not self._fits(name, shape, dtype)]
-        end = max((stop for _, stop in self._spans.values()), default=0)
-        if wrong or end != size - self._start:
-            raise CheckpointError(
-                f"{self.path} is damaged: {size} bytes, the header says {self._start + end} {wrong or ''}"
-            )
+        self.kinds: dict[str, Kind] = {name: kind for name, (kind, _) in entries.items()}
+        self._spans = {name: span for name, (_, span) in entries.items()}
+        end = 0
+        for name, (start, stop) in sorted(self._spans.items(), key=lambda entry: entry[1]):
+            if start != end:
+                what = "bytes that no tensor has before" if start > end else "bytes of the tensor before it in"
+                raise CheckpointError(f"{self.path} is damaged: {what} {name}, which begins at {start}, not {end}")
+            end = stop
+        if end != size - self._start:
+            raise CheckpointError(f"{self.path} is damaged: {size} bytes, the header says {self._start + end}")
         self._bytes = np.memmap(self.path, np.uint8, "c") if end else np.empty(0, np.uint8)
-
-    def _fits(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        start, stop = self._spans[name]
-        return bool(start >= 0 and stop - start == prod(shape) * dtype.itemsize)
 
     def view(self, name: str) -> torch.Tensor:
         """Return a tensor that reads the file when it is read; it must not be written."""
@@ -116,6 +119,30 @@ class SafeTensors:
         start, stop = self._spans[name]
         part = self._bytes[self._start + start : self._start + stop]
         return torch.from_numpy(part).view(dtype).view(shape)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON; raise `ValueError` if it has a name twice, of which `json` takes the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"names that stand twice: {', '.join(doubled[:MOST_SHOWN])}")
+    return found
+
+
+def _entry(name: str, entry: dict[str, Any]) -> tuple[Kind, tuple[int, int]]:
+    """Return a tensor's shape, dtype and span; raise `ValueError` if they do not fit one another."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name}: give dtype, shape and data_offsets")
+    shape, span, dtype = entry["shape"], entry["data_offsets"], _DTYPES.get(str(entry["dtype"]))
+    for numbers in (shape, span):
+        if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{name}: {numbers!r} are no whole numbers of 0 or more")
+    if dtype is None:
+        raise ValueError(f"{name}: dtype {entry['dtype']!r}; read are {', '.join(_DTYPES)}")
+    if len(span) != 2 or span[1] - span[0] != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}: data_offsets {span} do not hold shape {shape} of {entry['dtype']}")
+    return (tuple(shape), dtype), (span[0], span[1])
 
 
 def read_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
@@ -134,8 +161,8 @@ def load_safetensors(path: str | Path, model: Mapping[str, Piece]) -> None:
     try:
         file = SafeTensors(path)
         refuse(differences(kinds(model), {name: file.kinds[name] for name in model if name in file.kinds}), str(path))
-    except CheckpointError as error:
-        fault = str(error)
+    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+        fault = in_words(error)
     agree(group, "load of a safetensors file", {"path": str(path)}, fault)
     assert file is not None
     missing = sorted(set(file.kinds) - names_of_all(group, model))
