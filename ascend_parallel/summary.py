@@ -16,6 +16,21 @@ def overlap_in_words(settings: Settings) -> str:
     return f"on: {how}" if how else "off: COC_PARALLEL_NUM=1 leaves every matmul whole"
 
 
+def chunks_in_words(settings: Settings) -> str:
+    """Return what the operators of a planned graph run: in how many chunks, and "off" where that is one.
+
+    They take the settings as they are: what "auto" and COC_TUNE choose is for Megatron's layers.
+    """
+    chunks = usual_chunks(settings)
+    if settings.effective_mode == 1:
+        return "1 chunk: off (COC_MODE=1)"
+    if (settings.auto or settings.tune) and chunks == 1 and not settings.fused and settings.plan is None:
+        return "1 chunk: off (auto and COC_TUNE choose for Megatron's layers alone; give a number of chunks)"
+    if settings.auto or settings.tune:
+        return _counted(chunks)
+    return _how(settings) or "1 chunk: off (COC_PARALLEL_NUM=4, or settings=Settings(num_chunks=4), cuts them)"
+
+
 def _how(settings: Settings) -> str:
     """Say what the overlapped layers run, or nothing if each matmul stays whole."""
     chunks = usual_chunks(settings)

@@ -7,6 +7,7 @@ import gpt
 import pytest
 import torch
 
+from ascend_parallel import Settings
 from ascend_parallel.strategy import (
     AmpOptions,
     CommFusion,
@@ -33,7 +34,7 @@ def planned(**options):
     ("options", "said"),
     [
         ({}, "mode: auto, 4 ranks, a mesh of dp=2, tp=2"),
-        ({}, r"overlap: (\d+) of \1 matmuls next to a collective run overlapped"),
+        ({}, r"overlap: (\d+) of \1 matmuls next to a collective can overlap; 1 chunk: off"),
         ({}, r"comm_fusion: \d+ gradients, \S+ KB, are summed in \d buckets under backward"),
         ({"comm_fusion": CommFusion(bucket_mb=0)}, r"comm_fusion: (\d+) gradients, \S+ KB, are summed in \1 buckets"),
         ({"overlap": OverlapOptions(gradients=False)}, "after backward"),
@@ -55,6 +56,50 @@ def planned(**options):
 )
 def test_an_option_says_what_it_does(options, said):
     assert re.search(said, planned(**options).explain())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (Settings(num_chunks=4), "can overlap; 4 chunks (COC_PARALLEL_NUM=4)"),
+        (Settings(num_chunks=4, mode=1), "can overlap; 1 chunk: off (COC_MODE=1)"),
+        (Settings(auto=True), "can overlap; 1 chunk: off (auto and COC_TUNE choose for Megatron's layers alone"),
+        (Settings(fused=True), "can overlap; fused operators where they can run, else 4 chunks"),
+    ],
+)
+def test_what_runs_is_said_and_not_what_could(settings, said):
+    assert said in planned().explain(settings=settings)
+
+
+def large(layers, **options):
+    """Plan a GPT of the size of real layers on the meta device."""
+    with torch.device("meta"):
+        model = gpt.GPT(layers=layers, width=4096, heads=32, vocabulary=32768)
+        tokens = torch.zeros(2, gpt.LENGTH, dtype=torch.long)
+    return plan_training(Strategy(mode="data", **options), model, (tokens, tokens))
+
+
+def test_a_plan_that_no_card_holds_is_warned_of():
+    found = large(32, mesh={"dp": 2})
+    said = "a rank holds 105 GB, and Ascend 910B2, 8 cards of an Atlas A2 has 68.7 GB a card: cut more"
+    assert f"warning: {said}" in found.explain()
+    assert f"warning: {said}"[:22] in found.plan.explain()
+    assert said in as_dict(found)["warnings"][0]
+    for fitting in (large(2, mesh={"dp": 2}), large(32, mesh={"dp": 2}, hardware="cpu-gloo")):
+        assert "warning" not in fitting.explain()
+
+
+def test_a_plan_in_which_ranks_repeat_the_same_work_says_so():
+    model, batch = gpt.GPT(), gpt.batch_of(0)
+    all_alike = plan_training(Strategy(mode="data", mesh={"dp": 3}), model, batch)
+    assert re.search(
+        r"warning: each of the 3 ranks along dp repeats [78]\d % of the work: it is not cut", all_alike.explain()
+    )
+    assert "warning: each of the 3 ranks along dp repeats" in all_alike.plan.explain()
+    columns = {"layers.*.up": ([("dp", 1, 1), None], None)}
+    alike = plan_training(Strategy(mode="semi_auto", mesh={"dp": 2, "tp": 2}, operators=columns), model, batch)
+    assert "warning: each of the 2 ranks along tp repeats all of the work: it is not cut there" in alike.explain()
+    assert "warning" not in planned().explain()
 
 
 def test_no_overlap_says_nothing_of_it():

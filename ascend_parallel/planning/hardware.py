@@ -45,10 +45,11 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Device memory: bytes a second at best, and the share of it that kernels reach."""
+    """Device memory: bytes a second at best, the share of it that kernels reach, and bytes (0: not known)."""
 
     bandwidth: float
     efficiency: float
+    capacity: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ascend_parallel import status
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape, local_size
@@ -20,23 +21,34 @@ from ascend_parallel.sharding.running.marked import Recompute
 from ascend_parallel.sharding.running.regions import regions
 from ascend_parallel.sharding.running.saved import saved_bytes
 from ascend_parallel.sharding.running.summed import Bucket, buckets, read_as_copies
-from ascend_parallel.sharding.showing.explain import size_of, summary
+from ascend_parallel.sharding.showing.explain import size_of, summary, warnings
 from ascend_parallel.strategy.optimizer.memory import OptimizerMemory, predicted_memory
 from ascend_parallel.strategy.pipeline.cut import StagePlan, cut
 from ascend_parallel.strategy.pipeline.schedule import SPLIT, stages_of
 from ascend_parallel.strategy.planned import TrainingPlan
+from ascend_parallel.summary import chunks_in_words
 
 ITEMSIZE_OF_MASTERS = 4
 
 
-def explain(planned: TrainingPlan, operators: bool = False) -> str:
-    """Return a paragraph for each option that does something, and a rank's memory in each stage."""
-    found = _Explained(planned)
+def explain(planned: TrainingPlan, operators: bool = False, settings: Settings | None = None) -> str:
+    """Return a paragraph for each option that does something, and a rank's memory in each stage.
+
+    settings
+        Of the overlapped operators; by default those in force.
+    """
+    found = _Explained(planned, settings)
     lines = [f"{name}: {text}" for name, text in found.lines()]
+    lines += [f"warning: {text}" for text in found.warnings()]
     lines += ["", *found.table()]
     if operators:
         lines += ["", planned.plan.explain()]
     return "\n".join(lines)
+
+
+def warned(planned: TrainingPlan) -> list[str]:
+    """Return what a training is not meant to come to: `explain` has it too."""
+    return list(_Explained(planned).warnings())
 
 
 def as_dict(planned: TrainingPlan) -> dict[str, Any]:
@@ -54,6 +66,7 @@ def as_dict(planned: TrainingPlan) -> dict[str, Any]:
             vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in found.stages
         ],
         "options": dict(found.lines()),
+        "warnings": list(found.warnings()),
     }
 
 
@@ -77,8 +90,9 @@ class _Stage:
 
 
 class _Explained:
-    def __init__(self, planned: TrainingPlan) -> None:
+    def __init__(self, planned: TrainingPlan, settings: Settings | None = None) -> None:
         self._planned, self._strategy = planned, planned.strategy
+        self._settings = settings or status().settings
 
     @cached_property
     def parts(self) -> tuple[StagePlan, ...]:
@@ -118,6 +132,11 @@ class _Explained:
         yield from self._sharding()
         yield from self._precision()
         yield from self._overlap()
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what a training is not meant to come to; of the stages the one that holds the most counts."""
+        most = max(one.memory.total + one.activations for one in self.stages)
+        yield from warnings(self._planned.plan, most)
 
     def table(self) -> Iterator[str]:
         """Yield what a rank of each stage holds."""
@@ -186,8 +205,8 @@ class _Explained:
     def _overlap(self) -> Iterator[tuple[str, str]]:
         fused = [one for stage in self.stages for one in stage.fused]
         if fused:
-            overlapped = sum(bool(one.operator) for one in fused)
-            yield "overlap", f"{overlapped} of {len(fused)} matmuls next to a collective run overlapped"
+            able, how = sum(bool(one.operator) for one in fused), chunks_in_words(self._settings)
+            yield "overlap", f"{able} of {len(fused)} matmuls next to a collective can overlap; {how}"
         ahead = [one for stage in self.stages for one in stage.ahead]
         if ahead:
             joined = sum(len(one.conversions) for one in ahead)
@@ -212,7 +231,7 @@ class _Explained:
     def _stage(self, name: str, plan: ShardingPlan, live: float) -> _Stage:
         schedule = Schedule(plan.layouts, plan.inputs, plan.via)
         if self._strategy.overlap.operators:
-            schedule = fuse(plan, status().settings)
+            schedule = fuse(plan, self._settings)
         schedule, summed = read_as_copies(schedule, plan)
         part = bool(self._planned.stages)
         saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.evaluation import check_evaluation, in_evaluation
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -67,11 +68,15 @@ class TrainingPlan:
         except ValueError as error:
             raise StrategyOptionError(f"evaluate: {error}") from None
 
-    def explain(self, operators: bool = False) -> str:
-        """Return what each option comes to: collectives, kernels, memory; with `operators` the whole sharding plan."""
+    def explain(self, operators: bool = False, settings: Settings | None = None) -> str:
+        """Return what each option comes to: collectives, kernels, memory; with `operators` the whole sharding plan.
+
+        settings
+            Of the overlapped operators; by default those in force.
+        """
         from ascend_parallel.strategy.explain import explain  # which reads these
 
-        return explain(self, operators)
+        return explain(self, operators, settings)
 
 
 def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss = mean_loss) -> TrainingPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -20,6 +21,7 @@ from ascend_parallel.strategy.agreed import confirm_strategy
 from ascend_parallel.strategy.batches import EVERY, BatchesLike, SameBatches
 from ascend_parallel.strategy.checkpoint.loading import load
 from ascend_parallel.strategy.checkpoint.saving import Saving, save
+from ascend_parallel.strategy.explain import warned
 from ascend_parallel.strategy.loss import Divisor, Loss, mean_loss
 from ascend_parallel.strategy.optimizer.parallel import ParallelOptimizer
 from ascend_parallel.strategy.optimizer.recipe import recipe
@@ -34,6 +36,8 @@ from ascend_parallel.strategy.running.written import AsWritten
 from ascend_parallel.strategy.strategy import Strategy
 from ascend_parallel.strategy.usage import Unused, check_all_updated, check_training_mode, random_numbers_kept
 from ascend_parallel.strategy.watch import Watch
+
+log = logging.getLogger("ascend_parallel")
 
 
 def train_step(
@@ -104,6 +108,8 @@ def train_step(
     else:
         planned = plan_training(strategy, model, batch, loss)
         check_training_mode(planned)
+        for said in warned(planned) if dist.get_rank() == 0 else ():
+            log.warning("train_step: %s", said)
         runner = _runner(planned, settings, local_batches, timeout) if static else Eagerly(planned, loss, local_batches)
     master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
     parallel = ParallelOptimizer(
@@ -119,7 +125,7 @@ def train_step(
     )
     like = BatchesLike(batch, whole=planned is not None and not local_batches)
     same = SameBatches(strategy, None if planned is None else planned.plan, local_batches, check_batches)
-    return TrainStep(strategy, planned, runner, parallel, like=like, same=same, unused=optimizer)
+    return TrainStep(strategy, planned, runner, parallel, like=like, same=same, unused=optimizer, settings=settings)
 
 
 def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:
@@ -151,12 +157,13 @@ class TrainStep:
         like: BatchesLike,
         same: SameBatches,
         unused: torch.optim.Optimizer,
+        settings: Settings | None = None,
     ) -> None:
         """Take what runs forward and backward, and what updates; see `train_step`."""
         self.strategy, self.planned, self.optimizer = strategy, planned, optimizer
         self.modules = tuple(runner.modules)
         self.batches = 0
-        self._runner, self._watch = runner, Watch()
+        self._runner, self._watch, self._settings = runner, Watch(), settings
         self._saving: Saving | None = None
         self._divisor = Divisor(strategy.gradient_merge)
         self._like, self._same, self._unused, self._failed = like, same, Unused(unused), False
@@ -228,7 +235,7 @@ class TrainStep:
         """Return what each option of the strategy comes to; with `operators` the whole sharding plan."""
         if self.planned is None:
             return 'mode "hybrid": the model runs as it is written'
-        return self.planned.explain(operators)
+        return self.planned.explain(operators, self._settings)
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's part of the model's parameters and buffers."""

@@ -22,7 +22,7 @@ def seconds(call: Call, option: Option, mesh_shape: tuple[int, ...], model: Cost
         prod(shape) * meta.dtype.itemsize
         for shape, meta in zip([*inputs, *outputs], [*call.inputs, *call.outputs], strict=True)
     )
-    name = call.name.split(".")[1]
+    name = _name(call)
     item = call.outputs[0].dtype.itemsize if call.outputs else 4
     if name in MATMULS and inputs and outputs:
         rows, inner, columns = _matmul(name, inputs, outputs[0])
@@ -34,6 +34,22 @@ def seconds(call: Call, option: Option, mesh_shape: tuple[int, ...], model: Cost
     if name == "conv2d":
         return PASSES * model.matmul(prod(outputs[0]) // outputs[0][1], prod(inputs[1][1:]), outputs[0][1], item)
     return PASSES * model.stream(moved)
+
+
+def amount(call: Call) -> float:
+    """Return how much a whole operator computes: multiply-adds of matmuls and attention, else elements."""
+    inputs, outputs, name = [one.shape for one in call.inputs], [one.shape for one in call.outputs], _name(call)
+    if name in MATMULS and inputs and outputs:
+        return float(prod(_matmul(name, inputs, outputs[0])))
+    if name == "scaled_dot_product_attention":
+        return 2.0 * prod(inputs[0]) * inputs[1][-2]
+    if name == "conv2d":
+        return float(prod(outputs[0]) * prod(inputs[1][1:]))
+    return float(sum(map(prod, outputs)))
+
+
+def _name(call: Call) -> str:
+    return call.name.split(".")[1]
 
 
 def _matmul(name: str, inputs: list[Shape], output: Shape) -> tuple[int, int, int]:

@@ -9,8 +9,11 @@ from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.planner.strategies import operator_name
+from ascend_parallel.sharding.planner.work import amount
 
 WIDTH = 34
+# The share of the work that ranks may repeat without a warning.
+REPEATED = 0.5
 
 
 def explain(plan: ShardingPlan) -> str:
@@ -31,7 +34,41 @@ def summary(plan: ShardingPlan) -> list[str]:
         f"{1e3 * plan.seconds:.3f} ms",
         f"memory of a rank: parameters {size_of(memory.parameters)}, gradients {size_of(memory.gradients)}, "
         f"optimizer (Adam) {size_of(memory.optimizer)}, activations {size_of(memory.activations)}",
+        *(f"warning: {one}" for one in warnings(plan, memory.total)),
     ]
+
+
+def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
+    """Return what a plan is not meant to come to: ranks that repeat each other's work, more memory than a card has.
+
+    nbytes
+        What a rank holds.
+    """
+    found = []
+    for dim, (name, size) in enumerate(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)):
+        share = _repeated(plan, dim) if size > 1 else 0.0
+        if share > REPEATED:
+            how_much = "all of the work" if share == 1 else f"{100 * share:.0f} % of the work"
+            found.append(f"each of the {size} ranks along {name} repeats {how_much}: it is not cut there")
+    hardware = plan.costs.hardware
+    capacity = 0.0 if hardware is None else hardware.memory.capacity
+    if hardware is not None and 0 < capacity < nbytes:
+        found.append(
+            f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: cut more, as by a "
+            "larger mesh, stages, sharding.level or recompute"
+        )
+    return found
+
+
+def _repeated(plan: ShardingPlan, dim: int) -> float:
+    """Return the share of the work that every rank along a mesh dimension does whole."""
+    done = {True: 0.0, False: 0.0}
+    for node in plan.graph.nodes.values():
+        if node.call is not None:
+            outputs = (plan.layouts[Value(node.name, index)] for index in range(len(node.outputs)))
+            cut = any(layout[dim].kind in ("shard", "partial") for layout in (*plan.inputs[node.name], *outputs))
+            done[cut] += amount(node.call)
+    return done[False] / (done[True] + done[False] or 1.0)
 
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> list[str]:

@@ -118,6 +118,11 @@ class MeshCosts:
         """Sizes of the mesh dimensions."""
         return tuple(costs.ranks for costs in self.dims)
 
+    @property
+    def hardware(self) -> Hardware | None:
+        """The hardware whose costs these are; None: they are a link's."""
+        return next((one.hardware for one in self.dims if isinstance(one, FittedCosts)), None)
+
     def seconds(self, kind: str, nbytes: float, dim: int) -> float:
         """Return the time of a collective along mesh dimension `dim`, of a tensor that is `nbytes` whole there."""
         if kind not in KINDS:
