@@ -1,7 +1,7 @@
 """Ranks agree on what they will do before they communicate.
 
 Two ranks that cut one collective differently do not merely get wrong numbers: gloo ends one of the
-processes in C++, other backends wait for ever. So the first time a group is used, each of its ranks
+processes in C++, other backends wait for ever. So before a group first communicates, each of its ranks
 publishes its settings and the package's version through the group's store and reads everybody's.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -39,44 +39,41 @@ class Agreement:
     def __init__(self, settings: Settings) -> None:
         """Agree on `settings`, group by group, as `confirm` is called."""
         self._settings = settings
-        self._published: WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = WeakKeyDictionary()
         self._confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
-
-    def publish(self, group: dist.ProcessGroup) -> None:
-        """Let the other ranks know this rank's settings, without waiting for theirs."""
-        if group not in self._published:
-            self._published[group] = _publish(group, self._settings)
 
     def confirm(self, group: dist.ProcessGroup) -> None:
         """Return once every rank of `group` has published the same; a look-up in a set from then on.
 
-        Raises `DisagreementError` on every rank, naming what differs, or, when the time limit of the
-        group or its store has passed, the ranks that never published.
+        To be called where all of them communicate. Raises `DisagreementError` on every rank, naming what differs, or,
+        when the time limit of the group or its store has passed, the ranks that never published.
         """
         if group not in self._confirmed:
-            self.publish(group)
-            _compare(group, self._published[group])
+            _compare(group, _exchange(group, self._settings))
             self._confirmed.add(group)
 
 
-def _publish(group: dist.ProcessGroup, settings: Settings) -> dict[int, str]:
-    """Write this rank's settings to the group's store; return where each rank's are, by rank."""
+def _exchange(group: dist.ProcessGroup, settings: Settings) -> dict[int, dict[str, Any]]:
+    """Write this rank's settings to the group's store; return every rank's, by rank."""
     if dist.get_backend(group) == "fake":  # ranks that do not exist have nothing to say
         return {}
-    store = c10d._get_process_group_store(group)
+    store, me = c10d._get_process_group_store(group), dist.get_rank()
     mine = {"version of ascend_parallel": __version__}
     mine |= {option_name(name): value for name, value in settings.as_dict().items() if name not in PER_RANK}
-    # Each rank counts its own changes of settings, so that those made on every rank are compared afresh.
-    round_ = store.add(f"ascend_parallel/round/{dist.get_rank()}", 1)
+    # So many times have all ranks come: one that came alone, or changed its settings alone, is not ahead of the others.
+    count = f"ascend_parallel/round/{me}"
+    round_ = store.add(count, 0)
     keys = {rank: f"ascend_parallel/settings/{round_}/{rank}" for rank in dist.get_process_group_ranks(group)}
-    store.set(keys[dist.get_rank()], json.dumps(mine))
-    return keys
+    store.set(keys[me], json.dumps(mine))
+    try:
+        wait_for_ranks(group, keys, DisagreementError, functools.partial(_absence, group))
+    except DisagreementError:
+        store.delete_key(keys[me])  # for who comes later, this rank has not come
+        raise
+    store.add(count, 1)
+    return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
 
-def _compare(group: dist.ProcessGroup, keys: dict[int, str]) -> None:
-    store = c10d._get_process_group_store(group)
-    wait_for_ranks(group, keys, DisagreementError, functools.partial(_absence, group))
-    published = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+def _compare(group: dist.ProcessGroup, published: dict[int, dict[str, Any]]) -> None:
     names = {name: None for settings in published.values() for name in settings}
     differences = [_difference(name, published) for name in names if _differs(name, published)]
     if differences:

@@ -108,6 +108,7 @@ def test_a_rank_that_dies_is_named_by_the_others(operator):
 
 RAISES = """
 x, w = torch.randn(4096, 64), torch.randn(64, 512)
+ap.ops.matmul_all_reduce(x, w, group, num_chunks=4)  # which asks the machine about bits
 mm, calls = torch.mm, []
 def failing(*args, **kwargs):
     calls.append(1)
@@ -151,3 +152,26 @@ print(len(records) >= 1 and "rank 1 of group" in records[0] if rank == 0 else "l
 def test_waiting_for_a_late_rank_is_said():
     first, second = launch(code(OLD_STYLE), [{}] * 2)
     assert (first.stdout.strip(), second.stdout.strip()) == ("True", "late"), first.stderr
+
+
+ALONE = """
+agreement = ap.agreement.Agreement(ap.Settings(num_chunks=4))
+if rank == 0:
+    try:
+        agreement.confirm(group)
+    except ap.DisagreementError as error:
+        print(error)
+else:
+    time.sleep(7)
+dist.barrier()
+agreement.confirm(group)
+ap.agreement.Agreement(ap.Settings(num_chunks=2)).confirm(group)
+print("agreed")
+"""
+
+
+def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
+    import_it = "\nimport ascend_parallel.agreement\n"
+    zero, one = launch(code(import_it, ALONE, limit=5), [{}] * 2)
+    assert "rank 1 of group" in zero.stdout and zero.stdout.endswith("agreed\n"), zero.stdout + zero.stderr
+    assert one.stdout == "agreed\n", one.stderr

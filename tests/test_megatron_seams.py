@@ -204,6 +204,26 @@ def test_a_column_layer_is_run_by_one_rank_alone(ranks):
     assert ranks(2).run(one_rank_only) == [True, True]
 
 
+def one_rank_ahead(group):
+    """What one rank ran alone, or configured alone, is no settings that the others have to come to."""
+    import ascend_parallel
+
+    with Layers(group.size()) as layers:
+        column, row = layers.make("ColumnParallelLinear"), layers.make("RowParallelLinear")
+        if group.rank() == 0:
+            for chunks in (2, 3):
+                ascend_parallel.configure(num_chunks=chunks)
+                column(torch.randn(64, 96))
+        for chunks in (8, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            row(torch.randn(64, 48))
+    return True
+
+
+def test_what_one_rank_did_alone_is_not_compared(ranks):
+    assert ranks(2).run(one_rank_ahead) == [True, True]
+
+
 def handed_a_group(group):
     """tp_group: two layers on two groups of two ranks each."""
 

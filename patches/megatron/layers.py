@@ -106,7 +106,7 @@ class Megatron:
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
     ) -> tuple[dist.ProcessGroup, Settings]:
-        """Refuse what conflicts with overlap, tell the other ranks of this one's settings; return group and settings.
+        """Refuse what conflicts with overlap; return group and settings.
 
         With COC_TUNE or COC_PARALLEL_NUM=auto the settings are those found for the call's shapes.
         """
@@ -115,7 +115,6 @@ class Megatron:
         if group not in self._fits:
             refuse_foreign_plan(self.settings, group, x.device)
             self._fits.add(group)
-        self._agreement.publish(group)
         if not self._announcement.said:
             case = case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
             self._announcement.say(layer, group, case)
