@@ -12,7 +12,7 @@ from typing import Any as _Any
 
 from ascend_parallel import ops, timeline
 from ascend_parallel.agreement import DisagreementError
-from ascend_parallel.linear import WeightGradient, column_linear, row_linear
+from ascend_parallel.linear import column_linear, row_linear
 from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
 from ascend_parallel.ops.explain import explain as _explain
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
@@ -25,6 +25,7 @@ from ascend_parallel.switch import Status as _Status
 from ascend_parallel.switch import Switch as _Switch
 from ascend_parallel.verify import Verification, VerificationError
 from ascend_parallel.version import __version__
+from ascend_parallel.weight_gradient import WeightGradient
 
 __all__ = [
     "CollectiveError",

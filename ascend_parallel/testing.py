@@ -11,9 +11,8 @@ and importing this module imports no Megatron. The rest is what a small training
         finalize_gradients(model)
         stop_model_parallel()
 
-Tried with megatron-core 0.10 to 0.16. No line below depends on the version, because the shims sit
-under Megatron (in torch.cuda) or at names that have not changed; keep it so, or put the difference
-into a function of its own.
+Tried with megatron-core 0.10 to 0.16. No line below depends on the version: the shims sit under Megatron
+(in torch.cuda) or at names that have not changed; keep it so, or put the difference into a function of its own.
 """
 
 from __future__ import annotations
