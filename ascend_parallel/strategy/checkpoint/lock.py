@@ -72,14 +72,14 @@ class StepLock:
         """
         while not self._create():
             told = read(self.path)
-            if told is not None and lives(self.path, told):
-                owner = owner_of(told)
-                who = "a process that has not said which" if owner is None else f"process {owner.pid} of {owner.host}"
+            if told is not None and not lives(self.path, told):
+                take_away(self.path, told, self._token)
+            elif told is not None and (now := read(self.path)) is not None:  # it may have said who it is meanwhile
+                owner = owner_of(now)
+                who = "a process that does not say which" if owner is None else f"process {owner.pid} of {owner.host}"
                 raise CheckpointError(
                     f"{self.path.with_suffix('')} is being saved by another job, {who}: save to another folder, or wait"
                 )
-            if told is not None:
-                take_away(self.path, told, self._token)
         self._thread = threading.Thread(target=self._beat, name=f"lock of {self.path.stem}", daemon=True)
         self._thread.start()
 
