@@ -66,7 +66,9 @@ def configure(**settings: _Any) -> Settings:
     """Read the environment again, let `settings` (fields of `Settings`) win over it, and put that in force.
 
     All ranks have to call it alike and between steps, not between a forward and its backward.
-    Raises `SettingsError` for what is not allowed; what was in force then stays in force.
+    Raises `SettingsError` for what is not allowed, `PatchError`, or `OSError` if a recording that
+    ends cannot be written. What was in force then stays in force, wholly, and other ranks that wait for this one
+    raise `DisagreementError`.
     """
     return _switch.configure(_os.environ, **settings)
 

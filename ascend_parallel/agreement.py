@@ -92,13 +92,15 @@ def wait_for_ranks(
     """Wait until every rank has set its key, by global rank, in the group's store.
 
     Says so every `PATIENCE` seconds, and after the time limit of the group or its store, the shorter, raises
-    `error`; ``absence(missing ranks, seconds)`` is what is said.
+    `error`; ``absence(missing ranks, seconds)`` is what is said. Raises it sooner if one of them refused (`refuse`).
     """
     store: Any = c10d._get_process_group_store(group)
     limit = time_limit(group).total_seconds()
     end = time.monotonic() + limit
     missing = list(keys)
     while missing:
+        if told := _refusals(missing):
+            raise error(told)
         left = end - time.monotonic()
         try:
             store.wait([keys[rank] for rank in missing], timedelta(seconds=max(min(left, PATIENCE), 0.01)))
@@ -116,6 +118,39 @@ def _absence(group: dist.ProcessGroup, missing: list[int], seconds: float) -> st
         f"rank {', '.join(map(str, missing))} of {describe(group)} has not come to its first overlapped layer within "
         f"{seconds:g} s: it has stopped, or runs without overlap (is COC_PARALLEL_NUM exported there?)"
     )
+
+
+def configuring() -> None:
+    """Count this rank's changes of settings, by which ranks find each other's refusals."""
+    if _can_tell():
+        c10d._get_default_store().add(_changes(dist.get_rank()), 1)
+
+
+def refuse(error: Exception) -> None:
+    """Let ranks that wait for this one, or will, know that it did not take the settings that they may have taken."""
+    if _can_tell():
+        said = f"configure() failed on rank {dist.get_rank()}, which kept what was in force: {error!r}"
+        c10d._get_default_store().set(_refusal(dist.get_rank()), said)
+
+
+def _can_tell() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+
+
+def _refusals(ranks: list[int]) -> str:
+    """Return what those of `ranks` said that refused the change of settings at which this rank is."""
+    store: Any = c10d._get_default_store()
+    keys = [_refusal(rank) for rank in ranks]
+    return "; ".join(store.get(key).decode() for key in keys if store.check([key]))
+
+
+def _refusal(rank: int) -> str:
+    count = c10d._get_default_store().add(_changes(dist.get_rank()), 0)
+    return f"ascend_parallel/refused/{count}/{rank}"
+
+
+def _changes(rank: int) -> str:
+    return f"ascend_parallel/changes/{rank}"
 
 
 def _differs(name: str, published: dict[int, dict[str, Any]]) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 import wrapt
 
+from ascend_parallel import agreement
 from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm
@@ -80,23 +81,44 @@ class Switch:
         self._log_level = LogLevel()
 
     def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
-        """Read the settings and put them in force: applied now or when Megatron-core is imported, or off."""
-        settings = read_settings(environ, **overrides)
-        if settings.timeline is not None:
-            require_writable(settings.timeline)
+        """Read the settings and put them in force: applied now or when Megatron-core is imported, or off.
+
+        If that raises, what was in force stays so, wholly, and ranks that wait for this one to agree are told.
+        """
+        agreement.configuring()
+        try:
+            settings = read_settings(environ, **overrides)
+            if settings.timeline is not None:
+                require_writable(settings.timeline)
+            self._put_in_force(settings)
+        except Exception as error:
+            agreement.refuse(error)
+            raise
         self.refused = None
         Refusal.withdraw()
-        self.revert()
-        self._settings = settings
         self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
         self._log_level.follow(settings.log_level)
-        self._timeline.follow(settings.timeline, settings.timeline_passes)
         if settings.verify_every and not self._verifies:
             self._verifies = True
             atexit.register(self.say_verification)
-        if settings.enabled:
-            self._apply_once_imported()
         return settings
+
+    def _put_in_force(self, settings: Settings) -> None:
+        """Change patches and recording; if one fails, put both back."""
+        before, patches = self._settings, self._patches
+        self.revert()
+        self._settings = settings
+        try:
+            if settings.enabled:
+                self._apply_once_imported()
+            self._timeline.follow(settings.timeline, settings.timeline_passes)
+        except BaseException:
+            self.revert()
+            self._settings, self._patches = before, patches
+            if patches is not None:
+                patches.apply(megatron.installed_version())
+            self._timeline.follow(before.timeline, before.timeline_passes)
+            raise
 
     def apply(self) -> None:
         """Apply the patches, importing Megatron-core's layers; a second call does nothing.

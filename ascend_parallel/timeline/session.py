@@ -59,9 +59,13 @@ class Session:
         self._names.remove()
         if RECORDING.recorder is self._recorder:
             RECORDING.recorder = self._before
-        if self._recorder.total:
-            self._written = files.write(self.folder, self._header(), map(_plain, self._recorder.passes))
+        self.write()
         return self._written
+
+    def write(self) -> None:
+        """Write the file, once, if anything ran."""
+        if self._written is None and self._recorder.total:
+            self._written = files.write(self.folder, self._header(), map(_plain, self._recorder.passes))
 
     def say(self) -> None:
         """Say on rank 0, in one line, where the files are, or why there are none."""
@@ -134,14 +138,18 @@ class Variable:
         self._asked: tuple[str, int] | None = None
 
     def follow(self, folder: str | None, passes: int) -> None:
-        """Record to `folder` from now on, or stop; nothing changes where the same is asked again."""
+        """Record to `folder` from now on, or stop; nothing changes where the same is asked again.
+
+        Nor if what was recorded so far cannot be written, which raises `OSError`.
+        """
         asked = None if folder is None else (folder, passes)
         if asked == self._asked:
             return
+        if self._session is not None:
+            self._session.write()
         self.finish()
-        self._asked = asked
         if asked is not None:
-            self._session = Session(*asked)
+            self._session, self._asked = Session(*asked), asked
             atexit.register(self.finish)
 
     def finish(self) -> None:

@@ -1,0 +1,55 @@
+"""configure() changes all or nothing, on the rank where it fails, and the other ranks are told."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from layers import Layers
+
+import ascend_parallel
+
+
+def half_way(group, folder):
+    """A recording that cannot be written, on rank 0 alone: everything is as it was there, and rank 1 hears of it."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    mine = folder / str(group.rank())
+    mine.mkdir()
+    os.chdir(mine)  # the same settings, and a folder of its own
+    with Layers(group.size()) as layers:
+        layer = layers.make("RowParallelLinear")
+        ascend_parallel.configure(num_chunks=2, timeline="timeline")
+        layer(torch.randn(64, 48))
+        in_force = ascend_parallel.status()
+        if group.rank() == 0:
+            (mine / "timeline").write_text("a file where the folder should be")
+            with pytest.raises(OSError) as failed:
+                ascend_parallel.configure(num_chunks=4)
+            kept = ascend_parallel.status()
+            found = kept.settings == in_force.settings and kept.patches == in_force.patches
+            found = found and hasattr(RowParallelLinear.forward, "ascend_parallel") and "Error" in repr(failed.value)
+            torch.distributed.barrier(group)
+            torch.distributed.barrier(group)
+            (mine / "timeline").unlink()
+        else:
+            ascend_parallel.configure(num_chunks=4)
+            torch.distributed.barrier(group)
+            with pytest.raises(ascend_parallel.DisagreementError) as told:
+                layer(torch.randn(64, 48))
+            found = "configure() failed on rank 0, which kept what was in force" in str(told.value)
+            torch.distributed.barrier(group)
+        ascend_parallel.configure(num_chunks=4)
+        layer(torch.randn(64, 48))
+        return found, ascend_parallel.status().settings.num_chunks
+
+
+def test_a_configure_that_fails_changes_nothing_and_is_told(ranks, tmp_path):
+    try:
+        assert ranks(2).run(half_way, tmp_path) == [(True, 4)] * 2
+    finally:
+        ranks(2).run(back, str(Path.cwd()))
+
+
+def back(group, folder):
+    os.chdir(folder)
