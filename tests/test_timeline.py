@@ -148,6 +148,8 @@ def exchanged_while_computing(group, folder):
     """The second chunk's matmul goes on until somebody has seen the first chunk's exchange end."""
     kept, mm = dist.irecv, torch.mm
     receives, calls = [], []
+    x, w = torch.randn(128, 64), torch.randn(64, 64)
+    ops.matmul_reduce_scatter(x, w, group, num_chunks=2)  # asks which chunks keep the bits, by matmuls of its own
 
     def receive(*args, **kwargs):
         receives.append(threading.Event())
@@ -163,7 +165,7 @@ def exchanged_while_computing(group, folder):
     dist.irecv, torch.mm = receive, multiply
     try:
         with timeline.record(folder):
-            ops.matmul_reduce_scatter(torch.randn(128, 64), torch.randn(64, 64), group, num_chunks=2)
+            ops.matmul_reduce_scatter(x, w, group, num_chunks=2)
     finally:
         dist.irecv, torch.mm = kept, mm
 
@@ -181,6 +183,8 @@ def test_the_end_of_sends_and_receives_is_seen_while_the_rank_computes(ranks, tm
 def failing(group, folder):
     """A call that fails on all ranks alike: what ran is written, and what did not end is marked."""
     kept, calls = torch.mm, []
+    x, w = torch.randn(128, 8), torch.randn(8, 8)
+    ops.matmul_all_reduce(x, w, group, num_chunks=4)  # asks which chunks keep the bits, by matmuls of its own
 
     def third(*args, **kwargs):
         calls.append(1)
@@ -191,7 +195,7 @@ def failing(group, folder):
     torch.mm = third
     try:
         with pytest.raises(MemoryError), timeline.record(folder):
-            ops.matmul_all_reduce(torch.randn(128, 8), torch.randn(8, 8), group, num_chunks=4)
+            ops.matmul_all_reduce(x, w, group, num_chunks=4)
     finally:
         torch.mm = kept
     return RECORDING.recorder is None
