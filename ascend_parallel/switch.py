@@ -97,24 +97,25 @@ class Switch:
         self.refused = None
         Refusal.withdraw()
         self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
-        self._log_level.follow(settings.log_level)
         if settings.verify_every and not self._verifies:
             self._verifies = True
             atexit.register(self.say_verification)
         return settings
 
     def _put_in_force(self, settings: Settings) -> None:
-        """Change patches and recording; if one fails, put both back."""
+        """Change the log's level, patches and recording; if one fails, put all back."""
         before, patches = self._settings, self._patches
         self.revert()
         self._settings = settings
         try:
+            self._log_level.follow(settings.log_level)
             if settings.enabled:
                 self._apply_once_imported()
             self._timeline.follow(settings.timeline, settings.timeline_passes)
         except BaseException:
             self.revert()
             self._settings, self._patches = before, patches
+            self._log_level.follow(before.log_level)
             if patches is not None:
                 patches.apply(megatron.installed_version())
             self._timeline.follow(before.timeline, before.timeline_passes)

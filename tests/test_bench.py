@@ -91,7 +91,7 @@ def test_tune_fills_the_cache(tmp_path):
         (("--model", "llama2-7b", "--shape", "1,2,3"), "give either --model or --shape"),
         (("--shape", "1024,1024"), "give M,K,N such as 2048,1024,1024"),
         (("--shape", "1023,64,64"), "M is not divisible by the 2 ranks"),
-        (("--shape", "1024,64,64", "--chunks", "1,2"), "--chunks 1,2: give counts from 2 to 64"),
+        (("--shape", "1024,64,64", "--chunks", "1,2"), "--chunks '1,2': give counts from 2 to 64"),
         (("--shape", "1024,64,64", "--dtype", "int8"), "--dtype"),
         (("--shape", "1024,64,64", "--link", "fast"), "the rate 'fast' is not allowed"),
         (("--model", "llama9"), "llama9"),
