@@ -2,7 +2,9 @@
 
 With a `row_tile` every block of rows is multiplied in tiles of so many rows, one call each, from its first
 row on. A cut that lies on a multiple of the tile then leaves every call as it was: the bits of the result
-cannot depend on the chunks, whatever routine the library takes for a shape.
+cannot depend on the chunks, whatever routine the library takes for a shape. Nor may they depend on where a call's
+operands lie: MKL takes other routines for rows that do not begin at multiples of 16 bytes (seen on an AMD EPYC, fp32,
+N of 1, 10 and 11), so each call's operands begin at multiples of `ALIGNMENT`, in copies where they do not.
 """
 
 from __future__ import annotations
@@ -13,14 +15,33 @@ import torch
 
 from ascend_parallel.ops.rows import Sizes
 
+ALIGNMENT = 64  # bytes; torch's own allocations begin so
+
 
 def multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int = 0) -> None:
     """Write ``[m, K] x [K, N]`` to y_m [m, N]; with `row_tile` in tiles of so many rows."""
+    w = aligned(w)
     if not 0 < row_tile < x_m.shape[0]:
-        torch.mm(x_m, w, out=y_m)
+        _multiply(x_m, w, y_m)
         return
     for x_tile, y_tile in zip(_cut(x_m, row_tile), _cut(y_m, row_tile), strict=True):
-        torch.mm(x_tile, w, out=y_tile)
+        _multiply(x_tile, w, y_tile)
+
+
+def _multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor) -> None:
+    if _is_aligned(y_m):
+        torch.mm(aligned(x_m), w, out=y_m)
+    else:
+        y_m.copy_(torch.mm(aligned(x_m), w))
+
+
+def aligned(operand: torch.Tensor) -> torch.Tensor:
+    """Return an operand whose memory begins at a multiple of `ALIGNMENT`: on a CPU, a copy if its own does not."""
+    return operand if _is_aligned(operand) else operand.clone()
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0
 
 
 def product(x_m: torch.Tensor, w: torch.Tensor, row_tile: int = 0, ranks: int = 1) -> torch.Tensor:

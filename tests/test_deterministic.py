@@ -273,3 +273,32 @@ def megatron(group):
 @pytest.mark.parametrize("count", [3, 4])
 def test_megatrons_deterministic_mode_asks_for_it(ranks, count):
     assert ranks(count).run(megatron) == [(True, True)] * count
+
+
+def moved(tensor, elements):
+    """The same values, strides and all, so many elements further in memory."""
+    rows, columns = (tensor if tensor.is_contiguous() else tensor.t()).shape
+    memory = torch.empty(tensor.numel() + 64, dtype=tensor.dtype)[elements : elements + tensor.numel()]
+    found = memory.view(rows, columns) if tensor.is_contiguous() else memory.view(rows, columns).t()
+    return found.copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_where_operands_lie(dtype):
+    """On an AMD EPYC torch.mm alone fails this: fp32, rows that do not begin at multiples of 16 bytes."""
+    generator = torch.Generator().manual_seed(0)
+    for m, k, n in [(217, 114, 10), (143, 73, 1), (211, 11, 11), (64, 1024, 256)]:
+        x = torch.randn(m, k, generator=generator).to(dtype)
+        for w in (
+            torch.randn(k, n, generator=generator).to(dtype),
+            torch.randn(n, k, generator=generator).to(dtype).t(),
+        ):
+            for row_tile in (0, 16):
+                expected = x.new_empty(m, n)
+                multiply.multiply(x, w, expected, row_tile)
+                for elements in (1, 2, 3, 5, 8, 16):
+                    for which in range(3):
+                        at = [elements if place == which else 0 for place in range(3)]
+                        y = moved(x.new_zeros(m, n), at[2])
+                        multiply.multiply(moved(x, at[0]), moved(w, at[1]), y, row_tile)
+                        assert torch.equal(y, expected), (m, k, n, row_tile, at)

@@ -67,7 +67,7 @@ def test_the_command_takes_a_memory_limit_and_data_parallelism():
     nodes = json.loads(ended.stdout)["nodes"]
     assert {node["outputs"][0] for node in nodes if node["kind"] == "parameter"} == {"R R"}
     for more, message in (
-        (("--memory-limit", "much"), "--memory-limit much: give bytes, such as 32e9, 32GB or 30GiB"),
+        (("--memory-limit", "much"), "--memory-limit 'much': give bytes up to 1e18, such as 32e9, 32GB or 30GiB"),
         (("--memory-limit", "1kB"), "memory_limit=1000 bytes: the least that was found is"),
         (("--semi-auto", "tp"), "semi_auto='tp': give one of the mesh dimensions dp, mp"),
         (("--semi-auto", "dp", "--advise"), "leave out --semi-auto"),

@@ -40,13 +40,28 @@ ap::Product product_of(const at::Tensor& x, const at::Tensor& w, int64_t row_til
   return {x.size(0), x.size(1), w.size(1), dtype_of(x), row_tile};
 }
 
-// y = x w, in tiles of so many rows if `row_tile` is not 0: the same calls as ops/multiply.py makes.
-void multiply(const at::Tensor& x, const at::Tensor& w, at::Tensor y, int64_t row_tile) {
+bool is_aligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 64 == 0;
+}
+
+at::Tensor aligned(const at::Tensor& operand) {
+  return is_aligned(operand) ? operand : operand.clone();
+}
+
+// y = x w, in tiles of so many rows if `row_tile` is not 0: the same calls as ops/multiply.py makes, which says why
+// operands are aligned.
+void multiply(const at::Tensor& x, const at::Tensor& w_given, at::Tensor y, int64_t row_tile) {
   const int64_t rows = x.size(0), step = row_tile > 0 ? row_tile : std::max<int64_t>(rows, 1);
+  const at::Tensor w = aligned(w_given);
   for (int64_t begin = 0; begin < rows; begin += step) {
     const int64_t length = std::min(step, rows - begin);
     at::Tensor part = y.narrow(0, begin, length);
-    at::mm_out(part, x.narrow(0, begin, length), w);
+    const at::Tensor x_part = aligned(x.narrow(0, begin, length));
+    if (is_aligned(part)) {
+      at::mm_out(part, x_part, w);
+    } else {
+      part.copy_(at::mm(x_part, w));
+    }
   }
 }
 

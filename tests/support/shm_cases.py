@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from ascend_parallel.ops import Problem, choose, shm
+from ascend_parallel.ops.multiply import aligned
 from ascend_parallel.ops.rows import deterministic_tile
 
 OPERATORS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
@@ -42,7 +43,7 @@ def cut(operator, dtype, m, k, n, ranks, tiled=False):
 def multiplied(x, w, sizes, tile):
     """Rows of one rank, each piece by itself, in tiles of rows if there is a tile."""
     pieces = [piece for part in x.split(sizes) for piece in (part.split(tile) if tile else [part])]
-    return torch.cat([torch.mm(piece, w) for piece in pieces])
+    return torch.cat([torch.mm(aligned(piece), w) for piece in pieces])
 
 
 def check_call(group, operator, dtype, shape, seed=1):
