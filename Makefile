@@ -7,12 +7,15 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint stress packages sanitize compat bench clean
+.PHONY: demo test test-all lint stress packages sanitize compat bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
 
 test: $(VENV)/ready  ## every test that CI runs
+	$(BIN)/python -m pytest -m "not slow and not stress and not packages" $(ARGS)
+
+test-all: $(VENV)/ready  ## those and the slow ones: half an hour on 2 cores
 	$(BIN)/python -m pytest -m "not stress and not packages" $(ARGS)
 
 lint: $(VENV)/ready  ## ruff and mypy, as CI runs them

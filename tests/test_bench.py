@@ -54,6 +54,7 @@ def test_bench_measures_every_pass_and_draws(tmp_path):
     assert picture.read_text().count("<svg") == 1
 
 
+@pytest.mark.slow
 def test_bench_of_a_model_in_words():
     ended = command(
         "bench", "--model", "llama2-7b", "--scale", "64", "--seq", "64", "--no-sequence-parallel", "--all", *FEW
@@ -77,6 +78,7 @@ def test_tune_writes_a_plan_that_a_run_takes(tmp_path):
     assert json.loads(status.stdout)["settings"]["plan"] == plan.digest
 
 
+@pytest.mark.slow
 def test_tune_fills_the_cache(tmp_path):
     ended = command("tune", "--shape", "64,16,16", "--layer", "row", *FEW, XDG_CACHE_HOME=str(tmp_path))
     assert ended.returncode == 0, ended.stderr

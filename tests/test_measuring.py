@@ -51,6 +51,7 @@ def test_a_rank_that_fails_is_named_with_what_it_printed():
         call_on_ranks("test_measuring:raises_on_one", 2, limit=60)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended():
     before = time.monotonic()
     with pytest.raises(RankError, match="rank 0, 1 not done within 12 s"):

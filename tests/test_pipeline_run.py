@@ -145,6 +145,7 @@ def test_tensor_parallel_stages(ranks, name, case):
     assert all(fused > 0 for _, fused, _ in results) == overlap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"), [("GPT", "1f1b"), pytest.param("Llama", "zero bubble", marks=pytest.mark.stress)]
 )

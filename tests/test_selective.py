@@ -106,6 +106,7 @@ def test_selective_checkpoints_keep_every_gradient(ranks, settings, dtype):
         assert found == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_a_verified_run_under_selective_checkpoints(ranks, every):
     for found, checked in ranks(2).run(layers_under_policies, {"num_chunks": 4}, torch.float64, every):

@@ -30,6 +30,7 @@ def test_the_command_explains_a_model_on_a_large_mesh():
     assert found["bound"] is None
 
 
+@pytest.mark.slow
 def test_the_command_advises_and_draws(tmp_path):
     ended = command("examples/sharding/llama.py:small", "--mesh", "mp=2", "--advise")
     assert ended.returncode == 0, ended.stderr

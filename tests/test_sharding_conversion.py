@@ -69,6 +69,7 @@ def test_every_pair_of_states(ranks, count, shape):
     check(ranks(count).run(converted, (count,), shape, pairs), (count,), shape, pairs)
 
 
+@pytest.mark.slow
 def test_every_pair_of_layouts_on_two_dimensions(ranks):
     layouts = list(itertools.product(STATES, repeat=2))
     pairs = list(itertools.product(layouts, repeat=2))

@@ -28,7 +28,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 def test_losses_are_those_of_whole_tensors(ranks, shape, name):
     ranks(4 if len(shape) == 2 else shape[0]).run(compared, name, shape)
 

@@ -102,6 +102,7 @@ def test_micro_batches_of_one_rank(ranks, level):
     assert max(ranks(1).run(gradients, options, {}, "bfloat16")) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "more"),
     [
@@ -119,6 +120,7 @@ def test_every_way_to_accumulate_in_a_model_of_16_bits_itself(ranks, options, mo
     assert max(ranks(2).run(gradients, options, more, None)) < 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [staged("1f1b"), staged("gpipe", level=2), staged("zero_bubble", 2), staged("zbv", 2)]
 )

@@ -85,6 +85,7 @@ def whole():
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "static"),
     [

@@ -95,6 +95,7 @@ def staged(schedule, virtual=1):
     return {"mode": "data", "mesh": {"dp": 2}, "pipeline": pipeline, "overlap": OverlapOptions(operators=False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "more"),
     [

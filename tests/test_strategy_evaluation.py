@@ -111,6 +111,7 @@ def pipeline(schedule, virtual=1):
     return {"mode": "data", "pipeline": options, "overlap": OverlapOptions(operators=False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "options", "more"),
     [

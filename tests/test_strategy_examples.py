@@ -44,6 +44,7 @@ def case_of_benchmark(_, name):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", strategy_cases.CASES)
 def test_what_the_benchmark_times_has_the_losses_of_one_card(ranks, one_card, name):
     for losses in ranks(8).run(case_of_benchmark, name):

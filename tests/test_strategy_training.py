@@ -121,6 +121,7 @@ def test_data_tensor_and_pipeline_parallel_together_on_eight_ranks(ranks, level)
     check(ranks(8).run(trained, together))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_the_models_own_code_trains_alike(ranks, level):
     options = {**TP, "sharding": ShardingOptions(level=level), "max_norm": 0.3}

@@ -59,6 +59,7 @@ def test_the_page_goes_from_one_card_to_eight_ranks(tmp_path):
 IN_CI = (0, 1, 4, len(STEPS) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [one if one in IN_CI else pytest.param(one, marks=pytest.mark.stress) for one in range(len(STEPS))]
 )

@@ -43,6 +43,7 @@ def every_path(group):
     return {name: (different, found.as_dict()) for name, (different, found) in results.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_path_is_verified_silently_and_keeps_its_bits(ranks, count):
     for results in ranks(count).run(every_path):
