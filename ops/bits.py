@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_parallel.exchange import exchange
-from ascend_parallel.ops.multiply import cut_blocks, multiply_blocks, rank_blocks
+from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, name_of
@@ -140,7 +140,7 @@ def _products(
     x_r_m, whole_r_m = x.view(ranks, problem.rows, problem.k), whole.view(ranks, problem.rows, problem.n)
     own = cut.rank if cut.kernel == "chunked" and problem.operator == ALL_GATHER else None
     if own is not None:  # its rows wait for nothing, so they are multiplied at once
-        yield torch.mm(x_r_m[own], w), whole_r_m[own]
+        yield torch.mm(aligned(x_r_m[own]), w), whole_r_m[own]
     inputs = cut_blocks(rank_blocks(x_r_m, but=own), sizes)
     expected = cut_blocks(rank_blocks(whole_r_m, but=own), sizes)
     for index, (x_blocks, blocks) in enumerate(zip(inputs, expected, strict=True)):

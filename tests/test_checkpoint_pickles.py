@@ -106,7 +106,7 @@ def load_poisoned(group, path):
         Call(torch.serialization.load, "x"),
         Call(torch.hub.load, "x"),
         Call(os.path.join, "x"),
-        Call(open, "/tmp/x", "w"),
+        Call(open, "written", "w"),
         Call(__import__, "os"),
     ],
 )

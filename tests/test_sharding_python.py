@@ -1,6 +1,7 @@
 """What a model does in Python alone: numbers that change from run to run, attributes it writes, hooks on gradients."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -128,6 +129,30 @@ def refused_by_a_graph(group, forward, said):
 def test_what_a_forward_may_do_goes_through():
     model = Layer(harmless)
     assert trace(model, (torch.randn(2, 4),)).only_in_python == ""
+
+
+def uncopied(self, x):
+    return self.linear(x)
+
+
+def test_what_could_not_be_compared_is_said(caplog):
+    model = Layer(uncopied)
+    model.lock = threading.Lock()
+    assert trace(model, (torch.randn(2, 4),)).only_in_python == ""
+    assert "whether the forward of Layer does the same every time was not checked: TypeError" in caplog.text
+
+
+def refused_in_training(group):
+    """The model itself, and not only a module in it, counts: a training step runs it inside of its loss."""
+    torch.manual_seed(0)
+    model, x = Layer(counting), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    optimizer, strategy = torch.optim.SGD(model.parameters(), lr=0.1), Strategy(mode="data", mesh={"dp": 2})
+    with pytest.raises(ValueError, match=rf"changes steps in every run \(\S*{line_of(counting, 1)}\)"):
+        train_step(model, (x,), optimizer, strategy, loss=squared)
+
+
+def test_a_training_step_refuses_a_model_that_counts(ranks):
+    ranks(2).run(refused_in_training)
 
 
 def zeroed(gradient):

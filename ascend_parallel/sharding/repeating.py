@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ascend_parallel")
 
 # What a module has beside attributes of its own.
 OF_TORCH = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
@@ -46,15 +46,17 @@ def only_in_python(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[
 
     That are attributes that it changes (``self.steps += 1``), and hooks that it sets on tensors. Raises
     `ForwardChangesError` for what cannot be traced at all: random numbers of Python or numpy, and calls or constants
-    that differ from run to run. A forward that fake tensors cannot run is left to torch.export.
+    that differ from run to run. What cannot be compared, since it cannot be copied or run by itself, is warned of.
     """
-    with _random_states_kept():
+    with random_states_kept():
         try:
             return _Repeated(model, args, kwargs).compare()
         except ForwardChangesError:
             raise
-        except Exception as error:  # noqa: BLE001 - the model's own, or of what cannot be copied: tracing says more
-            log.debug("%s: whether its forward repeats itself was not seen: %s", type(model).__name__, error)
+        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            said = next(iter(str(error).splitlines()), "")
+            name, kind = type(model).__name__, type(error).__name__
+            log.warning("whether the forward of %s does the same every time was not checked: %s: %s", name, kind, said)
             return ""
 
 
@@ -174,10 +176,18 @@ def _attributes(model: torch.nn.Module) -> dict[tuple[str, str], Any]:
     known: dict[int, Any] = {}
     return {
         (path, name): _plain(value, known)
-        for path, module in model.named_modules()
+        for path, module in _modules(model)
         for name, value in vars(module).items()
         if name not in OF_TORCH and not name.endswith("_hooks") and not isinstance(value, torch.nn.Module)
     }
+
+
+def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield all modules with their paths, also one that runs inside of another without being its child (`WithLoss`)."""
+    for path, module in model.named_modules():
+        yield path, module
+        inside = (value for value in vars(module).values() if isinstance(value, tuple))
+        yield from ((path, one) for value in inside for one in value if isinstance(one, torch.nn.Module))
 
 
 def _plain(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
@@ -208,7 +218,8 @@ def _random_states() -> dict[str, Any]:
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
+def random_states_kept() -> Iterator[None]:
+    """Have Python's and numpy's random numbers go on afterwards as if none had been drawn inside."""
     plain, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -33,7 +33,7 @@ from ascend_parallel.sharding.graph import (
     Value,
 )
 from ascend_parallel.sharding.marks import check_marks, mark_of
-from ascend_parallel.sharding.repeating import ForwardChangesError, only_in_python
+from ascend_parallel.sharding.repeating import ForwardChangesError, only_in_python, random_states_kept
 
 KINDS = {
     InputKind.USER_INPUT: INPUT,
@@ -60,14 +60,9 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     if isinstance(args, torch.Tensor):
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     binding = bind(model, tuple(args), kwargs or {})
-    try:
-        with _quiet():
-            only = only_in_python(model, args, kwargs or {})
-    except ForwardChangesError as error:
-        raise TraceError(str(error)) from error
     recording = Recording()
     try:
-        with preserve_node_meta(), _quiet():  # marks stay
+        with preserve_node_meta(), _quiet(), random_states_kept():  # marks stay
             with recording.noting(model):
                 program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)
             forms = functional_forms(program)
@@ -77,6 +72,11 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     except Exception as error:  # torch.export raises whatever it met; the sentence that helps is its first
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {said[0]}") from error
+    try:
+        with _quiet():
+            only = only_in_python(model, args, kwargs or {})
+    except ForwardChangesError as error:
+        raise TraceError(str(error)) from error
     builder = _Builder(program, forms or {})
     graph = builder.build()
     check_marks(graph)
