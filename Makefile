@@ -27,7 +27,7 @@ stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds
 	$(BIN)/python -m pytest -m stress $(ARGS)
 
 packages: $(VENV)/ready  ## sdist and wheel built with the C++ extension, each installed into a fresh environment and examined
-	$(BIN)/python -m pytest -m packages tests/test_packages.py $(ARGS)
+	$(BIN)/python -m pytest -m packages tests/docs/test_packages.py $(ARGS)
 
 SANITIZE := g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fno-sanitize-recover=all -Iops/csrc \
 	tests/sanitize/driver.cpp ops/csrc/communicator.cpp ops/csrc/sum.cpp
@@ -45,8 +45,8 @@ compat: $(MEGATRON_VERSIONS:%=compat-%)  ## the Megatron tests on every supporte
 
 compat-%: $(VENV)/ready
 	test -d .compat/$* || $(BIN)/python -m pip install --quiet --no-deps --target .compat/$* megatron-core==$*
-	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/test_megatron_layers.py tests/test_megatron_seams.py tests/test_megatron_training.py \
-		tests/test_patches.py tests/test_verify.py tests/test_verify_faults.py $(ARGS)
+	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/patches \
+		tests/diagnostics/test_verify.py tests/diagnostics/test_verify_faults.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
 
 bench: $(VENV)/ready  ## E_bound of every layer on a link of 1 Gbit/s (needs root for network namespaces)

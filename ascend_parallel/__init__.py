@@ -10,22 +10,23 @@ import sys as _sys
 from pathlib import Path as _Path
 from typing import Any as _Any
 
-from ascend_parallel import ops, timeline
-from ascend_parallel.agreement import DisagreementError
-from ascend_parallel.linear import column_linear, row_linear
+from ascend_parallel import ops
+from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.diagnostics import timeline
+from ascend_parallel.diagnostics.verify import Verification, VerificationError
 from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
 from ascend_parallel.ops.explain import explain as _explain
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
+from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.quantised import quantise_row_parallel, quantised_row_linear
+from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.patch_control import PatchControl as _PatchControl
+from ascend_parallel.patch_control import Status as _Status
 from ascend_parallel.patches.base import PatchError
 from ascend_parallel.patches.megatron.conflicts import ConflictError
 from ascend_parallel.patches.megatron.coverage import Coverage, coverage
-from ascend_parallel.quantised import quantise_row_parallel, quantised_row_linear
 from ascend_parallel.settings import Settings, SettingsError
-from ascend_parallel.switch import Status as _Status
-from ascend_parallel.switch import Switch as _Switch
-from ascend_parallel.verify import Verification, VerificationError
 from ascend_parallel.version import __version__
-from ascend_parallel.weight_gradient import WeightGradient
 
 __all__ = [
     "CollectiveError",
@@ -59,7 +60,7 @@ __all__ = [
     "verification",
 ]
 
-_switch = _Switch()
+_control = _PatchControl()
 
 
 def configure(**settings: _Any) -> Settings:
@@ -70,7 +71,7 @@ def configure(**settings: _Any) -> Settings:
     ends cannot be written. What was in force then stays in force, wholly, and other ranks that wait for this one
     raise `DisagreementError`.
     """
-    return _switch.configure(_os.environ, **settings)
+    return _control.configure(_os.environ, **settings)
 
 
 def apply() -> None:
@@ -78,22 +79,22 @@ def apply() -> None:
 
     Raises `SettingsError` if overlap is off, `PatchError` if Megatron-core is not as expected.
     """
-    _switch.apply()
+    _control.apply()
 
 
 def revert() -> None:
     """Put Megatron-core's own methods back; raises `PatchError` if somebody patched on top."""
-    _switch.revert()
+    _control.revert()
 
 
 def status() -> _Status:
     """Tell what is in force in this process: settings, patches, counts, and what a user should know."""
-    return _switch.status()
+    return _control.status()
 
 
 def verification() -> Verification:
     """Tell what the checks of COC_VERIFY have found in this process so far: the largest errors of each layer."""
-    return _switch.verification()
+    return _control.verification()
 
 
 def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
@@ -102,7 +103,7 @@ def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
     `settings` are those in force if None. Whether a group can share memory is asked of a real group,
     so a problem described by hand says so itself (``shm=None``: it can).
     """
-    return _explain(problem, _switch.status().settings if settings is None else settings)
+    return _explain(problem, _control.status().settings if settings is None else settings)
 
 
 def _is_the_command() -> bool:
@@ -117,4 +118,4 @@ try:
 except SettingsError as _error:
     if not _is_the_command():
         raise
-    _switch.refused = _error
+    _control.refused = _error

@@ -34,7 +34,7 @@ def main() -> None:
     """Run the command named on the command line."""
     import ascend_parallel
 
-    refused = ascend_parallel._switch.refused
+    refused = ascend_parallel._control.refused
     if refused is not None and sys.argv[1:2] in (["run"], ["verify"], ["status"]):
         sys.stderr.write(f"ascend-parallel: {refused}\n")
         raise SystemExit(2)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ascend_parallel.numerals import BLANKS, whole
 from ascend_parallel.settings import (
     CALLS,
     CONFIG_VARIABLE,
@@ -31,6 +30,7 @@ from ascend_parallel.settings import (
     require,
     whole_number,
 )
+from ascend_parallel.text import BLANKS, whole
 
 
 def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -98,7 +98,7 @@ def _with_plan(values: dict[str, Any]) -> dict[str, Any]:
     """Read the plan that a path names."""
     if not isinstance(values.get("plan"), str):
         return values
-    from ascend_parallel.planning.plan import load_plan  # which knows operators; settings do not
+    from ascend_parallel.tuning.measured.chunk_plan import load_plan  # which knows operators; settings do not
 
     return {**values, "plan": load_plan(values["plan"])}
 

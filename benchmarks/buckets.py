@@ -25,9 +25,9 @@ from rich.console import Console
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ascend_parallel.measuring.link import LinkError, shaped_link
-from ascend_parallel.measuring.ranks import Job, RankError, begin_rank, deliver, run_ranks
 from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
+from ascend_parallel.tuning.launch.link import LinkError, shaped_link
+from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, run_ranks
 
 RANKS, ROWS, WIDTH, LAYERS = 2, 512, 512, 8
 WEIGHT = 4 * WIDTH * WIDTH

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, start
 
-from ascend_parallel.linear import column_linear, row_linear
+from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 
 # Collectives of forward and of backward, each with the operand it moves: x [M, K] or y [M, N].

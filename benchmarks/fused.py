@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ascend_parallel.measuring.ranks import Job, RankError, run_ranks
+from ascend_parallel.tuning.launch.ranks import Job, RankError, run_ranks
 
 # From little communication to almost nothing else. The result of 16,8,128 is 8 KB, that of 4096,8,2048 32 MB.
 DEFAULT_SHAPES = {

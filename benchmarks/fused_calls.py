@@ -28,11 +28,11 @@ import torch.distributed as dist
 from collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, start
 from measure import busy_seconds
 
-from ascend_parallel.measuring.ranks import begin_rank, deliver, report
 from ascend_parallel.ops import chunked, reference, shm
 from ascend_parallel.ops.operators import run_all_gather_matmul, start_matmul_all_reduce, start_matmul_reduce_scatter
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, report
 
 CHUNKS = 4
 MIN_ROUNDS = 5

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel import ops
-from ascend_parallel.linear import column_linear, row_linear
-from ascend_parallel.measuring.ranks import begin_rank, deliver, report
+from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, report
 
 # The fewest rows that the operators make a chunk of, so that N chunks of rows are N times as many, cut evenly.
 ROWS = 16

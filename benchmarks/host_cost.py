@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ascend_parallel.measuring.ranks import Job, RankError, run_ranks
+from ascend_parallel.tuning.launch.ranks import Job, RankError, run_ranks
 
 CLOCKS = ("cpu", "wall")
 CALLERS = ("layer", "torch.op")

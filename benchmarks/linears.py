@@ -23,8 +23,8 @@ from rich.console import Console
 from summary import LEAST_ROUNDS, summarize
 from table import Line, print_table
 
-from ascend_parallel.measuring.link import End, LinkError, parse_rate, shaped_link
-from ascend_parallel.measuring.ranks import Job, RankError, run_ranks
+from ascend_parallel.tuning.launch.link import End, LinkError, parse_rate, shaped_link
+from ascend_parallel.tuning.launch.ranks import Job, RankError, run_ranks
 
 # Per mode: one shape whose communication takes at least 1.5 times its matmuls over 1 Gbit/s with two
 # ranks and one thread each, and one whose two parts are about equal (forward; where forward moves

@@ -2,7 +2,7 @@
 
     python benchmarks/link.py --check 1gbit
 
-The link itself is in ascend_parallel/measuring/link.py.
+The link itself is in ascend_parallel/tuning/launch/link.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import suppress
 
-from ascend_parallel.measuring.link import End, LinkError, parse_rate, shaped_link
+from ascend_parallel.tuning.launch.link import End, LinkError, parse_rate, shaped_link
 
 CHECK_PORT = 5577
 CHECK_BLOCK = 1 << 18

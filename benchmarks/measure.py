@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from cases import Call, Cases, Cell
 
-from ascend_parallel.measuring.ranks import begin_rank, deliver, report
-from ascend_parallel.testing import megatron_on_cpu, start_model_parallel, stop_model_parallel
+from ascend_parallel.patches.megatron.testing import megatron_on_cpu, start_model_parallel, stop_model_parallel
+from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, report
 
 MIN_ROUNDS = 3
 COLLECTIVE_LIMIT = timedelta(seconds=120)

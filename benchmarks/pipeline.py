@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ascend_parallel.sharding import ProcessMesh, propagate, trace
-from ascend_parallel.strategy.pipeline.measured import Measured
-from ascend_parallel.strategy.pipeline.run import Pipeline
-from ascend_parallel.strategy.pipeline.schedule import closed_bubble
+from ascend_parallel.training.pipeline.pipeline import Pipeline
+from ascend_parallel.training.pipeline.schedule import closed_bubble
+from ascend_parallel.training.pipeline.step_times import Measured
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from allocations import peak_bytes

@@ -22,12 +22,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ascend_parallel.bench.passes import SERIAL
-from ascend_parallel.layer_choices import Pass
-from ascend_parallel.measuring.link import LinkError, shaped_link
-from ascend_parallel.measuring.ranks import RankError, call_on_ranks
 from ascend_parallel.ops.rows import ROW_TILE
-from ascend_parallel.planning.parts import Parts, seconds
+from ascend_parallel.overlap.choices import Pass
+from ascend_parallel.tuning.bench.passes import SERIAL
+from ascend_parallel.tuning.launch.link import LinkError, shaped_link
+from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
+from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
 
 RANKS = 2
 M, N = 2048, 1024
@@ -133,7 +133,7 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
     link = nullcontext([]) if rate == "loopback" else shaped_link(rate, RANKS)
     with link as ends, Console(stderr=True).status(rate) as status:
         found: dict[str, Any] = call_on_ranks(
-            "ascend_parallel.bench.passes:measure",
+            "ascend_parallel.tuning.bench.passes:measure",
             RANKS,
             limit=SECONDS_A_RATE,
             ends=ends,

@@ -54,7 +54,7 @@ def measure(layers: int, sizes: tuple[int, ...]) -> str:
 
     from ascend_parallel.sharding.mesh import ProcessMesh
     from ascend_parallel.sharding.planner.propagate import propagate
-    from ascend_parallel.sharding.trace import trace
+    from ascend_parallel.sharding.tracing.trace import trace
 
     with torch.device("meta"):
         model = Llama(layers, 4096, 32, 8, 14336, 128256, 2048).bfloat16()

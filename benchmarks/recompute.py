@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ascend_parallel import Settings
-from ascend_parallel.measuring.ranks import Job, RankError, begin_rank, deliver, run_ranks
 from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
-from ascend_parallel.sharding.running.marked import Recompute
-from ascend_parallel.sharding.running.saved import saved_bytes
+from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
+from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, run_ranks
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 6, 256, 8, 256, 4, 512
 COLUMN, ROW = ([None, ("mp", None), None], None), ([None, (None, "mp"), None], None)

@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from ascend_parallel import Settings
-from ascend_parallel.measuring.link import LinkError, shaped_link
-from ascend_parallel.measuring.ranks import Job, RankError, begin_rank, deliver, run_ranks
+from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
 from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
-from ascend_parallel.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
+from ascend_parallel.tuning.launch.link import LinkError, shaped_link
+from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, run_ranks
 
 RANKS, ROWS, HIDDEN, WIDE, BLOCKS = 2, 1024, 512, 2048, 2
 STRATEGIES = {

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from rich.console import Console
 from strategy_cases import CASES, GPT, RANKS, TORCH, Step, strategy_of_example
 
-from ascend_parallel.measuring.link import LinkError, shaped_link
-from ascend_parallel.measuring.ranks import Job, RankError, begin_rank, deliver, report, run_ranks
-from ascend_parallel.strategy import PipelineOptions
-from ascend_parallel.strategy.pipeline.cut import cut
-from ascend_parallel.strategy.planned import plan_training
+from ascend_parallel.training import PipelineOptions
+from ascend_parallel.training.pipeline.split_plan import cut
+from ascend_parallel.training.training_plan import plan_training
+from ascend_parallel.tuning.launch.link import LinkError, shaped_link
+from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, report, run_ranks
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 8, 512, 128, 16
 LR, CHECKED, WARM_UP = 1e-3, 3, 1

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from ascend_parallel import Settings
-from ascend_parallel.strategy import Recompute, ShardingOptions, Strategy, train_step
+from ascend_parallel.training import Recompute, ShardingOptions, Strategy, train_step
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "strategy"
 sys.path.insert(0, str(EXAMPLES))

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel import Settings, row_linear, timeline
-from ascend_parallel.measuring.link import End, shaped_link
-from ascend_parallel.measuring.ranks import Job, begin_rank, deliver, report, run_ranks
 from ascend_parallel.ops.record import MATMUL, RECORDING, compute
+from ascend_parallel.tuning.launch.link import End, shaped_link
+from ascend_parallel.tuning.launch.ranks import Job, begin_rank, deliver, report, run_ranks
 
 # M, K, N of each rank's matmul: one with much to do, and the demo's, where the host's part is large.
 SHAPES = ((2048, 1024, 1024), (512, 128, 256))

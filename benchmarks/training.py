@@ -27,9 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import ascend_parallel
-from ascend_parallel.measuring.link import LinkError, shaped_link
-from ascend_parallel.measuring.ranks import Job, RankError, begin_rank, deliver, report, run_ranks
-from ascend_parallel.testing import (
+from ascend_parallel.patches.megatron.testing import (
     finalize_gradients,
     megatron_on_cpu,
     next_token_loss,
@@ -37,6 +35,8 @@ from ascend_parallel.testing import (
     start_model_parallel,
     stop_model_parallel,
 )
+from ascend_parallel.tuning.launch.link import LinkError, shaped_link
+from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, report, run_ranks
 
 RANKS, PLAIN = 2, "plain"
 

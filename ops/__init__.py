@@ -2,7 +2,7 @@
 
 matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul run a matmul next to a collective so
 that the two share their time. This room knows how to overlap; it knows no gradients of layers
-(ascend_parallel.linear) and no framework (ascend_parallel.patches).
+(ascend_parallel.overlap.linear) and no framework (ascend_parallel.patches).
 """
 
 if __name__ == "ops":

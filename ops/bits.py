@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ascend_parallel.exchange import exchange
+from ascend_parallel.consistency import exchange
 from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.problem import ALL_GATHER, Problem

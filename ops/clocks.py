@@ -9,12 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from ascend_parallel.ops.pending import Work
+from typing import Any, Protocol
 
 Ended = Callable[[Any], None]
+
+
+class Work(Protocol):
+    """What torch.distributed returns for an asynchronous collective, and what wraps one here."""
+
+    def wait(self) -> object:
+        """Wait until the collective's result may be read."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it ran, without waiting."""
 
 
 class Clock(Protocol):

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.pending import Work
+from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes

@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import wait_all
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.pending import Pending, Work
+from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_REDUCE
 from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.record import BESIDE, MATMUL, Watch, compute

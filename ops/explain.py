@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, choose, name_of
-from ascend_parallel.settings import Settings
+from ascend_parallel.ops.settings import OperatorSettings
 
 TAKEN = "taken"
 
@@ -35,14 +35,14 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(problem: Problem, settings: Settings) -> Explanation:
+def explain(problem: Problem, settings: OperatorSettings) -> Explanation:
     """Choose for `problem` and say, kernel by kernel, why; nothing is run, and nothing is raised for strictness."""
     choice = choose(problem, replace(settings, strict=False))
     kernels = {name: _standing(name, choice, settings) for name in KERNELS}
     return Explanation(choice, kernels, settings.strict)
 
 
-def _standing(name: str, choice: Choice, settings: Settings) -> str:
+def _standing(name: str, choice: Choice, settings: OperatorSettings) -> str:
     if name == choice.kernel:
         return TAKEN
     refusal: str | None = KERNELS[name].supports(choice.problem)

@@ -22,20 +22,20 @@ from ascend_parallel.ops.operators import (
     start_matmul_reduce_scatter,
 )
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.settings import Settings
+from ascend_parallel.ops.settings import OperatorSettings
 
 
-def _settings(chunks: Sequence[int], x: torch.Tensor, columns: int, ranks: int = 1) -> Settings:
+def _settings(chunks: Sequence[int], x: torch.Tensor, columns: int, ranks: int = 1) -> OperatorSettings:
     """Return settings for a number of chunks, given as a list of one, or for the rows of each of several."""
     m, k = x.shape[:-1].numel() * ranks, x.shape[-1]
     return _made(tuple(chunks), (m, k, columns) if len(chunks) != 1 else None)
 
 
 @lru_cache(maxsize=256)
-def _made(chunks: tuple[int, ...], shape: tuple[int, int, int] | None) -> Settings:
+def _made(chunks: tuple[int, ...], shape: tuple[int, int, int] | None) -> OperatorSettings:
     if shape is None:
-        return Settings(num_chunks=chunks[0], mode=2)
-    return Settings(customized_coc={shape: chunks}, mode=2)
+        return OperatorSettings(num_chunks=chunks[0], mode=2)
+    return OperatorSettings(customized_coc={shape: chunks}, mode=2)
 
 
 def _group(name: str) -> dist.ProcessGroup:

@@ -24,7 +24,7 @@ from ascend_parallel.ops.quantised import Weight
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, choose, name_of, usual_chunks
 from ascend_parallel.ops.rows import split_rows
-from ascend_parallel.settings import Settings
+from ascend_parallel.ops.settings import OperatorSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 @without_autocast
 def start_matmul_all_reduce(
-    x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings, *, layout: str = ANY
+    x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, *, layout: str = ANY
 ) -> Pending:
     """Start ``sum over ranks of x w``: x [..., K], w [K, N], perhaps in int8; the pending result is [M, N].
 
@@ -64,7 +64,7 @@ def start_matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
     group: dist.ProcessGroup,
-    settings: Settings,
+    settings: OperatorSettings,
     after: Pending | None = None,
     *,
     layout: str = ANY,
@@ -87,7 +87,7 @@ def run_all_gather_matmul(
     x_shard: torch.Tensor,
     w: torch.Tensor,
     group: dist.ProcessGroup,
-    settings: Settings,
+    settings: OperatorSettings,
     keep_gathered: bool = True,
     *,
     layout: str = ANY,
@@ -102,7 +102,7 @@ def run_all_gather_matmul(
     return y_m, gathered_m
 
 
-def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> Pending:
+def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings) -> Pending:
     """Start gathering x [..., K] as rows; the pending result is [M, K], this rank's M / R rows among them."""
     x_m = rows_of(x_shard)
     sizes = split_rows(x_m.shape[0], usual_chunks(settings))
@@ -171,7 +171,7 @@ def _warn_once(reason: str) -> None:
 
 
 def choice_for(
-    problem: Problem, group: dist.ProcessGroup, settings: Settings, device: torch.device, layout: str = ANY
+    problem: Problem, group: dist.ProcessGroup, settings: OperatorSettings, device: torch.device, layout: str = ANY
 ) -> Choice:
     """Return how a call on `group` runs; the first time, its ranks are asked together what they have to be asked."""
     if settings.fused and problem.device == "cpu":
@@ -182,7 +182,7 @@ def choice_for(
 
 
 def _prepare(
-    operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: Settings, layout: str
+    operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
 ) -> tuple[torch.Tensor, Weight, Choice]:
     problem = problem_of(operator, x, w, group)
     choice = choice_for(problem, group, settings, x.device, layout)

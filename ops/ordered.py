@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.chunked import all_gather_matmul
+from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import sum_in_rank_order, wait_all
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import multiply
-from ascend_parallel.ops.pending import Pending, Work
+from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import MATMUL, Watch, compute

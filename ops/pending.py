@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.groups import describe, listed
+from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.process_groups import describe, listed
 
 # Seconds in which a rank that saw a collective fail waits for the others to say that they are alive.
 ROLL_CALL = 5
@@ -21,16 +22,6 @@ ROLL_CALL = 5
 
 class CollectiveError(RuntimeError):
     """A collective failed or ran out of time; the message names operator, chunk, group and missing ranks."""
-
-
-class Work(Protocol):
-    """What torch.distributed returns for an asynchronous collective, and what wraps one here."""
-
-    def wait(self) -> object:
-        """Wait until the collective's result may be read."""
-
-    def is_completed(self) -> bool:
-        """Tell whether it ran, without waiting."""
 
 
 class Receiver(Protocol):

@@ -14,7 +14,7 @@ from types import ModuleType
 from ascend_parallel.ops import chunked, npu, ordered, reference, shm
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
-from ascend_parallel.settings import Settings
+from ascend_parallel.ops.settings import OperatorSettings
 
 # In the order in which they are tried. The fused ones only if they are asked for, the chunked one for
 # two chunks or more, the ordered one where the others do not sum in rank order.
@@ -62,12 +62,16 @@ class Choice:
     options: tuple[tuple[str, object], ...] = ()
 
 
-@lru_cache(maxsize=4096)
-def choose(problem: Problem, settings: Settings) -> Choice:
+def choose(problem: Problem, settings: OperatorSettings) -> Choice:
     """Choose kernel and chunks for `problem`; the same on every rank by construction.
 
     Raises `UnmetRequestError` if the settings are strict and ask for what this problem cannot have.
     """
+    return _cached_choice(problem, settings.for_operators)
+
+
+@lru_cache(maxsize=4096)
+def _cached_choice(problem: Problem, settings: OperatorSettings) -> Choice:
     problem = replace(problem, deterministic=settings.deterministic)
     choice = _choose(problem, settings)
     if settings.strict and choice.unmet:
@@ -83,14 +87,14 @@ def name_of(problem: Problem) -> str:
     return f"{problem.operator} {shape} {dtype}{weight} on {problem.ranks} {problem.device} ranks"
 
 
-def usual_chunks(settings: Settings) -> int:
+def usual_chunks(settings: OperatorSettings) -> int:
     """Return the chunks asked for where no shape has its own count."""
     if settings.effective_mode == 1:
         return 1
     return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
 
 
-def _choose(problem: Problem, settings: Settings) -> Choice:
+def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     tile = deterministic_tile(problem.m) if problem.deterministic else 0
     if problem.ranks == 1:
         options = _options("reference", settings, tile)
@@ -135,7 +139,7 @@ class _Asked:
     given: bool = False
 
 
-def _given_sizes(problem: Problem, settings: Settings) -> _Asked | None:
+def _given_sizes(problem: Problem, settings: OperatorSettings) -> _Asked | None:
     """Return the sizes that customized_coc or the plan has for this problem, if either has."""
     shape = (problem.m, problem.k, problem.n)
     own = settings.customized_coc.get(shape)
@@ -152,7 +156,7 @@ def _given_sizes(problem: Problem, settings: Settings) -> _Asked | None:
     return None if planned is None else _Asked(len(planned[0]), *planned, given=True)
 
 
-def _asked_count(problem: Problem, settings: Settings, refusals: dict[str, str | None], tile: int) -> _Asked:
+def _asked_count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None], tile: int) -> _Asked:
     """Return the sizes for the number of chunks that the settings ask for, or fewer where rows are too few."""
     chunks, why, met = _count(problem, settings, refusals)
     sizes = split_rows(problem.cut, chunks, tile)
@@ -163,7 +167,7 @@ def _asked_count(problem: Problem, settings: Settings, refusals: dict[str, str |
     return _Asked(chunks, sizes, why, met)
 
 
-def _count(problem: Problem, settings: Settings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:
+def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:
     if settings.effective_mode == 1:
         return 1, "COC_MODE=1: no chunks", True
     own = settings.customized_coc.get((problem.m, problem.k, problem.n))
@@ -181,7 +185,7 @@ def _count(problem: Problem, settings: Settings, refusals: dict[str, str | None]
     return chunks, f"COC_PARALLEL_NUM={chunks}", True
 
 
-def _options(name: str, settings: Settings, tile: int) -> tuple[tuple[str, object], ...]:
+def _options(name: str, settings: OperatorSettings, tile: int) -> tuple[tuple[str, object], ...]:
     """Name what a kernel takes besides its operands; `tile` is that of the deterministic mode, or 0."""
     if name == "npu":
         return () if settings.comm_mode is None else (("comm_mode", settings.comm_mode),)

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.groups import describe
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import CollectiveError, Pending, first_line
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile
+from ascend_parallel.process_groups import describe
 
 MAX_RANKS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,9 +17,9 @@ from ascend_parallel.cli.propagate import propagate
 from ascend_parallel.cli.strategy import strategy
 from ascend_parallel.cli.timeline import timeline
 from ascend_parallel.cli.verify import verify
-from ascend_parallel.doctor import BAD, examine_request
-from ascend_parallel.summary import overlap_in_words
-from ascend_parallel.switch import Status
+from ascend_parallel.diagnostics.doctor import BAD, examine_request
+from ascend_parallel.overlap.summary import overlap_in_words
+from ascend_parallel.patch_control import Status
 
 app = typer.Typer(no_args_is_help=True, help="Matmul and collective that share their time.")
 app.command()(doctor)
@@ -46,7 +46,7 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for s
 
     Example: COC_PARALLEL_NUM=4 ascend-parallel status
     """
-    bad = [finding for finding in examine_request() if finding.verdict == BAD]
+    bad = [finding for finding in examine_request(ascend_parallel._control) if finding.verdict == BAD]
     found = ascend_parallel.status()
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))

@@ -15,16 +15,16 @@ import torch
 import typer
 from rich.console import Console
 
-from ascend_parallel.bench.results import Row, rows_of
-from ascend_parallel.bench.shapes import model_cases, scaled, shape_cases
-from ascend_parallel.bench.show import plot, show
-from ascend_parallel.measuring.link import End, LinkError, shaped_link
-from ascend_parallel.measuring.ranks import RankError, call_on_ranks
-from ascend_parallel.numerals import shown, whole
-from ascend_parallel.planning.models import Batch, find_model
-from ascend_parallel.planning.plan import cached_plan, differences, load_plan
-from ascend_parallel.planning.plan import read_plan as plan_of
-from ascend_parallel.planning.tables import PlanningError, lookup
+from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.bench.results import Row, rows_of
+from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
+from ascend_parallel.tuning.bench.show import plot, show
+from ascend_parallel.tuning.cost_model.models import Batch, find_model
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.launch.link import End, LinkError, shaped_link
+from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
+from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan
+from ascend_parallel.tuning.measured.chunk_plan import read_plan as plan_of
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 LAYERS = ("row", "column")
@@ -212,7 +212,7 @@ def _request(
 def _measure(request: Request) -> dict[str, Any]:
     with _link(request) as ends, Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
         found: dict[str, Any] = call_on_ranks(
-            "ascend_parallel.bench.passes:measure",
+            "ascend_parallel.tuning.bench.passes:measure",
             request.ranks,
             limit=request.limit,
             ends=ends,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import typer
 
-from ascend_parallel.planning.tables import PlanningError
+from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 
 @contextmanager

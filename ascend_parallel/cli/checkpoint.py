@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 if TYPE_CHECKING:  # imported where it is used: it takes a second, which the other commands need not wait for
-    from ascend_parallel.strategy.checkpoint import Saved
+    from ascend_parallel.training.checkpoint import Saved
 
 WIDTH = 120  # of what goes to a file
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -39,7 +39,7 @@ def show(
 
     Example: ascend-parallel checkpoint show checkpoints
     """
-    from ascend_parallel.strategy.checkpoint import Saved, steps
+    from ascend_parallel.training.checkpoint import Saved, steps
 
     with _errors(), Console(stderr=True).status("comparing checksums"):
         saved = Saved.open(path, step)
@@ -67,12 +67,13 @@ def convert_command(
 
       ascend-parallel checkpoint convert iter_0001000 checkpoints --to dcp
     """
-    from ascend_parallel.strategy.checkpoint.convert import convert, open_source
+    from ascend_parallel.patches.megatron.checkpoint import megatron_format
+    from ascend_parallel.training.checkpoint.convert import convert, open_source
 
     with _errors():
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-        source = open_source(path, step)
+        source = open_source(path, step, [megatron_format])
         with _progress("converting", len(source.kinds)) as progress:
             written = convert(source, out, to, None if dtype is None else getattr(torch, dtype), progress)
     typer.echo(json.dumps({"written": str(written)}) if as_json else f"written: {written}")
@@ -88,10 +89,11 @@ def diff(
 
     Example: ascend-parallel checkpoint diff checkpoints/step-00000010 checkpoints/step-00000020
     """
-    from ascend_parallel.strategy.checkpoint.convert import compare, open_source
+    from ascend_parallel.patches.megatron.checkpoint import megatron_format
+    from ascend_parallel.training.checkpoint.convert import compare, open_source
 
     with _errors():
-        one, other = open_source(first), open_source(second)
+        one, other = (open_source(path, others=[megatron_format]) for path in (first, second))
         with _progress("comparing", len(one.kinds)) as progress:
             found = list(compare(one, other, progress))
     if as_json:
@@ -110,7 +112,7 @@ def diff(
 @contextmanager
 def _errors() -> Iterator[None]:
     """End with 2 and a line for what the user can put right."""
-    from ascend_parallel.strategy.checkpoint import CheckpointError
+    from ascend_parallel.training.checkpoint import CheckpointError
 
     try:
         yield
@@ -136,7 +138,7 @@ def _console() -> Console:
 
 def _as_dict(saved: Saved, all_steps: list[int]) -> dict[str, Any]:
     about = {name: saved.manifest[name] for name in ("step", "ranks", "torch", "ascend_parallel")}
-    from ascend_parallel.strategy.checkpoint.differences import dtype_name
+    from ascend_parallel.training.checkpoint.differences import dtype_name
 
     tensors = {}
     for name, (shape, dtype) in saved.kinds.items():
@@ -152,7 +154,7 @@ def _as_dict(saved: Saved, all_steps: list[int]) -> dict[str, Any]:
 
 
 def _tree(told: dict[str, Any]) -> Tree:
-    from ascend_parallel.sharding.showing.explain import size_of
+    from ascend_parallel.sharding.visualize.explain import size_of
 
     total = sum(tensor["bytes"] for tensor in told["tensors"].values())
     tree = Tree(f"[bold]{told['path']}[/]  step {told['step']}, ranks: {told['ranks']}, {size_of(total)}")

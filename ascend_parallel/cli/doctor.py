@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ascend_parallel.doctor import Report, examine
+import ascend_parallel
+from ascend_parallel.diagnostics.doctor import Report, examine
 
 WIDTH = 120  # where the output is no terminal
 MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
@@ -35,7 +36,7 @@ def doctor(
         return
     errors = Console(stderr=True)
     with errors.status("looking") as line:
-        report = examine(group, lambda what: line.update(f"looking at {what}"))
+        report = examine(ascend_parallel._control, group, lambda what: line.update(f"looking at {what}"))
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

@@ -10,13 +10,13 @@ import torch
 import typer
 from rich.console import Console
 
-from ascend_parallel.planning.hardware import Hardware, all_hardware, find_hardware, read_hardware
-from ascend_parallel.planning.layers import RECOMPUTE
-from ascend_parallel.planning.models import Batch, Model, all_models, find_model, read_model
-from ascend_parallel.planning.report import predict as predicted
-from ascend_parallel.planning.report import show, show_sources
-from ascend_parallel.planning.step import Layout
-from ascend_parallel.planning.tables import PlanningError, lookup
+from ascend_parallel.tuning.cost_model.hardware import Hardware, all_hardware, find_hardware, read_hardware
+from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
+from ascend_parallel.tuning.cost_model.models import Batch, Model, all_models, find_model, read_model
+from ascend_parallel.tuning.cost_model.report import predict as predicted
+from ascend_parallel.tuning.cost_model.report import show, show_sources
+from ascend_parallel.tuning.cost_model.step import Layout
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 WIDTH = 150

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ascend_parallel.cli.building import build_model, errors
-from ascend_parallel.numerals import shown, whole
+from ascend_parallel.text import shown, whole
 
 MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
 
@@ -57,7 +57,8 @@ def propagate(
     from ascend_parallel.sharding import propagate as found_plan
     from ascend_parallel.sharding.mesh import ProcessMesh
     from ascend_parallel.sharding.planner.annotate import annotated, read_strategies
-    from ascend_parallel.sharding.showing.explain import as_dict, summary
+    from ascend_parallel.sharding.visualize.explain import as_dict, explain, summary
+    from ascend_parallel.sharding.visualize.page import to_html
 
     with errors("propagate"), Console(stderr=True).status("tracing") as status:
         if html is not None and not html.absolute().parent.is_dir():
@@ -85,11 +86,11 @@ def propagate(
             hardware=hardware,
         )
     if html is not None:
-        html.write_text(plan.to_html(), encoding="utf-8")
+        html.write_text(to_html(plan), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(as_dict(plan), indent=1))
     else:
-        typer.echo("\n".join(summary(plan)) if brief else plan.explain())
+        typer.echo("\n".join(summary(plan)) if brief else explain(plan))
 
 
 def _mesh(text: str) -> tuple[list[str], list[int]]:

@@ -31,9 +31,10 @@ def strategy(
 
       ascend-parallel strategy my_models:llama_70b --config 8192.toml --schedule schedule.svg
     """
-    from ascend_parallel.strategy import Strategy, plan_training
-    from ascend_parallel.strategy.explain import as_dict
-    from ascend_parallel.strategy.loss import mean_loss
+    from ascend_parallel.sharding import to_html
+    from ascend_parallel.training import Strategy, plan_training
+    from ascend_parallel.training.explain import as_dict, explain
+    from ascend_parallel.training.loss import mean_loss
 
     with errors("strategy"), Console(stderr=True).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
@@ -44,11 +45,11 @@ def strategy(
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
         built, batch, loss = build_model(model, with_loss=True)
         planned = plan_training(wanted, built, batch, loss or mean_loss)
-        told = json.dumps(as_dict(planned), indent=1) if as_json else planned.explain(operators)
+        told = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators)
     if schedule is not None:
         schedule.write_text(wanted.pipeline.svg(), encoding="utf-8")
     if html is not None:
-        html.write_text(planned.plan.to_html(), encoding="utf-8")
+        html.write_text(to_html(planned.plan), encoding="utf-8")
     typer.echo(told)
     if planned.stages and not as_json:
         typer.echo(f"\n{wanted.pipeline}")

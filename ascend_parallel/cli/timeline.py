@@ -14,10 +14,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ascend_parallel.timeline.files import TimelineError
-from ascend_parallel.timeline.merge import Merged, merge
-from ascend_parallel.timeline.report import cell, clock, columns
-from ascend_parallel.timeline.table import Row
+from ascend_parallel.diagnostics.timeline.files import TimelineError
+from ascend_parallel.diagnostics.timeline.merge import Merged, merge
+from ascend_parallel.diagnostics.timeline.report import cell, clock, columns
+from ascend_parallel.diagnostics.timeline.table import Row
 
 WIDTH = 130  # of a table that goes to a file
 

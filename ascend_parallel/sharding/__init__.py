@@ -13,20 +13,22 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.pieces import Piece
 from ascend_parallel.sharding.planner.annotate import annotated, read_strategies, shard
-from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
-from ascend_parallel.sharding.planner.strategies import OperatorStrategy, StrategyError
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
+from ascend_parallel.sharding.redistribute.shard_layer import ShardingStage1, shard_layer, shard_optimizer
 from ascend_parallel.sharding.rules import register_rule
-from ascend_parallel.sharding.running.eager import ran_of
-from ascend_parallel.sharding.running.execute import ShardedModule
-from ascend_parallel.sharding.running.parallelize import parallelize
-from ascend_parallel.sharding.running.randomness import manual_seed
-from ascend_parallel.sharding.showing.advice import Advice, advise
-from ascend_parallel.sharding.tensors.layers import ShardingStage1, shard_layer, shard_optimizer
-from ascend_parallel.sharding.tensors.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
-from ascend_parallel.sharding.trace import TraceError, trace
+from ascend_parallel.sharding.runtime.eager_module import ran_of
+from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.randomness import manual_seed
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
+from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tracing.trace import TraceError, trace
+from ascend_parallel.sharding.visualize.advice import Advice, advise
+from ascend_parallel.sharding.visualize.explain import diff, explain
+from ascend_parallel.sharding.visualize.page import to_html
 
 __all__ = [
     "Advice",
@@ -45,7 +47,9 @@ __all__ = [
     "TraceError",
     "advise",
     "annotated",
+    "diff",
     "dtensor_from_fn",
+    "explain",
     "manual_seed",
     "parallelize",
     "propagate",
@@ -57,6 +61,7 @@ __all__ = [
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
+    "to_html",
     "trace",
     "unshard",
 ]

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.binding import Binding
+from ascend_parallel.sharding.arguments import Binding
 from ascend_parallel.sharding.layout import Shape
-
-if TYPE_CHECKING:
-    from ascend_parallel.sharding.calls import FunctionCall
-    from ascend_parallel.sharding.marks import Mark
 
 INPUT, PARAMETER, BUFFER, CONSTANT, CALL = "input", "parameter", "buffer", "constant", "call"
 
@@ -70,6 +66,24 @@ class Call:
         return str(self.target)
 
 
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """A strategy left on one call, and equal to itself alone.
+
+    function
+        The function's name, such as "F.scaled_dot_product_attention".
+    strategies
+        The pair (in_strategy, out_strategy) as it was given.
+    """
+
+    function: str
+    strategies: tuple[Any, Any]
+
+    def __str__(self) -> str:
+        """Return who left it."""
+        return f"shard({self.function})"
+
+
 @dataclass(frozen=True)
 class Node:
     """A tensor that is given (input, parameter, buffer, constant) or an operator's call.
@@ -92,6 +106,43 @@ class Node:
     module: str = ""
     source: str = ""
     mark: Mark | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """Stands for a parameter or buffer; of a tied one's names the first."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Stands for a tensor that nothing of the graph is made of."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of one of torch's functions that gave tensors.
+
+    function
+        What a TorchFunctionMode is told, such as F.linear or torch.Tensor.add.
+    arguments, results
+        The leaves of (args, kwargs) and of what it returned: `Value`, `Held` or `Unused` for tensors.
+    changed
+        For results that are an argument to which the call wrote: the argument's place, by the result's.
+    nodes
+        The operators that it ran, in their order.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    arguments_spec: pytree.TreeSpec
+    results: tuple[Any, ...]
+    results_spec: pytree.TreeSpec
+    changed: Mapping[int, int]
+    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from ascend_parallel.sharding.graph import INPUT, PARAMETER, Value
 from ascend_parallel.sharding.layout import bounds
-from ascend_parallel.strategy.planned import TrainingPlan, plan_training
+from ascend_parallel.training.training_plan import TrainingPlan, plan_training
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "strategy"))
 import modes

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 import ascend_parallel
 from ascend_parallel import Settings, column_linear, row_linear
-from ascend_parallel.timeline.align import align
-from ascend_parallel.timeline.files import read_run
-from ascend_parallel.timeline.merge import merge
-from ascend_parallel.timeline.picture import picture
+from ascend_parallel.diagnostics.timeline.align import align
+from ascend_parallel.diagnostics.timeline.files import read_run
+from ascend_parallel.diagnostics.timeline.merge import merge
+from ascend_parallel.diagnostics.timeline.picture import picture
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROWS, HIDDEN, INNER, STEPS, LIMIT = 2048, 1024, 2048, 24, 240.0
@@ -83,7 +83,7 @@ def fastest(folder: Path) -> Path:
 
 def main() -> None:
     """Build the link, run two ranks on it, and draw."""
-    from ascend_parallel.measuring.link import shaped_link
+    from ascend_parallel.tuning.launch.link import shaped_link
 
     with tempfile.TemporaryDirectory() as name, shaped_link("1gbit") as ends:
         folder = Path(name)

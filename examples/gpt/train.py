@@ -1,6 +1,6 @@
 """Train a small GPT with Megatron-core, split over the ranks by tensor parallelism, on CPUs over gloo.
 
-An ordinary training script: no line of it asks for overlap. `ascend_parallel.testing` stands in for
+An ordinary training script: no line of it asks for overlap. `ascend_parallel.patches.megatron.testing` stands in for
 the accelerator that Megatron-core expects. Exporting COC_PARALLEL_NUM is what changes the layers:
 
     torchrun --nproc-per-node 2 examples/gpt/train.py
@@ -24,7 +24,7 @@ import megatron.core
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.testing import (
+from ascend_parallel.patches.megatron.testing import (
     finalize_gradients,
     megatron_on_cpu,
     small_gpt,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from small_models import Llama
 
 from ascend_parallel import Settings
-from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, read_strategies, trace
+from ascend_parallel.sharding import ProcessMesh, explain, parallelize, propagate, read_strategies, trace
 
 STRATEGIES = Path(__file__).with_name("llama.toml")
 STEPS = 10
@@ -53,7 +53,7 @@ def main() -> int:
     found, expected = train(sharded, batch), train(model, batch)
     worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
     if rank == 0:
-        print("\n".join(plan.explain().splitlines()[:3]))
+        print("\n".join(explain(plan).splitlines()[:3]))
         overlapped = [one for one in sharded.fused if one.operator]
         print(f"{len(overlapped)} of {len(sharded.fused)} matmuls next to a collective run overlapped")
         print(f"losses {found[0]:.6f} ... {found[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")

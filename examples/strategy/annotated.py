@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, STEPS, batch_of
 
-from ascend_parallel.strategy import Strategy, train_step
+from ascend_parallel.training import Strategy, train_step
 
 
 def main() -> list[float]:

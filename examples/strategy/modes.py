@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.sharding import Piece
-from ascend_parallel.strategy import Strategy, train_step
+from ascend_parallel.training import Strategy, train_step
 
 STEPS = 5
 

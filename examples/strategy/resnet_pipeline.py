@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_parallel.sharding import ProcessMesh, propagate, trace
-from ascend_parallel.strategy.pipeline.run import Pipeline
+from ascend_parallel.training.pipeline.pipeline import Pipeline
 
 STEPS, MICRO_BATCHES, CLASSES = 10, 4, 8
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, batch_of
 
-from ascend_parallel.strategy import Strategy, train_step
-from ascend_parallel.strategy.checkpoint import latest
+from ascend_parallel.training import Strategy, train_step
+from ascend_parallel.training.checkpoint import latest
 
 HERE = Path(__file__).parent
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ascend_parallel import Settings
 from ascend_parallel.sharding import ProcessMesh, propagate, trace
-from ascend_parallel.strategy.pipeline.run import Pipeline
+from ascend_parallel.training.pipeline.pipeline import Pipeline
 
 MESHES = [ProcessMesh([[0, 1], [2, 3]], ["dp", "mp"]), ProcessMesh([[4, 5], [6, 7]], ["dp", "mp"])]
 # What each operator reads: its input and its weight, which is [N, K].

@@ -7,7 +7,7 @@
 // had begun n - 1, hence finished n - 2: nobody reads half n % 2 any more. No further signal is needed,
 // none can be lost, no stage is overwritten. Beside the counter a rank leaves what call it came with, in a half
 // of its own, and every rank compares before it reads rows: ranks that differ all raise in this step. A call that
-// needs a larger segment is one step without rows. tests/test_stage_protocol.py tries every interleaving.
+// needs a larger segment is one step without rows. tests/ops/test_shm_protocol.py tries every interleaving.
 #pragma once
 
 #include <chrono>

@@ -15,25 +15,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.exchange import exchange
-from ascend_parallel.groups import describe
-from ascend_parallel.layer_choices import (
+from ascend_parallel.consistency import exchange
+from ascend_parallel.diagnostics.verify import (
+    LEDGER,
+    Difference,
+    VerificationError,
+    default_limit,
+    difference,
+    worst_place,
+)
+from ascend_parallel.ops.operators import choice_for
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
+from ascend_parallel.ops.registry import name_of
+from ascend_parallel.overlap.choices import (
     Pass,
     backward_settings,
     column_backward_settings,
     column_passes,
     row_passes,
 )
-from ascend_parallel.linear import cast_by_autocast
-from ascend_parallel.ops.operators import choice_for
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
-from ascend_parallel.ops.registry import name_of
+from ascend_parallel.overlap.linear import cast_by_autocast
+from ascend_parallel.overlap.quantised import int8_weight
+from ascend_parallel.overlap.selective_checkpoint import unseen
 from ascend_parallel.patches.megatron.original import Forward, Original, Output
 from ascend_parallel.patches.megatron.watching import Watch, feeding, unwatched, watched
-from ascend_parallel.quantised import int8_weight
+from ascend_parallel.process_groups import describe
 from ascend_parallel.settings import Settings
-from ascend_parallel.unseen import unseen
-from ascend_parallel.verify import LEDGER, Difference, VerificationError, default_limit, difference, worst_place
 
 Gradient = tuple[torch.Tensor | None, float]  # None is one of zeros; how far main_grad's rounding may have moved it
 Pair = tuple[torch.Tensor, torch.Tensor, float]  # found, expected, and how far rounding may have moved the first

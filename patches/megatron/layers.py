@@ -20,9 +20,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.agreement import Agreement
-from ascend_parallel.linear import column_linear, row_linear
+from ascend_parallel.consistency import SettingsAgreement
 from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
+from ascend_parallel.overlap.selective_checkpoint import unseen
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.announcement import Announcement
 from ascend_parallel.patches.megatron.check import Call
@@ -32,9 +34,7 @@ from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan
 from ascend_parallel.patches.megatron.verification import Verifier
 from ascend_parallel.patches.megatron.watching import Watch, unwatched
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
-from ascend_parallel.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.settings import Settings
-from ascend_parallel.unseen import unseen
 
 log = logging.getLogger("ascend_parallel")
 
@@ -54,7 +54,7 @@ class Megatron:
         self._originals = Originals(layers)
         # Since 0.13 groups are handed down and main_grad is taken in forward.
         self.groups_handed_down = version >= (0, 13)
-        self._agreement = Agreement(settings)
+        self._agreement = SettingsAgreement(settings.shared())
         self._tuner = tuner_of(settings)
         self._fits: WeakSet[dist.ProcessGroup] = WeakSet()  # groups of the kind that the plan was measured on
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
@@ -108,7 +108,8 @@ class Megatron:
     ) -> tuple[dist.ProcessGroup, Settings]:
         """Refuse what conflicts with overlap; return group and settings.
 
-        With COC_TUNE or COC_PARALLEL_NUM=auto the settings are those found for the call's shapes.
+        With COC_TUNE or COC_PARALLEL_NUM=auto the settings are those found for the call's shapes; they are not enabled
+        where Megatron-core's own layer is as fast.
         """
         group = self.group_of(layer)
         refuse_conflicts(layer.config)
@@ -169,13 +170,13 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
             return result
         used = self.weight if weight is None else weight
         if megatron.verifier is None:
-            return _column(self, input_, used, runtime_gather_output, megatron)
+            return _column(self, input_, used, runtime_gather_output, megatron, original)
         call = Call(
             layer=self,
             path="column",
             x=input_,
             weight=used,
-            patched=lambda watch: _column(self, input_, used, runtime_gather_output, megatron, watch),
+            patched=lambda watch: _column(self, input_, used, runtime_gather_output, megatron, original, watch),
             original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
             settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
         )
@@ -196,14 +197,14 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
             result: Output = original(self, input_)
             return result
         if megatron.verifier is None:
-            return _row(self, input_, megatron)
+            return _row(self, input_, megatron, original)
         used = self.weight
         call = Call(
             layer=self,
             path="row",
             x=input_,
             weight=used,
-            patched=lambda watch: _row(self, input_, megatron, used, watch),
+            patched=lambda watch: _row(self, input_, megatron, original, used, watch),
             original=lambda layer, x, _: original(layer, x),
             settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
         )
@@ -230,11 +231,15 @@ def _column(
     weight: torch.Tensor,
     runtime_gather_output: bool | None,
     megatron: Megatron,
+    original: Function,
     watch: Watch = unwatched,
 ) -> Output:
     """Run a column layer; a check watches what becomes of the weight gradient."""
     reduces = _reduces(layer)
     group, settings = megatron.prepare(layer, "column", input_, weight, reduce_input_grad=reduces)
+    if not settings.enabled:
+        result: Output = original(layer, input_, weight, runtime_gather_output)
+        return result
     if layer.config.defer_embedding_wgrad_compute:
         limit = layer.config.wgrad_deferral_limit
         if limit == 0 or len(layer.embedding_activation_buffer) < limit:
@@ -255,12 +260,22 @@ def _column(
     return y, layer.bias if layer.skip_bias_add else None
 
 
-def _row(layer: Any, input_: torch.Tensor, megatron: Megatron, weight: Any = None, watch: Watch = unwatched) -> Output:
+def _row(
+    layer: Any,
+    input_: torch.Tensor,
+    megatron: Megatron,
+    original: Function,
+    weight: Any = None,
+    watch: Watch = unwatched,
+) -> Output:
     """Run a row layer; a check has read the weight, and watches what becomes of its gradient."""
     int8 = int8_weight(layer)
     if int8 is not None or weight is None:
         weight = layer.weight if int8 is None else int8  # read once: a parametrised weight computes anew
     group, settings = megatron.prepare(layer, "row", input_, weight)
+    if not settings.enabled:
+        result: Output = original(layer, input_)
+        return result
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
@@ -282,7 +297,7 @@ def _row(layer: Any, input_: torch.Tensor, megatron: Megatron, weight: Any = Non
 
 @functools.lru_cache(maxsize=64)
 def _deterministic(settings: Settings) -> Settings:
-    return replace(settings, deterministic=True)
+    return replace(settings, deterministic=True, mode=settings.mode or 2)
 
 
 def _reduces(layer: Any) -> bool:

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.layer_choices import operand_dtype
-from ascend_parallel.planning.measure import Case
-from ascend_parallel.planning.plan import PlanError, differences, this_machine
-from ascend_parallel.planning.tuner import Tuner
+from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.chunk_plan import PlanError, differences, this_machine
+from ascend_parallel.tuning.measured.pass_times import Case
+from ascend_parallel.tuning.measured.tuner import Tuner
 
 log = logging.getLogger("ascend_parallel")
 
 
 def tuner_of(settings: Settings) -> Tuner | None:
-    """Return what finds chunk sizes, if the settings ask for it and chunks are what will run."""
+    """Return what finds chunk sizes, if the settings ask for it and chunks are what will run.
+
+    Calls that it keeps whole run Megatron-core's own layer, unless the settings ask for more than chunks.
+    """
     if not settings.tune and not settings.auto:
         return None
     asked = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
@@ -27,7 +30,9 @@ def tuner_of(settings: Settings) -> Tuner | None:
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning("%s finds nothing: %s", asked, why)
         return None
-    return Tuner(settings)
+    watched = settings.verify_every or settings.timeline is not None
+    ours = settings.deterministic or not settings.recompute_all_gather
+    return Tuner(settings, original_if_whole=not (watched or ours))
 
 
 def case_of(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Case:

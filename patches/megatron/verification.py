@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.patches.megatron.check import Call, Check
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.watching import unwatched
 from ascend_parallel.settings import Settings
-from ascend_parallel.verify import LEDGER
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ascend_parallel.weight_gradient import WeightGradient
+from ascend_parallel.overlap.weight_gradient import WeightGradient
 
 Watch = Callable[[WeightGradient], WeightGradient]
 Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]

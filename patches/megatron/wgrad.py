@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.weight_gradient import WeightGradient
+from ascend_parallel.overlap.weight_gradient import WeightGradient
 
 
 class MegatronWeightGradient(WeightGradient):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ascend_parallel.sharding.layout import REPLICATE, bounds, shard
-from ascend_parallel.sharding.pieces import Piece
+from ascend_parallel.sharding.tensor_shard import Piece
 
 
 def model_tensors():

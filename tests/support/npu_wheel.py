@@ -46,7 +46,7 @@ def environment(folder):
     tests = Path(__file__).parents[1]
     return {
         "LD_LIBRARY_PATH": str(folder),
-        "PYTHONPATH": os.pathsep.join(map(str, (site, tests / "support", tests))),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, tests / "support", tests / "ops", tests / "overlap"))),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
     }
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ascend_parallel.strategy.optimizer import ParallelOptimizer, data_parallel_targets, recipe
+from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_targets, recipe
 
 SHAPES = {"bias": (7,), "odd": (3, 5), "scalar": (), "row": (1, 13), "block": (4, 2, 9), "few": (2,), "late": (6, 6)}
 OPTIMIZERS = {

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.sharding.layout import bounds
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.tensors.costs import MeshCosts
-from ascend_parallel.sharding.tensors.redistribution import plan_redistribution
-from ascend_parallel.sharding.tensors.requests import recorded
-from ascend_parallel.sharding.tensors.reshard import layout_of, reshard, unshard
+from ascend_parallel.sharding.redistribute.collectives import recorded
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.redistribute.reshard import layout_of, reshard, unshard
+from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
 
 PARTIALS = [Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]
 REDUCE = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min}

@@ -4,8 +4,8 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.planner.plan import ShardingPlan
-from ascend_parallel.sharding.tensors.costs import LinkCosts, MeshCosts
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.costs import LinkCosts, MeshCosts
 
 
 def by_hand(graph, mesh, given=None, calls=None, via=None, inputs_have_gradients=False):

@@ -19,7 +19,7 @@ from rewriting import install, load
 
 TIME_LIMIT = 60.0
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["torch", "torch.distributed", "ascend_parallel.linear", "megatron.core"])
+START.set_forkserver_preload(["torch", "torch.distributed", "ascend_parallel.overlap.linear", "megatron.core"])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -1,4 +1,4 @@
-"""Draws the arguments of operators that tests/test_sharding_rules.py runs in parts, and keeps the list of these."""
+"""Draws the arguments of operators that tests/sharding/test_rules.py runs in parts, and keeps the list of these."""
 
 from dataclasses import dataclass, field
 

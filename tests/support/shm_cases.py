@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ascend_parallel.ops import Problem, choose, shm
+from ascend_parallel.ops import Problem, registry, shm
 from ascend_parallel.ops.multiply import aligned
 from ascend_parallel.ops.rows import deterministic_tile
 
@@ -88,10 +88,10 @@ def pieces_of(group, size):
     """Have rows of this group pass in pieces of `size` bytes, in a segment of its own; on all ranks together."""
     usual, shm.PIECE_BYTES = shm.PIECE_BYTES, size
     shm._SHARED.pop(group, None)
-    choose.cache_clear()
+    registry._cached_choice.cache_clear()
     try:
         yield
     finally:
         shm.PIECE_BYTES = usual
         shm._SHARED.pop(group, None)
-        choose.cache_clear()
+        registry._cached_choice.cache_clear()

@@ -21,7 +21,7 @@ def lines():
 def verifying(group, **settings):
     """Real layers with verification, reports from scratch."""
     import ascend_parallel
-    from ascend_parallel.verify import LEDGER
+    from ascend_parallel.diagnostics.verify import LEDGER
 
     with Layers(group.size()) as layers:
         LEDGER.clear()
@@ -45,7 +45,7 @@ def run(layer, shape, seed=0, backward=True, call=None, dtype=torch.float32):
 def with_and_without(group, kind, shape, options, settings, prepare=None, **how):
     """Run two layers alike, verified and not; return what differs and the report."""
     import ascend_parallel
-    from ascend_parallel.verify import LEDGER
+    from ascend_parallel.diagnostics.verify import LEDGER
 
     runs = []
     with verifying(group, **settings) as layers:

@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
 
-from ascend_parallel.planning.tables import PlanningError, parse_toml
-from ascend_parallel.sharding.marks import marking
-from ascend_parallel.sharding.planner.strategies import StrategyError
+from ascend_parallel.sharding.planner.operator_strategy import StrategyError
+from ascend_parallel.sharding.tracing.strategy_marks import marking
+from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 
 Module = TypeVar("Module", bound=nn.Module)
 Given = ParamSpec("Given")

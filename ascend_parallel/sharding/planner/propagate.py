@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.narrow import narrowed
-from ascend_parallel.sharding.planner.plan import ShardingPlan
+from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError, strategy
 from ascend_parallel.sharding.planner.search import Search
-from ascend_parallel.sharding.planner.strategies import OperatorStrategy, StrategyError, strategy
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.planner.slice_replicated import narrowed
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
-from ascend_parallel.sharding.tensors.costs import MeshCosts
 
 log = logging.getLogger("ascend_parallel")
 

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.planning.cost import CostModel
-from ascend_parallel.planning.hardware import find_hardware
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, cuts
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.conversions import Conversions
-from ascend_parallel.sharding.planner.data import keep_data_parallel
+from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
+from ascend_parallel.sharding.planner.data_parallel import data_parallel_options
 from ascend_parallel.sharding.planner.elimination import Costs, Problem, TooWideError, solve
-from ascend_parallel.sharding.planner.inside import steps_inside
+from ascend_parallel.sharding.planner.integer_program import optimum
+from ascend_parallel.sharding.planner.op_collectives import steps_inside
+from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
 from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_parts
-from ascend_parallel.sharding.planner.plan import ADAM, ShardingPlan
-from ascend_parallel.sharding.planner.program import optimum
-from ascend_parallel.sharding.planner.strategies import OperatorStrategy, fitting, named_nodes
-from ascend_parallel.sharding.planner.work import seconds as seconds_of
-from ascend_parallel.sharding.tensors.costs import MeshCosts
+from ascend_parallel.sharding.planner.redistribution_cost import Conversions
+from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
 # Seconds per byte a rank holds: decides between equal costs, and nothing else.
 TIE_BREAK = 1e-21
@@ -78,7 +78,8 @@ class Search:
                 node = self.graph.nodes[name]
                 self.options[name], self.configured[name] = fitting(node, self.options[name], wanted), str(node.mark)
         if self.data is not None:
-            keep_data_parallel(self, self.mesh.dim_names.index(self.data))
+            data = self.mesh.dim_names.index(self.data)
+            self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
         self._drop_averages()
         self.readers = self.graph.readers()
         self._fixed: set[str] = set()

@@ -1,0 +1,1 @@
+"""Did it overlap, and is it right: timelines, verification inside a run, and the doctor."""

@@ -1,0 +1,223 @@
+"""The examination: what is installed and switched on, each with a verdict and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.diagnostics.doctor.trial import try_kernels
+from ascend_parallel.overlap.summary import overlap_in_words
+from ascend_parallel.patch_control import PatchControl
+from ascend_parallel.patches.base import PatchError
+from ascend_parallel.settings import Settings
+
+GOOD, NOTE, BAD = "good", "note", "bad"
+
+# Package -> why its layers are not covered.
+OTHER_LAYERS = {
+    "transformer_engine": "its layers are not covered: give Megatron --transformer-impl local",
+    "mindspeed": "its CoC and MC2 replace the same layers: switch on one of them only",
+}
+
+REBUILD = (
+    "for it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, setuptools, "
+    "wheel and a C++ compiler installed; -v shows why if it is left out again)"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: a verdict ("good", "note" or "bad"), what was found, and what to do."""
+
+    section: str
+    name: str
+    found: str
+    verdict: str = GOOD
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, and the settings in force."""
+
+    findings: list[Finding]
+    settings: Settings
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is bad."""
+        return all(finding.verdict != BAD for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        bad = [finding for finding in self.findings if finding.verdict == BAD]
+        if bad:
+            return f"{len(bad)} thing{'s' if len(bad) > 1 else ''} to put right: {', '.join(f.name for f in bad)}"
+        lacking = "" if _version("megatron-core") else "; megatron-core, which variables act on, is not installed"
+        return f"nothing is wrong; overlap is {overlap_in_words(self.settings)}{lacking}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        found = [asdict(finding) for finding in self.findings]
+        return {"healthy": self.healthy, "verdict": self.verdict, "findings": found}
+
+
+def examine(control: PatchControl, ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Report:
+    """Return findings on everything; with `ranks` of 2 or more, every kernel is tried on that many local processes.
+
+    control
+        The patches of this process; they are applied if the settings ask for it.
+    say
+        Called with the name of each step, for a progress line.
+    """
+    findings: list[Finding] = []
+    for what, look in (
+        ("versions", _versions),
+        ("devices", _devices),
+        ("settings and patches", lambda: examine_request(control)),
+        ("kernels", lambda: _kernels(control)),
+    ):
+        say(what)
+        findings += look()
+    if ranks:
+        say(f"every kernel on {ranks} processes")
+        findings += _trial(ranks)
+    return Report(findings, control.status().settings)
+
+
+def examine_request(control: PatchControl) -> Iterator[Finding]:
+    """Give findings on the variables, and on whether a training gets what they ask for; `status` judges by them too."""
+    yield from _settings(control)
+    yield from _patches(control)
+
+
+def _versions() -> Iterator[Finding]:
+    section = "versions"
+    yield Finding(section, "python", f"{platform.python_version()} on {platform.machine()}")
+    for package in ("ascend_parallel", "torch"):
+        yield Finding(section, package, importlib.metadata.version(package))
+    megatron = _version("megatron-core")
+    yield Finding(
+        section,
+        "megatron-core",
+        megatron or "not installed",
+        GOOD if megatron else NOTE,
+        "" if megatron else "needed for the patches, not for column_linear, row_linear and the operators",
+    )
+    npu = _version("torch_npu")
+    yield Finding(section, "torch_npu", npu or "not installed", GOOD if npu else NOTE, "" if npu else "needed on NPUs")
+    if npu and npu.split(".")[:2] != torch.__version__.split(".")[:2]:
+        yield Finding(section, "torch_npu", npu, BAD, f"install the torch_npu of torch {torch.__version__}")
+    cann, compiler = _cann(), _compiler()
+    if npu or cann:
+        yield Finding(section, "CANN", cann or "not found", GOOD if cann else BAD, "" if cann else "source set_env.sh")
+    advice = "" if compiler else "needed to build the shared-memory kernel"
+    yield Finding(section, "compiler", compiler or "none", GOOD if compiler else NOTE, advice)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cann() -> str | None:
+    """Return the version of CANN that the environment points to (ASCEND_HOME_PATH, set by its set_env.sh)."""
+    home = os.environ.get("ASCEND_HOME_PATH")
+    if home is None:
+        return None
+    for file in sorted(Path(home).glob("**/ascend_toolkit_install.info")):
+        for line in file.read_text().splitlines():
+            if line.startswith("version="):
+                return line.removeprefix("version=")
+    return f"of unknown version at {home}"
+
+
+def _compiler() -> str | None:
+    name = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if name is None:
+        return None
+    try:
+        words = [*shlex.split(name), "--version"]
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{name}, which does not run: {error}"
+    return asked.stdout.partition("\n")[0] or None
+
+
+def _devices() -> Iterator[Finding]:
+    section = "devices"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding(section, "cpu", f"{cores} cores for this process, {torch.get_num_threads()} threads in torch")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        small = free < 256 << 20
+        advice = "give it more (docker run --shm-size=1g): the shared-memory kernel needs some times the largest result"
+        yield Finding(section, "/dev/shm", f"{free >> 20} MB free", NOTE if small else GOOD, advice if small else "")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if accelerator else 0
+    yield Finding(section, "accelerators", f"{count} of {accelerator.type}" if accelerator else "none")
+    backends = [name for name in ("gloo", "nccl", "hccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+    yield Finding(section, "backends", ", ".join(backends) or "none", GOOD if backends else BAD)
+
+
+def _settings(control: PatchControl) -> Iterator[Finding]:
+    section = "settings"
+    status = control.status()
+    if control.refused is not None:
+        yield Finding(section, "variables", str(control.refused), BAD, "correct or unset it")
+    ours = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("COC_", "USE_COC_"))}
+    yield Finding(section, "variables", ", ".join(f"{k}={v}" for k, v in ours.items()) or "none set")
+    for note in status.notes:
+        if "not initialised" not in note:
+            yield Finding(section, "variables", note, BAD, "correct or unset it")
+    if ours and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        advice = "unset it, import ascend_parallel in the script, or start it by python -m ascend_parallel run"
+        yield Finding(section, "TORCH_DEVICE_BACKEND_AUTOLOAD", "0: variables alone do not patch", BAD, advice)
+
+
+def _patches(control: PatchControl) -> Iterator[Finding]:
+    section = "patches"
+    status = control.status()
+    if status.settings.enabled:
+        try:
+            control.apply()
+        except PatchError as error:
+            advice = "install a supported version, or unset the variables"
+            yield Finding(section, "megatron-core", str(error), BAD, advice)
+            return
+        status = control.status()
+    yield Finding(section, "state", status.state)
+    for patch in status.patches:
+        name = ".".join(patch.target.split(".")[-2:])
+        yield Finding(section, name, patch.reason or "replaced", GOOD if patch.applied else BAD)
+    for package, why in OTHER_LAYERS.items():
+        if importlib.util.find_spec(package):
+            yield Finding(section, package, "installed", NOTE, why)
+
+
+def _kernels(control: PatchControl) -> Iterator[Finding]:
+    for name, state in control.status().kernels.items():
+        advice = REBUILD if "not built" in state else ""
+        yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)
+
+
+def _trial(ranks: int) -> Iterator[Finding]:
+    for name, outcome in try_kernels(ranks).items():
+        verdict = BAD if outcome.startswith("wrong") else NOTE if outcome.startswith("not tried") else GOOD
+        yield Finding(f"tried on {ranks} processes", name, outcome, verdict)

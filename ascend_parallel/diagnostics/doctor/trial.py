@@ -1,0 +1,72 @@
+"""Every kernel tried on one small problem by a few real ranks of this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops import shm
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, Problem
+from ascend_parallel.ops.registry import KERNELS
+from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
+
+ROWS, K, N = 128, 64, 48  # ROWS of one rank where rows are gathered, of all ranks together where not
+DTYPE = torch.float32
+LIMIT = 1e-5  # of the largest magnitude: fp32 sums of K R products, with room
+
+
+def try_kernels(ranks: int, time_limit: float = 60.0) -> dict[str, str]:
+    """Run the three operators by each kernel on `ranks` gloo ranks; return "right", or what was wrong, by kernel."""
+    try:
+        outcome: dict[str, str] = call_on_ranks(f"{__name__}:try_all", ranks, limit=time_limit)
+    except RankError as error:
+        outcome = dict.fromkeys(KERNELS, f"wrong: {error}")
+    return outcome
+
+
+def try_all(group: dist.ProcessGroup) -> dict[str, str]:
+    """Try every kernel on this group; one is right if it is on every rank."""
+    own = {name: _try(name, group) for name in KERNELS}
+    answers: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(answers, own, group=group)
+    return {name: max((answer[name] for answer in answers), key=lambda text: text != "right") for name in KERNELS}
+
+
+def _try(name: str, group: dist.ProcessGroup) -> str:
+    refusals = {}
+    for operator in OPERATORS:
+        problem = shm.ask(Problem(operator, ROWS, K, N, DTYPE, "cpu", group.size()), group)
+        refusals[operator] = KERNELS[name].supports(problem)
+    runs = [operator for operator, refusal in refusals.items() if refusal is None]
+    if not runs:
+        return f"not tried: {refusals[ALL_REDUCE]}"
+    errors = {operator: _error(name, operator, group) for operator in runs}
+    wrong = [f"{operator} is off by {error:.1e}" for operator, error in errors.items() if not error <= LIMIT]
+    return f"wrong: {', '.join(wrong)} of the largest value" if wrong else "right"
+
+
+def _error(name: str, operator: str, group: dist.ProcessGroup) -> float:
+    """Return the largest error against the float64 truth, relative to its largest magnitude."""
+    generator = torch.Generator().manual_seed(1)
+    ranks, rank = group.size(), group.rank()
+    rows = ROWS if operator == ALL_GATHER else ROWS * ranks
+    x = torch.randn(ranks, rows, K, generator=generator)
+    w = torch.randn(ranks, K, N, generator=generator)
+    result = _run(KERNELS[name], operator, x[rank], w[rank], group)
+    if operator == ALL_GATHER:
+        truth = x.double().flatten(0, 1) @ w[rank].double()
+    else:
+        truth = torch.bmm(x.double(), w.double()).sum(dim=0)
+        truth = truth if operator == ALL_REDUCE else truth.chunk(ranks)[rank]
+    return float((result.double() - truth).abs().max() / truth.abs().max())
+
+
+def _run(kernel: Any, operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    cut = x.shape[0] // group.size() if operator == "matmul_reduce_scatter" else x.shape[0]
+    sizes = (cut,) if kernel is KERNELS["reference"] else split_rows(cut, 3)
+    result = getattr(kernel, operator)(x, w, group, sizes)
+    y: torch.Tensor = result[0] if operator == ALL_GATHER else result.wait()
+    return y

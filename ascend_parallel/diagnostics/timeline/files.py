@@ -1,0 +1,290 @@
+"""The file that each rank writes: JSON lines, a header and then one pass per line. All times in ns.
+
+    {"format": "ascend_parallel timeline", "version": 1, "run": ..., "rank": 0, "ranks": 2, ...}
+    {"layer": "mlp.linear_fc2", "kind": "row", "direction": "forward", "group": [0, 1], "begin": ..., "end": ...,
+     "calls": [{"operator": "matmul_all_reduce", "m": ..., ...}],
+     "spans": [[kind, name, index, begin, end, workers], ...]}
+
+Times are those of the rank's own clock. A span whose end is null had not ended when the file was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ascend_parallel.settings import SettingsError
+from ascend_parallel.text import shown
+
+FORMAT, VERSION = "ascend_parallel timeline", 1
+PATTERN = "timeline-*-rank*.jsonl"
+MOST_LISTED = 64
+SPAN_KINDS = ("matmul", "beside", "comm", "wait", "fused", "clocks")
+
+
+MOST_RANKS, MOST_WORKERS = 1 << 20, 4096
+MOST = 1 << 63  # of ns, as clocks have them, and of anything that is counted
+
+
+class TimelineError(ValueError):
+    """A folder or file that no timeline can be made of; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran, in ns; `queued` is when a collective was handed over, `begin` when it can have begun."""
+
+    kind: str
+    name: str
+    index: int
+    queued: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward or backward of a layer, or one operator called by itself; unfinished if a span has no end."""
+
+    layer: str
+    kind: str
+    direction: str
+    group: tuple[int, ...]
+    begin: int
+    end: int
+    calls: tuple[dict[str, Any], ...]
+    spans: tuple[Span, ...]
+    finished: bool
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells a layer's passes from those of others: its name or shape, and the direction."""
+        return self.title, self.direction
+
+    @property
+    def title(self) -> str:
+        """The layer's name, or what it is and the shape of its matmul."""
+        if self.layer:
+            return self.layer
+        shape = [self.calls[0][side] for side in "mkn"] if self.calls else ""
+        return f"{self.kind} {shape}".strip()
+
+
+@dataclass
+class RankFile:
+    """What one rank recorded."""
+
+    path: Path
+    header: dict[str, Any]
+    passes: list[Pass] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        """The rank in the job."""
+        return int(self.header["rank"])
+
+
+def _is_text(value: object) -> bool:
+    """Tell whether a value is a text that can be written: JSON also spells halves of characters."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _is_clock(value: object) -> bool:
+    """Tell whether a value is one difference of clocks: to which rank, how much, by what error."""
+    names = ("to", "offset", "error")
+    fits = isinstance(value, dict) and all(type(value.get(name)) is int and abs(value[name]) < MOST for name in names)
+    return fits and isinstance(value, dict) and value["error"] >= 0
+
+
+HEADER: dict[str, Callable[[Any], bool]] = {
+    "run": _is_text,
+    "rank": _is_count,
+    "ranks": lambda value: _is_count(value) and 0 < value <= MOST_RANKS,
+    "passes": _is_count,
+    "host": _is_text,
+    "boot": _is_text,
+    "clocks": lambda value: isinstance(value, list) and all(map(_is_clock, value)),
+    "now": lambda value: isinstance(value, dict) and all(_is_count(value.get(one)) for one in ("monotonic", "wall")),
+    "versions": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+}
+
+
+def write(folder: Path, header: dict[str, Any], passes: Iterable[dict[str, Any]]) -> Path:
+    """Write one rank's file at once: whoever looks sees no file or the whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"timeline-{header['run']}-rank{header['rank']}.jsonl"
+    lines = [{"format": FORMAT, "version": VERSION, **header}, *passes]
+    replace_text(path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    return path
+
+
+def require_writable(folder: str | Path, option: str = "COC_TIMELINE") -> None:
+    """Raise `SettingsError` naming the option unless files can be written to a folder, or where it is to be made."""
+    at = Path(folder)
+    try:
+        if "\0" in str(folder):
+            raise ValueError("no path has a null byte")
+        while not at.exists() and at != at.parent:
+            at = at.parent
+        with tempfile.TemporaryFile(dir=at) as file:
+            file.write(b" " * 4096)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(
+            f"{option}={shown(str(folder))} cannot be written to ({why}): give a folder that can be"
+        ) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that it is never seen half written."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+def read_run(folder: Path, run: str | None = None) -> tuple[list[RankFile], list[str]]:
+    """Read the files of one run, the latest if `run` is None, in rank order; and what a user should know of them.
+
+    Raises `TimelineError` if there is nothing to read, or a file is none of ours or damaged.
+    """
+    if not folder.is_dir():
+        raise TimelineError(f"{folder}: no such folder; give the one that COC_TIMELINE named")
+    paths = sorted(folder.glob(PATTERN))
+    if not paths:
+        raise TimelineError(
+            f"{folder}: no timeline-*-rank*.jsonl in it; run with COC_TIMELINE={folder}, and wait until the run has "
+            "ended: files are written then"
+        )
+    headers = {path: _read_header(path) for path in paths}
+    runs = sorted({header["run"] for header in headers.values()})
+    chosen = runs[-1] if run is None else run
+    if chosen not in runs:
+        raise TimelineError(f"{folder}: there is no run {chosen!r}; there are {', '.join(runs)}")
+    files = sorted((_read(path) for path in paths if headers[path]["run"] == chosen), key=lambda file: file.rank)
+    for before, file in pairwise(files):
+        if before.rank == file.rank:
+            raise TimelineError(f"{before.path} and {file.path} are both of rank {file.rank} of one run")
+    if len({file.header["ranks"] for file in files}) > 1:
+        raise TimelineError(f"{folder}: the files of run {chosen} disagree on how many ranks it had")
+    notes = [f"{folder} has other runs too: {', '.join(set(runs) - {chosen})} (--run)"] if len(runs) > 1 else []
+    return files, [*_missing(files), *_cut(files), *notes]
+
+
+def _missing(files: Sequence[RankFile]) -> list[str]:
+    known = {file.rank for file in files}
+    lacking = [rank for rank in range(files[0].header["ranks"]) if rank not in known]
+    if not lacking:
+        return []
+    return [
+        f"of {files[0].header['ranks']} ranks the files of rank {_listed(lacking)} are missing: they ended "
+        "without writing one, recorded nothing, or wrote it on another host"
+    ]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - MOST_LISTED} more" if len(ranks) > MOST_LISTED else ""
+    return ", ".join(map(str, ranks[:MOST_LISTED])) + more
+
+
+def _cut(files: Sequence[RankFile]) -> list[str]:
+    """Say which ranks recorded more than they kept."""
+    return [
+        f"rank {file.rank} kept its last {len(file.passes)} of {file.header['passes']} passes (timeline_passes)"
+        for file in files
+        if file.header["passes"] > len(file.passes)
+    ]
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            header = json.loads(lines.readline())
+    except (OSError, ValueError, RecursionError) as error:
+        raise TimelineError(f"{path} cannot be read: {error}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise TimelineError(f"{path} is no file of an ascend_parallel timeline")
+    if header.get("version") != VERSION:
+        raise TimelineError(f"{path} has version {header.get('version')!r} of the format; this package reads {VERSION}")
+    for name, fits in HEADER.items():
+        if not fits(header.get(name)):
+            raise TimelineError(f"{path}, line 1, is damaged: {name}={shown(header.get(name))}")
+    if header["rank"] >= header["ranks"]:
+        raise TimelineError(f"{path}, line 1, is damaged: rank {header['rank']} of {header['ranks']}")
+    return header
+
+
+def _read(path: Path) -> RankFile:
+    file = RankFile(path, _read_header(path))
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise TimelineError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            if line:
+                file.passes.append(_pass(json.loads(line)))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise TimelineError(f"{path}, line {number}, is damaged ({what}); move the file away to go on") from error
+    return file
+
+
+def _pass(line: dict[str, Any]) -> Pass:
+    _check(line)
+    ends = [line["end"], *(end for *_, end, _ in line["spans"])]
+    last = max(end for end in [line["begin"], *(begin for *_, begin, _, _ in line["spans"]), *ends] if end is not None)
+    raw = [(*what, begin, last if end is None else end, workers) for *what, begin, end, workers in line["spans"]]
+    if any(kind not in SPAN_KINDS or not begin <= end for kind, _, _, begin, end, _ in raw):
+        raise ValueError("a span of an unknown kind, or one that ends before it begins")
+    finished = None not in ends
+    spans = _begun(raw)
+    what = (line["layer"], line["kind"], line["direction"], tuple(line["group"]))
+    return Pass(*what, line["begin"], last, tuple(line["calls"]), spans, finished)
+
+
+def _check(line: dict[str, Any]) -> None:
+    """Raise `ValueError` unless a pass, its calls and its spans have the types that they are written with."""
+    texts = [line["layer"], line["kind"], line["direction"], *(name for _, name, *_ in line["spans"])]
+    texts += [call[key] for call in line["calls"] for key in ("operator", "kernel")]
+    sizes = [*line["group"], *(call[key] for call in line["calls"] for key in ("m", "k", "n", "chunks"))]
+    sizes += [number for _, _, index, _, _, workers in line["spans"] for number in (index, workers)]
+    times = [line["begin"], *(begin for _, _, _, begin, _, _ in line["spans"])]
+    ends = [line["end"], *(end for _, _, _, _, end, _ in line["spans"])]
+    if not all(map(_is_text, texts)):
+        raise ValueError("a name that is no text")
+    if not all(type(size) is int and 0 <= size < MOST for size in sizes):
+        raise ValueError("a size or a number that is no whole number of 0 or more")
+    if any(workers > MOST_WORKERS for *_, workers in line["spans"]):
+        raise ValueError(f"a span of more than {MOST_WORKERS} workers")
+    if not all(type(time) is int and abs(time) < MOST for time in (*times, *(end for end in ends if end is not None))):
+        raise ValueError("a time that is no whole number of ns")
+    if line["end"] is not None and line["end"] < line["begin"]:
+        raise ValueError("it ends before it begins")
+
+
+def _begun(raw: Sequence[tuple[Any, ...]]) -> tuple[Span, ...]:
+    """Let each collective begin when it was handed over or, if later, when one of the backend's workers was free.
+
+    Collectives wait for `workers` threads, sends and receives for one connection; nobody waits where it is 0.
+    """
+    free: dict[int, list[int]] = {}
+    spans = []
+    for kind, name, index, queued, end, workers in sorted(raw, key=lambda span: int(span[3])):
+        begin = queued
+        if workers:
+            ends = free.setdefault(workers, [queued] * workers)
+            worker = min(range(workers), key=ends.__getitem__)
+            begin = min(max(queued, ends[worker]), end)
+            ends[worker] = end
+        spans.append(Span(kind, name, index, queued, begin, end))
+    return tuple(spans)

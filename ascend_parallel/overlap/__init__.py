@@ -1,0 +1,1 @@
+"""Tensor-parallel linear layers that overlap their matmul with their collective."""

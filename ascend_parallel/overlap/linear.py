@@ -1,0 +1,293 @@
+"""Tensor-parallel linear layers: two autograd functions over the three operators.
+
+Y = X W' + b with the weight as torch.nn.functional.linear has it, ``[N, K]``.
+
+column  W is cut along N. Sequence parallel: X arrives as this rank's rows and is gathered.
+row     W is cut along K, X along its last dimension; Y is summed over ranks. Sequence parallel: of the sum its rows.
+
+Every matmul next to a collective overlaps with it, in both directions, and the weight gradient runs under what is left
+of the input gradient's communication. That gradient is never cut: its sum over rows would change its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.operators import (
+    gathered_shape,
+    rows_of,
+    run_all_gather_matmul,
+    scattered_shape,
+    shaped,
+    start_gather_rows,
+    start_matmul_all_reduce,
+    start_matmul_reduce_scatter,
+    without_autocast,
+)
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import check_operands
+from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
+from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, operand_dtype
+from ascend_parallel.overlap.forward_wrapper import Once, Products, at_once
+from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    group: dist.ProcessGroup
+    settings: Settings
+    sequence_parallel: bool
+    reduce_input_grad: bool = False
+    weight_gradient: WeightGradient = field(default_factory=WeightGradient)
+    before_communicating: Callable[[], None] | None = None
+    once: Once = at_once
+
+    def about_to_communicate(self) -> None:
+        if self.before_communicating is not None:
+            self.before_communicating()
+
+
+def column_linear(
+    x: torch.Tensor,
+    weight_shard_n: torch.Tensor,
+    bias_shard_n: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    sequence_parallel: bool = False,
+    reduce_input_grad: bool = True,
+    weight_gradient: WeightGradient | None = None,
+    before_communicating: Callable[[], None] | None = None,
+    once: Once = at_once,
+) -> torch.Tensor:
+    """Run a column-parallel linear layer on one rank of `group`.
+
+    x               [..., K], the same on every rank; with sequence_parallel [S / R, ..., K], this rank's rows
+    weight_shard_n  [N / R, K], this rank's outputs
+    bias_shard_n    [N / R] or None
+    returns         [..., N / R]; with sequence_parallel [S, ..., N / R]
+
+    reduce_input_grad=False leaves the gradient of x as this rank's part of the sum (sequence parallelism always
+    scatters it). before_communicating is called before each pass's first collective; once is given what runs the
+    forward, and may return what that gave before (y, and the gathered rows if they are kept). Whether x and the weight
+    need gradients has to be the same on every rank. Raises `ValueError` for operands that do not fit,
+    `CollectiveError` if a rank fails.
+    """
+    layer = _Layer(
+        group=group,
+        settings=settings,
+        sequence_parallel=sequence_parallel,
+        reduce_input_grad=reduce_input_grad,
+        weight_gradient=weight_gradient or WeightGradient(),
+        before_communicating=before_communicating,
+        once=once,
+    )
+    y: torch.Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
+        cast_by_autocast(x), cast_by_autocast(weight_shard_n), bias_shard_n, layer
+    )
+    return y
+
+
+def row_linear(
+    x_shard_k: torch.Tensor,
+    weight_shard_k: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    sequence_parallel: bool = False,
+    weight_gradient: WeightGradient | None = None,
+    before_communicating: Callable[[], None] | None = None,
+    once: Once = at_once,
+) -> torch.Tensor:
+    """Run a row-parallel linear layer, without its bias, on one rank of `group`.
+
+    x_shard_k       [..., K / R], this rank's inputs
+    weight_shard_k  [N, K / R]
+    returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
+
+    The bias is added to the result once, by the caller. Errors as in `column_linear`.
+    """
+    layer = _Layer(
+        group=group,
+        settings=settings,
+        sequence_parallel=sequence_parallel,
+        weight_gradient=weight_gradient or WeightGradient(),
+        before_communicating=before_communicating,
+        once=once,
+    )
+    y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
+        cast_by_autocast(x_shard_k), cast_by_autocast(weight_shard_k), layer
+    )
+    return y
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    @unseen()
+    @recorded_layer("column", "forward")
+    @without_autocast
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
+    ) -> torch.Tensor:
+        keeps = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
+        y, gathered_m = layer.once(lambda: _column_forward(x, weight, bias, layer, keeps))
+        _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    @recorded_layer("column", "backward")
+    @without_autocast
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        layer: _Layer = ctx.layer
+        kept, weight = ctx.saved_tensors
+        layer.weight_gradient.begin(kept, weight)
+        db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
+        dy = dy.to(ctx.x_dtype)
+        layer = replace(layer, settings=column_backward_settings(layer.settings))
+        postponed = kept is not None and layer.weight_gradient.postpone(dy)
+        placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
+        if postponed:
+            kept = None
+        if layer.sequence_parallel:
+            dx, dw = _column_sequence_backward(dy, kept, weight, layer)
+        elif layer.reduce_input_grad and weight is not None:
+            layer.about_to_communicate()
+            with start_matmul_all_reduce(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR) as pending:
+                dw = _weight_gradient(layer, kept, dy)
+                dx = pending.wait()
+        else:
+            dx, dw = _local_backward(dy, kept, weight, layer)
+        return _input_gradient(dx, ctx.x_shape), placeholder if postponed else dw, db, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    @unseen()
+    @recorded_layer("row", "forward")
+    @without_autocast
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        y, _ = layer.once(lambda: (_row_forward(x, weight, layer), None))
+        _save(ctx, layer, x, x, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    @recorded_layer("row", "backward")
+    @without_autocast
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        layer: _Layer = ctx.layer
+        x, weight = ctx.saved_tensors
+        layer.weight_gradient.begin(x, weight)
+        dy = dy.to(ctx.x_dtype)
+        layer = replace(layer, settings=backward_settings(layer.settings))
+        if not layer.sequence_parallel:
+            dx, dw = _local_backward(dy, x, weight, layer)
+        elif weight is not None:
+            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None, layout=ROW_MAJOR)
+            dw = None if dy_m is None else _weight_gradient(layer, x, dy_m)
+        else:
+            dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
+        return _input_gradient(dx, ctx.x_shape), dw, None
+
+
+def _column_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer, keeps: bool
+) -> Products:
+    """Return y, bias added, and with `keeps` the gathered rows of x where they were gathered."""
+    gathered_m = None
+    if layer.sequence_parallel:
+        layer.about_to_communicate()
+        y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keeps, layout=TRANSPOSED)
+        y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
+    else:
+        check_operands("column_linear", x, weight.t())
+        y = compute(MATMUL, "matmul", torch.matmul, x, weight.t())
+    if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
+        y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
+    return y, gathered_m if keeps else None
+
+
+def _row_forward(x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    layer.about_to_communicate()
+    w, group, settings = weight.t(), layer.group, layer.settings
+    if layer.sequence_parallel:
+        y_m = start_matmul_reduce_scatter(x, w, group, settings, layout=TRANSPOSED).wait()
+        return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[0]))
+    y_m = start_matmul_all_reduce(x, w, group, settings, layout=TRANSPOSED).wait()
+    return shaped(y_m, (*x.shape[:-1], weight.shape[0]))
+
+
+def _column_sequence_backward(
+    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Input gradient with its reduce-scatter, the gather of x, and the weight gradient.
+
+    The gather and the input gradient do not need each other, so either may be started first. Gathering
+    first (the default) runs the gather under the input gradient's matmul and leaves the
+    reduce-scatter to run under the weight gradient's.
+    """
+    group, settings = layer.group, layer.settings
+
+    def start_gather() -> Pending | None:
+        if kept is None or not settings.recompute_all_gather:
+            return None
+        return running.enter_context(start_gather_rows(kept, group, settings))
+
+    def start_input_gradient(after: Pending | None) -> Pending | None:
+        if weight is None:
+            return None
+        started = start_matmul_reduce_scatter(dy, weight, group, settings, after, layout=ROW_MAJOR)
+        return running.enter_context(started)
+
+    with ExitStack() as running:
+        if settings.order == "compute_first":
+            pending_dx, pending_x = start_input_gradient(None), start_gather()
+        else:
+            pending_x = start_gather()
+            pending_dx = start_input_gradient(pending_x)
+        dw = _weight_gradient(layer, pending_x.wait() if pending_x else kept, dy)
+        return (pending_dx.wait() if pending_dx else None), dw
+
+
+def _local_backward(
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both gradients where neither communicates."""
+    dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
+    return dx, _weight_gradient(layer, x, dy)
+
+
+def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+    """dW of contiguous rows, or None where x was not kept because nobody wants it."""
+    if x is None:
+        return None
+    x_m, dy_m = rows_of(x.contiguous()), rows_of(dy.contiguous())
+    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
+
+
+def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> None:
+    """Save what the wanted gradients need: `kept` for the weight's, the weight for the input's."""
+    input_grad, weight_grad = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(kept if weight_grad else None, weight if input_grad else None)
+    ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
+
+
+def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
+    """Cast as autocast casts the operands of a matmul: before the collective, which then moves less."""
+    dtype = operand_dtype(x)
+    return x if dtype == x.dtype else x.to(dtype)
+
+
+def _input_gradient(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    return None if dx is None else dx.view(shape)

@@ -1,0 +1,246 @@
+"""Overlap switched on and off: which settings are in force, and whether the patches are applied.
+
+The layers never look here: the settings are handed to them when they are patched, so changing the
+settings means reverting and applying again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+import wrapt
+
+from ascend_parallel import consistency
+from ascend_parallel.current import current_settings, put_in_force
+from ascend_parallel.diagnostics.timeline.files import require_writable
+from ascend_parallel.diagnostics.timeline.session import Variable
+from ascend_parallel.diagnostics.verify import LEDGER, Verification
+from ascend_parallel.environment import near_misses, read_settings
+from ascend_parallel.logs import LogLevel
+from ascend_parallel.ops import COUNTS, shm
+from ascend_parallel.patches import megatron
+from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
+from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
+from ascend_parallel.version import __version__
+from ascend_parallel_autoload import Refusal
+
+log = logging.getLogger("ascend_parallel")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is in force in this process.
+
+    state
+        One sentence: off, waiting for Megatron-core, or applied.
+    patches
+        How each replaced method stands; empty before Megatron-core is imported.
+    kernels
+        Each kernel, and "available" or why it is not.
+    counts
+        Calls, chunks and collectives by operator so far.
+    notes
+        What a user should know: variables changed after they were read, misspelt ones.
+    """
+
+    version: str
+    state: str
+    settings: Settings
+    patches: list[PatchStatus]
+    kernels: dict[str, str]
+    counts: dict[str, dict[str, int]]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {**asdict(self), "settings": self.settings.as_dict()}
+
+
+class PatchControl:
+    """Applies and reverts the patches of one process."""
+
+    def __init__(self) -> None:
+        """Start switched off."""
+        self._patches: PatchSet | None = None
+        self._variables: dict[str, str] = {}
+        self._hooked = False
+        # What the environment was refused for, where the command is to say so instead of an error at import.
+        self.refused: SettingsError | None = None
+        self._verifies = False
+        self._timeline = Variable()
+        self._log_level = LogLevel()
+
+    def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
+        """Read the settings and put them in force: applied now or when Megatron-core is imported, or off.
+
+        If that raises, what was in force stays so, wholly, and ranks that wait for this one to agree are told.
+        """
+        consistency.begin_configure()
+        try:
+            settings = read_settings(environ, **overrides)
+            if settings.timeline is not None:
+                require_writable(settings.timeline)
+            self._put_in_force(settings)
+        except Exception as error:
+            consistency.refuse(error)
+            raise
+        self.refused = None
+        Refusal.withdraw()
+        self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
+        if settings.verify_every and not self._verifies:
+            self._verifies = True
+            atexit.register(self.say_verification)
+        return settings
+
+    def _put_in_force(self, settings: Settings) -> None:
+        """Change the log's level, patches and recording; if one fails, put all back."""
+        before, patches = current_settings(), self._patches
+        self.revert()
+        put_in_force(settings)
+        try:
+            self._log_level.follow(settings.log_level)
+            if settings.enabled:
+                self._apply_once_imported()
+            self._timeline.follow(settings.timeline, settings.timeline_passes)
+        except BaseException:
+            self.revert()
+            put_in_force(before)
+            self._patches = patches
+            self._log_level.follow(before.log_level)
+            if patches is not None:
+                patches.apply(megatron.installed_version())
+            self._timeline.follow(before.timeline, before.timeline_passes)
+            raise
+
+    def apply(self) -> None:
+        """Apply the patches, importing Megatron-core's layers; a second call does nothing.
+
+        Raises `SettingsError` if the settings are off, `PatchError` if Megatron-core is missing or not as expected.
+        """
+        if not current_settings().enabled:
+            asked = current_settings()
+            raise SettingsError(
+                f"nothing to apply: COC_PARALLEL_NUM={asked.num_chunks}, USE_COC_FUSED_KERNEL={int(asked.fused)} and "
+                f"COC_MODE={asked.mode} switch overlap off; export others, or call configure(num_chunks=4)"
+            )
+        if "megatron.core" not in sys.modules and not _installed("megatron.core"):
+            raise PatchError(
+                f"megatron-core: expected a version {megatron.VERSIONS}, found none installed: the variables have "
+                "nothing to overlap (column_linear, row_linear and the operators read none)"
+            )
+        importlib.import_module(megatron.LAYERS)  # whose hook may apply the patches
+        if self._patches is None:
+            patches = megatron.patch_set(current_settings())
+            patches.apply(megatron.installed_version())
+            self._patches = patches
+            if os.environ.get("RANK", "0") == "0":
+                log.info("%s", self.status().state)
+
+    def revert(self) -> None:
+        """Put the originals back; nothing to do if they are in place."""
+        if self._patches is not None:
+            self._patches.revert()
+            self._patches = None
+
+    def status(self) -> Status:
+        """Tell what is in force."""
+        patches = self._patches.status() if self._patches else []
+        return Status(
+            __version__, self._state(patches), current_settings(), patches, _kernels(), COUNTS.as_dict(), self._notes()
+        )
+
+    def warn_if_idle(self) -> None:
+        """At the end of a run that asked for overlap: say on rank 0 if no layer ever ran with it, and why."""
+        failed = getattr(sys, "last_value", None) is not None
+        if self._patches is None or COUNTS.as_dict() or failed or os.environ.get("RANK") != "0":
+            return
+        log.warning("overlap was on, but 0 linear layers ran with it: %s", self._why_idle())
+
+    def verification(self) -> Verification:
+        """Tell what verification has found in this process; if nothing was checked, why."""
+        found = LEDGER.summary(current_settings().verify_every)
+        if found.layers:
+            return found
+        why = "verification is off: COC_VERIFY=0" if not found.every else f"nothing was checked: {self._why_idle()}"
+        return replace(found, notes=[*found.notes, why])
+
+    def say_verification(self) -> None:
+        """At the end of a run that asked for verification: say on rank 0 what it found."""
+        if current_settings().verify_every and str(os.environ.get("RANK", LEDGER.rank)) == "0":
+            log.warning("%s", self.verification())  # asked for, so it is to be seen
+
+    def _why_idle(self) -> str:
+        """Say why no layer ran with overlap."""
+        if self._patches is None:
+            return self._state([])
+        lost = [patch for patch in self._patches.status() if not patch.applied]
+        if lost:
+            return "; ".join(f"{patch.target} was {patch.reason}" for patch in lost)
+        if "transformer_engine" in sys.modules:
+            return "TransformerEngine's layers are not covered: use --transformer-impl local"
+        return "no layer of megatron-core with a tensor-parallel group of several ranks was called"
+
+    def _apply_once_imported(self) -> None:
+        if megatron.LAYERS in sys.modules:
+            self.apply()
+        if not self._hooked:
+            self._hooked = True
+            atexit.register(self.warn_if_idle)
+            wrapt.register_post_import_hook(self._imported, megatron.LAYERS)
+
+    def _imported(self, _: ModuleType) -> None:
+        if current_settings().enabled:
+            try:
+                self.apply()
+            except PatchError as error:
+                Refusal(error).install()
+                raise
+
+    def _state(self, patches: list[PatchStatus]) -> str:
+        if not current_settings().enabled:
+            return "off: Megatron-core's layers are untouched"
+        if self._patches is None and megatron.LAYERS in sys.modules:
+            return "not applied: Megatron-core's layers are untouched"
+        if self._patches is None:
+            where = "" if _installed("megatron.core") else ", which is not installed"
+            return f"waiting for the import of megatron-core{where}"
+        applied = sum(patch.applied for patch in patches)
+        return f"{applied} of {len(patches)} methods of megatron-core {megatron.installed_version()} replaced"
+
+    def _notes(self) -> list[str]:
+        notes = [f"{name} is set, which nothing reads; {meant} is" for name, meant in near_misses(os.environ).items()]
+        for name in KNOWN_VARIABLES:
+            read, now = self._variables.get(name), os.environ.get(name)
+            if read != now:
+                notes.append(f"{name} was {read} when it was read and is {now} now; call configure() to read it again")
+        if current_settings().enabled and not dist.is_initialized():
+            notes.append("torch.distributed is not initialised in this process")
+        return notes
+
+
+def _kernels() -> dict[str, str]:
+    found = shm.extension()
+    return {
+        "npu": "available" if _installed("torch_npu") else "torch_npu is not installed",
+        "shm": found if isinstance(found, str) else "available",
+        "chunked": "available",
+        "reference": "available",
+        "ordered": "available",
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent is missing
+        return False

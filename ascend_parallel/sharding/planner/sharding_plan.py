@@ -1,0 +1,213 @@
+"""A layout for every tensor of a graph, the conversions that follow, and what they cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
+from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, forward
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.op_collectives import steps_inside
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.redistribute.shortest_path import Redistribution, Step, plan_redistribution
+
+# Bytes of optimizer state per parameter: Adam's two moments in fp32.
+ADAM = 8
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A tensor brought to another layout, and its gradient back.
+
+    reader
+        The node that reads it so, "" for what the user gets, or several nodes' names with commas.
+    ahead, back
+        The collectives of forward and, where the tensor has a gradient, of backward.
+    """
+
+    value: Value
+    reader: str
+    source: Layout
+    target: Layout
+    ahead: Redistribution
+    back: Redistribution | None
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time, both ways."""
+        return self.ahead.seconds + (self.back.seconds if self.back else 0.0)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that a rank sends, both ways."""
+        return self.ahead.nbytes + (self.back.nbytes if self.back else 0)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any rank sends anything."""
+        return self.nbytes > 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a rank holds."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ShardingPlan:
+    """What `propagate` found.
+
+    layouts
+        In which layout every tensor is produced.
+    inputs
+        In which layouts each node reads its inputs.
+    via
+        The layout to which a tensor with several readers is converted once, and from which for each of them.
+    configured
+        Pattern of the strategy that fixed a node, by node.
+    single
+        Nodes that had no choice.
+    cost, bound
+        The least sum of the objective in seconds, and what no plan costs less than where that is not proven.
+    returned
+        The layout in which the caller gets an output; what is not named he gets whole on every rank.
+    regathered
+        Parameters that are not kept for backward where they were gathered, but gathered again, outside of regions that
+        are recomputed. These collectives are in no conversion.
+    """
+
+    graph: Graph
+    mesh: ProcessMesh
+    costs: MeshCosts
+    objective: str
+    layouts: Mapping[Value, Layout]
+    inputs: Mapping[str, tuple[Layout, ...]]
+    via: Mapping[Value, Layout]
+    differentiable: Set[Value]
+    configured: Mapping[str, str]
+    single: Set[str]
+    cost: float
+    bound: float | None = None
+    returned: Mapping[Value, Layout] = field(default_factory=dict)
+    regathered: Set[Value] = frozenset()
+
+    def __repr__(self) -> str:
+        """Return a line; `explain` has it all."""
+        calls = sum(node.kind == CALL for node in self.graph.nodes.values())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives().items())) or "no collectives"
+        return f"<ShardingPlan of {calls} operators on {self.mesh}: {kinds}, {1e3 * self.seconds:.3f} ms a step>"
+
+    def returned_layout(self, value: Value) -> Layout:
+        """Return the layout in which the caller gets a tensor that the model returns."""
+        return self.returned.get(value, (REPLICATE,) * self.mesh.ndim)
+
+    @cached_property
+    def conversions(self) -> tuple[Conversion, ...]:
+        """Return every change of layout, in the order of the graph."""
+        return tuple(self._conversions())
+
+    @cached_property
+    def inside(self) -> dict[str, tuple[Step, ...]]:
+        """Return the collectives that operators run themselves, in forward, by node."""
+        calls = {name: node.call for name, node in self.graph.nodes.items() if node.call is not None}
+        found = {name: steps_inside(call, self.inputs[name], self.costs) for name, call in calls.items()}
+        return {name: steps for name, steps in found.items() if steps}
+
+    @property
+    def digest(self) -> str:
+        """Return what is the same on ranks that have the same plan, for the same shapes."""
+        told = hashlib.sha256(repr((self.mesh.shape, self.mesh.process_ids)).encode())
+        for name, node in self.graph.nodes.items():
+            outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
+            told.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
+        told.update(repr((sorted(self.via.items(), key=repr), sorted(self.returned.items(), key=repr))).encode())
+        told.update(repr(sorted(self.regathered, key=repr)).encode())
+        return told.hexdigest()[:16]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of all collectives of a step, forward and backward."""
+        inside = sum(step.seconds for steps in self.inside.values() for step in steps)
+        return sum(one.seconds for one in self.conversions) + inside
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that a rank sends in a step."""
+        inside = sum(step.nbytes for steps in self.inside.values() for step in steps)
+        return sum(one.nbytes for one in self.conversions) + inside
+
+    def collectives(self) -> dict[str, int]:
+        """Return how many collectives of each kind a step runs."""
+        ways = [way for one in self.conversions for way in (one.ahead, one.back) if way]
+        steps = [*(way.steps for way in ways), *self.inside.values()]
+        return dict(Counter(step.kind for several in steps for step in several if step.nbytes))
+
+    def memory(self) -> Memory:
+        """Return what a rank holds in a training step with Adam; activations are all outputs kept for backward."""
+        parameters = gradients = buffers = activations = count = 0.0
+        for node in self.graph.nodes.values():
+            for index, meta in enumerate(node.outputs):
+                value = Value(node.name, index)
+                held = self._held(meta, self.layouts[value])
+                if node.kind == PARAMETER:
+                    parameters, gradients = parameters + held, gradients + held
+                    count += held / meta.dtype.itemsize
+                elif node.kind == BUFFER:
+                    buffers += held
+                elif node.kind == CALL and value in self.differentiable:
+                    activations += held
+        return Memory(parameters + buffers, gradients, ADAM * count, activations)
+
+    def why(self, node: Node) -> str:
+        """Say in a few words why the node is laid out so."""
+        if node.name in self.configured:
+            return f"configured: {self.configured[node.name]}"
+        return "only choice" if node.name in self.single else "propagated"
+
+    def _conversions(self) -> Iterator[Conversion]:
+        for value, readers in self.graph.readers().items():
+            at = self.layouts[value]
+            if value in self.via:
+                names = ", ".join(dict.fromkeys(name for name, _ in readers))
+                yield from self._conversion(value, names, at, self.via[value])
+                at = self.via[value]
+            for name, index in readers:
+                yield from self._conversion(value, name, at, self.inputs[name][index])
+        for one in pytree.tree_leaves(self.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value)):
+            if isinstance(one, Value):
+                yield from self._conversion(one, "", self.layouts[one], self.returned_layout(one))
+
+    def _conversion(self, value: Value, reader: str, source: Layout, target: Layout) -> Iterator[Conversion]:
+        if source == target:
+            return
+        back = None
+        if value in self.differentiable:
+            back = self._redistribution(value, backward(target), backward(source))
+        yield Conversion(
+            value, reader, source, target, self._redistribution(value, forward(source), forward(target)), back
+        )
+
+    def _redistribution(self, value: Value, source: Layout, target: Layout) -> Redistribution:
+        meta = self.graph.meta(value)
+        shape = tuple(self.mesh.shape)
+        return plan_redistribution(meta.shape, meta.dtype.itemsize, shape, source, target, self.costs)
+
+    def _held(self, meta: TensorMeta, layout: Layout) -> float:
+        return meta.nbytes / prod(cuts(layout, tuple(self.mesh.shape), len(meta.shape)))

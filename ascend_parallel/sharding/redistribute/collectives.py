@@ -1,0 +1,161 @@
+"""One collective that a redistribution wants, on tensors with a row for each rank, or one row.
+
+    kind            x              result
+    all_gather      [1, n...]      [R, n...]
+    all_reduce      [1, n...]      [1, n...]
+    reduce_scatter  [R, n...]      [1, n...]
+    all_to_all      [R, n...]      [R, n...]
+
+Requests of one kind on one group can so be run as one: their rows side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
+from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, sent
+from ascend_parallel.sharding.redistribute.shortest_path import Step
+
+REDUCTIONS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no average
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A collective that ran, or a message: kind, mesh dimension (-1 across meshes) and the bytes this rank sent."""
+
+    kind: str
+    mesh_dim: int
+    nbytes: float
+
+
+_RECORD: ContextVar[list[Moved] | None] = ContextVar("moved", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Moved]]:
+    """Collect what this thread's redistributions send while the context is open."""
+    moved: list[Moved] = []
+    token = _RECORD.set(moved)
+    try:
+        yield moved
+    finally:
+        _RECORD.reset(token)
+
+
+def note(kind: str, mesh_dim: int, nbytes: float) -> None:
+    """Add to the record, if there is one."""
+    record = _RECORD.get()
+    if record is not None:
+        record.append(Moved(kind, mesh_dim, nbytes))
+
+
+@dataclass
+class Request:
+    """A collective of a kind on a group; rows are in the order of its ranks.
+
+    x
+        Contiguous but for an all-reduce's; is not changed.
+    op
+        What is reduced with, a key of `REDUCTIONS`.
+    observer
+        Called with the step when it starts.
+    result
+        There when the started work was waited for.
+    """
+
+    kind: str
+    step: Step
+    group: dist.ProcessGroup
+    x: torch.Tensor
+    op: str = ""
+    observer: Callable[[Step], None] | None = None
+    result: torch.Tensor = field(init=False)
+
+    @property
+    def like(self) -> Hashable:
+        """Return what is the same of requests that can run as one."""
+        return self.kind, self.group, self.op, self.x.dtype, self.x.device
+
+    def start(self) -> Waiting:
+        """Start it, and return what is to be waited for."""
+        ranks, x = self.group.size(), self.x
+        if self.observer is not None:
+            self.observer(self.step)
+        gives_all = self.kind in (ALL_GATHER, ALL_TO_ALL)
+        note(self.kind, self.step.mesh_dim, sent(self.kind, x.nbytes * (ranks if gives_all else 1), ranks))
+        if self.kind == ALL_REDUCE:
+            self.result = x.clone(memory_format=torch.contiguous_format)
+            return _work(dist.all_reduce(self.result, REDUCTIONS[self.op], self.group, async_op=True))
+        self.result = x.new_empty(ranks if gives_all else 1, *x.shape[1:])
+        if self.kind == ALL_GATHER:
+            return all_gather_single(self.result.view(ranks, -1), x.view(1, -1), self.group)
+        if self.kind == ALL_TO_ALL:
+            return _work(dist.all_to_all_single(self.result, x, group=self.group, async_op=True))
+        if REDUCTIONS[self.op] == dist.ReduceOp.SUM:
+            (scatter,) = reduce_scatters(self.result.view(1, -1), (1,), self.group)
+            scatter.expect()
+            return scatter.start(x.view(ranks, -1))
+        return _Extreme(self)
+
+
+class Waiting(Protocol):
+    """What has been started."""
+
+    def wait(self) -> object:
+        """Wait until the result may be read."""
+
+
+class _Extreme:
+    """A reduce-scatter of maxima or minima, which torch's backends lack: an all-to-all, and then the largest."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._parts = request, torch.empty_like(request.x)
+        self._work = _work(dist.all_to_all_single(self._parts, request.x, group=request.group, async_op=True))
+
+    def wait(self) -> None:
+        self._work.wait()
+        parts = self._parts
+        extreme = parts.amax(0, keepdim=True) if self._request.op == "max" else parts.amin(0, keepdim=True)
+        self._request.result = extreme
+
+
+class Joint:
+    """Requests that are alike, run as one."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        """Start it. The first one's observer is called."""
+        self._requests, first = requests, requests[0]
+        self._all = first
+        if len(requests) > 1:
+            x = torch.cat([one.x.reshape(len(one.x), -1) for one in requests], dim=1)
+            self._all = Request(first.kind, first.step, first.group, x, first.op, first.observer)
+        self._waiting: Waiting | None = self._all.start()
+
+    def wait(self) -> None:
+        """Wait for it, and give each request its result; the second call returns at once."""
+        if self._waiting is None:
+            return
+        self._waiting.wait()
+        self._waiting = None
+        if len(self._requests) > 1:
+            parts = torch.split(self._all.result, [one.x[0].numel() for one in self._requests], dim=1)
+            for one, part in zip(self._requests, parts, strict=True):
+                one.result = part.reshape(len(part), *one.x.shape[1:])
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not a member of the group"
+    return work

@@ -1,0 +1,224 @@
+"""Runs a redistribution's steps on what a rank holds: each collective by its own name, along one mesh dimension.
+
+A redistribution is a generator: it yields each collective that it wants (requests.py) and goes on when that is done.
+Who drives it decides when, and with what others, a collective runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.sharding.layout import Shape, local_shape
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.redistribute.collectives import Request
+from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from ascend_parallel.sharding.redistribute.shortest_path import HOLD, PAD, SCALE, SLICE, Redistribution, Step
+
+Observer = Callable[[Step], None]
+Moving = Generator[Request, None, torch.Tensor]
+"""Yields the collectives that it wants, one after the other, and returns what the rank then has."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """This rank's line along a mesh dimension, and what it has of the tensor before and after a step.
+
+    order
+        The places of the group's ranks, in the group's order.
+    observer
+        Is told of every collective, when it starts.
+    """
+
+    mesh: ProcessMesh
+    dim: int
+    place: int
+    order: list[int]
+    before: Shape
+    after: Shape
+    observer: Observer | None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the line."""
+        return self.mesh.shape[self.dim]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The line's group."""
+        return self.mesh.group(self.dim)
+
+    def by_group(self, by_place: torch.Tensor) -> torch.Tensor:
+        """Bring one row for each place into the group's order."""
+        return by_place if self.order == sorted(self.order) else by_place[self.order]
+
+    def by_place(self, by_group: torch.Tensor) -> torch.Tensor:
+        """Bring one row for each of the group's ranks into the order of their places."""
+        return (
+            by_group if self.order == sorted(self.order) else by_group[[self.order.index(i) for i in range(self.ranks)]]
+        )
+
+    def piece(self, size: int) -> int:
+        """Return the size of the largest of the line's pieces."""
+        return -(-size // self.ranks)
+
+
+def move(local: torch.Tensor, shape: Sequence[int], mesh: ProcessMesh, redistribution: Redistribution) -> torch.Tensor:
+    """Bring this rank's part of a tensor from one layout to another.
+
+    local
+        What this rank holds in the source layout; a rank that is not in the mesh gets it back unchanged.
+    shape
+        Of the whole tensor.
+
+    Every rank of the mesh has to call it. Does not differentiate. The result may be a view of `local`.
+    """
+    return finish(moving(local, shape, mesh, redistribution))
+
+
+def finish(way: Moving) -> torch.Tensor:
+    """Run each collective that a redistribution wants, and wait for it; return what the rank then has."""
+    while True:
+        try:
+            request = next(way)
+        except StopIteration as stop:
+            tensor: torch.Tensor = stop.value
+            return tensor
+        request.start().wait()
+
+
+def moving(
+    local: torch.Tensor,
+    shape: Sequence[int],
+    mesh: ProcessMesh,
+    redistribution: Redistribution,
+    observer: Observer | None = None,
+) -> Moving:
+    """Return what `move` does, one collective at a time; `observer` is told of each when it starts."""
+    place = mesh.coordinate(dist.get_rank())
+    if place is None:
+        return local
+    layout = redistribution.source
+    for step in redistribution.steps:
+        dim = step.mesh_dim
+        after = (*layout[:dim], step.target, *layout[dim + 1 :])
+        now, then = (local_shape(tuple(shape), one, mesh.shape, place) for one in (layout, after))
+        line = _Line(mesh, dim, place[dim], mesh.places_in_group(dim, place), now, then, observer)
+        if step.kind in ALONE:
+            local = ALONE[step.kind](local, step, line)
+        else:
+            local = yield from TOGETHER[step.kind](local, step, line)
+        layout = after
+    return local
+
+
+def _all_gather(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+    dim = step.source.dim
+    size = line.after[dim]
+    x_piece = _padded(local.movedim(dim, 0), line.piece(size))
+    if not x_piece.numel() or line.ranks == 1:
+        return _padded(x_piece, line.ranks * x_piece.shape[0])[:size].movedim(0, dim)
+    request = Request(ALL_GATHER, step, line.group, x_piece.contiguous()[None], observer=line.observer)
+    yield request
+    whole = line.by_place(request.result).flatten(0, 1)
+    return whole[:size].movedim(0, dim)
+
+
+def _all_reduce(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+    if local.numel() and line.ranks > 1:
+        request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, line.observer)
+        yield request
+        total = request.result[0]
+    else:
+        total = local.clone(memory_format=torch.contiguous_format)
+    return _averaged(total, step, line)
+
+
+def _reduce_scatter(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+    dim = step.target.dim
+    piece = line.piece(line.before[dim])
+    x = _padded(local.movedim(dim, 0), line.ranks * piece)
+    if line.ranks == 1 or not x.numel():
+        own = x[:piece].clone()
+    else:
+        x = line.by_group(x.reshape(line.ranks, piece, *x.shape[1:])).contiguous()
+        request = Request(REDUCE_SCATTER, step, line.group, x, step.source.op, line.observer)
+        yield request
+        own = request.result[0]
+    return _averaged(own[: line.after[dim]].movedim(0, dim), step, line)
+
+
+def _all_to_all(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+    joined, cut = step.source.dim, step.target.dim
+    size, piece = line.after[joined], line.piece(line.before[cut])
+    # [cut, joined, ...]: the rows of `cut` that each rank receives lie together
+    x = _padded(local.movedim((cut, joined), (0, 1)), line.ranks * piece)
+    x = _padded(x.transpose(0, 1), line.piece(size)).transpose(0, 1)
+    blocks = x.reshape(line.ranks, piece, *x.shape[1:])  # [rank, cut, joined, ...]
+    if x.numel() and line.ranks > 1:
+        request = Request(ALL_TO_ALL, step, line.group, line.by_group(blocks).contiguous(), observer=line.observer)
+        yield request
+        blocks = line.by_place(request.result)
+    whole = blocks.transpose(0, 1).flatten(1, 2)
+    return whole[: line.after[cut], :size].movedim((0, 1), (cut, joined))
+
+
+def _slice(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+    dim = step.target.dim
+    size = line.before[dim]
+    return local.narrow(dim, min(line.place * line.piece(size), size), line.after[dim])
+
+
+def _hold(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+    return torch.zeros_like(local) if step.target.op == "sum" and line.place else local
+
+
+def _pad(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+    dim, op = step.source.dim, step.target.op
+    whole = local.new_full(line.after, neutral(op, local.dtype))
+    start = min(line.place * line.piece(line.after[dim]), line.after[dim])
+    whole.narrow(dim, start, line.before[dim]).copy_(local * line.ranks if op == "avg" else local)
+    return whole
+
+
+def _scale(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+    return local * line.ranks if step.target.op == "avg" else local / line.ranks
+
+
+TOGETHER: dict[str, Callable[[torch.Tensor, Step, _Line], Moving]] = {
+    ALL_GATHER: _all_gather,
+    ALL_REDUCE: _all_reduce,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
+}
+ALONE: dict[str, Callable[[torch.Tensor, Step, _Line], torch.Tensor]] = {
+    SLICE: _slice,
+    HOLD: _hold,
+    PAD: _pad,
+    SCALE: _scale,
+}
+
+
+def neutral(op: str, dtype: torch.dtype) -> float:
+    """Return what changes nothing when it is reduced with anything."""
+    if op in ("sum", "avg"):
+        return 0
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    if dtype == torch.bool:
+        return op == "min"
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return `x` with zeros after it so that it has `rows` rows."""
+    missing = rows - x.shape[0]
+    return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def _averaged(total: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+    return total / line.ranks if step.source.op == "avg" else total

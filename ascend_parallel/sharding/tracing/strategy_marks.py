@@ -1,0 +1,69 @@
+"""Strategies that `shard` leaves on calls of functions: while a model is traced, a mark on the operator they run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import annotate
+from torch.overrides import resolve_name
+
+from ascend_parallel.sharding.graph import Graph, Mark
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+KEY = "ascend_parallel_mark"
+
+
+def marking(function: Callable[Given, Made], in_strategy: Any, out_strategy: Any) -> Callable[Given, Made]:
+    """Return a function that computes the same and, while a model is traced, marks the operator that it runs.
+
+    It raises `ValueError`, while a model is traced, if the call runs several operators or none.
+    """
+
+    @wraps(function)
+    def marked(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        mode = get_proxy_mode() if torch.compiler.is_exporting() else None
+        if mode is None:
+            return function(*args, **kwargs)
+        mark, nodes = Mark(_name(function), (in_strategy, out_strategy)), mode.tracer.graph.nodes
+        before = len(nodes)
+        with annotate({KEY: mark}):
+            made = function(*args, **kwargs)
+        new = [str(node.target) for node in itertools.islice(reversed(nodes), len(nodes) - before)]
+        _check_single(mark, new[::-1])
+        return made
+
+    return marked
+
+
+def mark_of(node: torch.fx.Node) -> Mark | None:
+    """Return the mark that a call left on a traced node."""
+    found = (node.meta.get("custom") or {}).get(KEY)
+    return found if isinstance(found, Mark) else None
+
+
+def check_marks(graph: Graph) -> None:
+    """Raise `ValueError` if tracing has made several operators of the one that a marked call ran."""
+    ran: dict[Mark, list[str]] = {}
+    for node in graph.nodes.values():
+        if node.call is not None and node.mark is not None:
+            ran.setdefault(node.mark, []).append(node.call.name)
+    for mark, names in ran.items():
+        _check_single(mark, names)
+
+
+def _check_single(mark: Mark, targets: Iterable[str]) -> None:
+    ran = [name for name in targets if "." in name and not name.startswith("aten._assert")]
+    if len(ran) != 1:
+        what = f"{len(ran)} operators ({', '.join(ran)})" if ran else "no operator"
+        raise ValueError(f"{mark}: its call runs {what}: give the strategy to a function that runs one")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = resolve_name(function) or getattr(function, "__qualname__", type(function).__name__)
+    return str(name).replace("torch.nn.functional.", "F.").replace("torch.functional.", "torch.")

@@ -1,0 +1,236 @@
+"""A model's forward traced into a `Graph`, by torch.export with fake tensors: nothing is computed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.arguments import bind
+from ascend_parallel.sharding.graph import (
+    BUFFER,
+    CALL,
+    CONSTANT,
+    INPUT,
+    PARAMETER,
+    Call,
+    Graph,
+    Node,
+    Ref,
+    TensorMeta,
+    Value,
+)
+from ascend_parallel.sharding.tracing.determinism import ForwardChangesError, only_in_python, random_states_kept
+from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
+from ascend_parallel.sharding.tracing.functionalize import Form, functional_forms
+from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
+
+KINDS = {
+    InputKind.USER_INPUT: INPUT,
+    InputKind.PARAMETER: PARAMETER,
+    InputKind.BUFFER: BUFFER,
+    InputKind.CONSTANT_TENSOR: CONSTANT,
+}
+HELD = (PARAMETER, BUFFER, CONSTANT)
+# Checks that export leaves behind; they compute nothing.
+CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
+
+
+class TraceError(ValueError):
+    """The model cannot be traced, or does what a sharded graph cannot."""
+
+
+def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
+    """Return the operators that ``model(*args, **kwargs)`` runs.
+
+    Shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for what torch.export
+    cannot trace, for regions (torch.no_grad, autocast, control flow) inside the forward, and for a forward that differs
+    from run to run (`repeating.py`).
+    """
+    if isinstance(args, torch.Tensor):
+        raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
+    binding = bind(model, tuple(args), kwargs or {})
+    recording = Recording()
+    try:
+        with preserve_node_meta(), _quiet(), random_states_kept():  # marks stay
+            with recording.noting(model):
+                program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)
+            forms = functional_forms(program)
+            if forms is None:
+                program = program.run_decompositions({})  # an in-place operator would write to one copy of several
+                recording.refuse("it works in place on what has other names too: write it out of place")
+    except Exception as error:  # torch.export raises whatever it met; the sentence that helps is its first
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {said[0]}") from error
+    try:
+        with _quiet():
+            only = only_in_python(model, args, kwargs or {})
+    except ForwardChangesError as error:
+        raise TraceError(str(error)) from error
+    builder = _Builder(program, forms or {})
+    graph = builder.build()
+    check_marks(graph)
+    training = any(one.training for one in model.modules())
+    calls = calls_of(recording, graph, builder.values)
+    return replace(graph, binding=binding, training=training, calls=calls, only_in_python=only)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a traceback of what is raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give every argument a tensor of its own: of one passed twice torch.export would make one input."""
+    seen: set[int] = set()
+
+    def own(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or id(tensor) not in seen:
+            seen.add(id(tensor))
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map(own, (args, kwargs))  # type: ignore[no-any-return]
+
+
+class _Builder:
+    """Turns an exported program into a graph."""
+
+    def __init__(self, program: ExportedProgram, forms: Mapping[str, Form]) -> None:
+        self._program, self._forms = program, forms
+        self._given = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+        self._nodes: dict[str, Node] = {}
+        self._written: dict[str, Value] = {}
+        self.values: dict[str, Any] = {}  # by the name of the program's node: a Value, or a list of them
+
+    def build(self) -> Graph:
+        returned: Sequence[Any] = ()
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":  # torch.fx's word for what is given
+                self._add_given(node)
+            elif node.op == "output":
+                returned = node.args[0]
+            elif node.target is operator.getitem:
+                self.values[node.name] = self.values[node.args[0].name][node.args[1]]
+            elif str(node.target) not in CHECKS:
+                self._add_call(node)
+        graph = Graph(
+            self._nodes,
+            self._outputs(returned),
+            dict(self._program.constants),
+            self._updates(returned),
+            frozenset(node.name for node in self._program.graph.nodes if _wants_gradient(node, self._nodes)),
+        )
+        used = {value.node for node in self._nodes.values() for value in node.inputs}
+        used |= {value.node for value in graph.kept}
+        # Of the names of a tied parameter one is read.
+        nodes = {name: node for name, node in self._nodes.items() if node.kind not in HELD or name in used}
+        return replace(graph, nodes=nodes)
+
+    def _add_given(self, node: torch.fx.Node) -> None:
+        spec = self._given[node.name]
+        if spec.kind not in KINDS:
+            raise TraceError(f"the model has an input of kind {spec.kind.name}, which a sharded graph does not know")
+        meta = node.meta.get("val")
+        if not isinstance(meta, torch.Tensor):
+            return  # a number: export has put it where it is used
+        source = spec.target or node.name
+        self._nodes[node.name] = Node(node.name, KINDS[spec.kind], (_meta(meta),), source=source)
+        self.values[node.name] = Value(node.name)
+
+    def _add_call(self, node: torch.fx.Node) -> None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TraceError(
+                f"{_module(node) or 'the model'} runs {node.target}, a region of its own; move torch.no_grad, autocast "
+                "and control flow out of the forward"
+            )
+        inputs: list[Value] = []
+
+        def replaced(argument: Any) -> Any:
+            if not isinstance(argument, torch.fx.Node):
+                return argument
+            inputs.append(self.values[argument.name])
+            return Ref(len(inputs) - 1)
+
+        form = self._forms.get(node.name) or Form(node.target, tuple(node.args), node.kwargs, node.meta.get("val"))
+        args = pytree.tree_map(replaced, form.args, is_leaf=_is_node)
+        kwargs = pytree.tree_map(replaced, dict(form.kwargs), is_leaf=_is_node)
+        value: Any = form.value
+        given = value if isinstance(value, (list, tuple)) else [value]
+        outputs = tuple(_meta(one) for one in given if isinstance(one, torch.Tensor))
+        if not outputs:
+            raise TraceError(f"{_module(node) or 'the model'} runs {node.target}, which gives no tensor")
+        metas = tuple(self._nodes[one.node].outputs[one.index] for one in inputs)
+        call = Call(form.target, args, kwargs, metas, outputs)
+        self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node), mark=mark_of(node))
+        several = isinstance(node.meta.get("val"), (list, tuple))
+        self.values[node.name] = _places(node.name, value) if several else Value(node.name)
+        self._written |= {buffer: Value(node.name, index) for buffer, index in form.updates.items()}
+
+    def _updates(self, returned: Sequence[Any]) -> dict[str, Value]:
+        """Return the new values of the buffers that the forward writes; refuse what writes to an input."""
+        found = dict(self._written)
+        for one, spec in zip(returned, self._program.graph_signature.output_specs, strict=True):
+            if spec.kind.name == "BUFFER_MUTATION":
+                found[str(spec.target)] = self.values[one.name]
+            elif spec.kind.name != "USER_OUTPUT":
+                raise TraceError(f"the forward writes to {spec.target!r}, which is given to it: work on a copy")
+        return found
+
+    def _outputs(self, returned: Sequence[Any]) -> Any:
+        """Nest what the user gets as the model returns it; updated buffers come before it."""
+        specs = self._program.graph_signature.output_specs
+        leaves = [
+            self.values[one.name] if isinstance(one, torch.fx.Node) else one
+            for one, spec in zip(returned, specs, strict=True)
+            if spec.kind.name == "USER_OUTPUT"
+        ]
+        assert self._program.call_spec.out_spec is not None
+        return pytree.tree_unflatten(leaves, self._program.call_spec.out_spec)
+
+
+def _wants_gradient(node: torch.fx.Node, nodes: Mapping[str, Node]) -> bool:
+    value = node.meta.get("val")
+    is_input = node.name in nodes and nodes[node.name].kind == INPUT
+    return is_input and isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _places(name: str, value: Sequence[Any]) -> list[Value | None]:
+    """Return what getitem finds: the tensors, counted without what is none."""
+    count = itertools.count()
+    return [Value(name, next(count)) if isinstance(one, torch.Tensor) else None for one in value]
+
+
+def _is_node(argument: Any) -> bool:
+    return isinstance(argument, torch.fx.Node)
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        raise TraceError(
+            "the shape of a tensor depends on its numbers (nonzero, a boolean index): shapes have to be fixed"
+        )
+    return TensorMeta(tuple(int(size) for size in tensor.shape), tensor.dtype)
+
+
+def _module(node: torch.fx.Node) -> str:
+    """Return the path of the innermost module that runs the node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return path.removeprefix("L['self'].").removeprefix("L['self']")

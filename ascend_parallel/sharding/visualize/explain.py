@@ -1,0 +1,170 @@
+"""A plan in words: operator by operator, what it reads and gives, why, and each collective with bytes and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ascend_parallel.sharding.graph import CALL, Node, Value
+from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.planner.compute_cost import amount
+from ascend_parallel.sharding.planner.operator_strategy import operator_name
+from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
+
+WIDTH = 34
+# The share of the work that ranks may repeat without a warning.
+REPEATED = 0.5
+
+
+def explain(plan: ShardingPlan) -> str:
+    """Return the plan as text, one line per node and one per conversion that communicates."""
+    return "\n".join([*summary(plan), "", *_nodes(plan)])
+
+
+def summary(plan: ShardingPlan) -> list[str]:
+    """Return what the plan comes to."""
+    mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.dim_names, plan.mesh.shape, strict=True))
+    calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
+    memory = plan.memory()
+    proof = "the least there is" if plan.bound is None else f"no plan costs less than {1e3 * plan.bound:.3f} ms"
+    return [
+        f"{calls} operators on a mesh of {mesh}; objective {plan.objective}: {1e3 * plan.cost:.3f} ms, {proof}",
+        f"collectives of a step, forward and backward: {kinds}; {size_of(plan.nbytes)} a rank, "
+        f"{1e3 * plan.seconds:.3f} ms",
+        f"memory of a rank: parameters {size_of(memory.parameters)}, gradients {size_of(memory.gradients)}, "
+        f"optimizer (Adam) {size_of(memory.optimizer)}, activations {size_of(memory.activations)}",
+        *(f"warning: {one}" for one in warnings(plan, memory.total)),
+    ]
+
+
+def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
+    """Return what a plan is not meant to come to: ranks that repeat each other's work, more memory than a card has.
+
+    nbytes
+        What a rank holds.
+    """
+    found = []
+    for dim, (name, size) in enumerate(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)):
+        share = _repeated(plan, dim) if size > 1 else 0.0
+        if share > REPEATED:
+            how_much = "all of the work" if share == 1 else f"{100 * share:.0f} % of the work"
+            found.append(f"each of the {size} ranks along {name} repeats {how_much}: it is not cut there")
+    hardware = plan.costs.hardware
+    capacity = 0.0 if hardware is None else hardware.memory.capacity
+    if hardware is not None and 0 < capacity < nbytes:
+        found.append(
+            f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: cut more, as by a "
+            "larger mesh, stages, sharding.level or recompute"
+        )
+    return found
+
+
+def _repeated(plan: ShardingPlan, dim: int) -> float:
+    """Return the share of the work that every rank along a mesh dimension does whole."""
+    done = {True: 0.0, False: 0.0}
+    for node in plan.graph.nodes.values():
+        if node.call is not None:
+            outputs = (plan.layouts[Value(node.name, index)] for index in range(len(node.outputs)))
+            cut = any(layout[dim].kind in ("shard", "partial") for layout in (*plan.inputs[node.name], *outputs))
+            done[cut] += amount(node.call)
+    return done[False] / (done[True] + done[False] or 1.0)
+
+
+def diff(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
+    """Return a line for every node that both plans have and lay out differently."""
+    lines = []
+    for name, node in plan.graph.nodes.items():
+        if name in other.graph.nodes:
+            ours, theirs = (_layouts(one, node) for one in (plan, other))
+            if ours != theirs:
+                lines.append(f"{_where(node)}: {ours}; other: {theirs}")
+    return lines
+
+
+def size_of(nbytes: float) -> str:
+    """Return bytes in a unit that reads well."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def text(layout: Layout) -> str:
+    """Return a layout such as "S(0) R"."""
+    return " ".join(map(str, layout))
+
+
+def _nodes(plan: ShardingPlan) -> Iterator[str]:
+    into: dict[str, list[Conversion]] = {}
+    for one in plan.conversions:
+        into.setdefault(one.reader.split(",")[0], []).append(one)
+    for node in plan.graph.nodes.values():
+        yield from (_arrow(one, plan) for one in into.get(node.name, []) if one.communicates)
+        yield f"{_where(node):{WIDTH}}  {_layouts(plan, node)}   [{plan.why(node)}]"
+        yield from (f"    inside: {_inside(plan, node)}" for _ in plan.inside.get(node.name, ())[:1])
+    yield from (_arrow(one, plan) for one in into.get("", []) if one.communicates)
+
+
+def _where(node: Node) -> str:
+    if node.kind != CALL:
+        return f"{node.kind} {node.source}"
+    return f"{node.module} {operator_name(node)}".strip()
+
+
+def _layouts(plan: ShardingPlan, node: Node) -> str:
+    outputs = ", ".join(text(plan.layouts[Value(node.name, index)]) for index in range(len(node.outputs)))
+    if node.kind != CALL:
+        return outputs
+    return f"({', '.join(map(text, plan.inputs[node.name]))}) -> {outputs}"
+
+
+def _inside(plan: ShardingPlan, node: Node) -> str:
+    return "; ".join(step.text(plan.mesh.dim_names[step.mesh_dim]) for step in plan.inside.get(node.name, ()))
+
+
+def _arrow(one: Conversion, plan: ShardingPlan) -> str:
+    names = plan.mesh.dim_names
+    way = f"    {one.value.node}: {text(one.source)} -> {text(one.target)}   {one.ahead.text(names)}"
+    return way if one.back is None else f"{way}; backward: {one.back.text(names)}"
+
+
+def as_dict(plan: ShardingPlan) -> dict[str, Any]:
+    """Return plain values, for JSON: seconds and bytes."""
+    nodes = [
+        {
+            "name": node.name,
+            "kind": node.kind,
+            "where": _where(node),
+            "inputs": [text(one) for one in plan.inputs[node.name]],
+            "outputs": [text(plan.layouts[Value(node.name, index)]) for index in range(len(node.outputs))],
+            "why": plan.why(node),
+            "inside": _inside(plan, node) or None,
+        }
+        for node in plan.graph.nodes.values()
+    ]
+    conversions = [
+        {
+            "tensor": one.value.node,
+            "readers": one.reader,
+            "from": text(one.source),
+            "to": text(one.target),
+            "forward": one.ahead.text(plan.mesh.dim_names),
+            "backward": one.back.text(plan.mesh.dim_names) if one.back else None,
+            "seconds": one.seconds,
+            "bytes": one.nbytes,
+        }
+        for one in plan.conversions
+    ]
+    return {
+        "mesh": dict(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)),
+        "objective": plan.objective,
+        "cost": plan.cost,
+        "bound": plan.bound,
+        "communication": plan.seconds,
+        "collectives": plan.collectives(),
+        "memory": vars(plan.memory()),
+        "nodes": nodes,
+        "conversions": conversions,
+    }

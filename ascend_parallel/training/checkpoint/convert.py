@@ -1,0 +1,137 @@
+"""From one format to another, and what two checkpoints differ in, by one process and a tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences
+from ascend_parallel.training.checkpoint.folder import whole_file
+from ascend_parallel.training.checkpoint.reader import Saved
+from ascend_parallel.training.checkpoint.safetensors import SafeTensors, write_safetensors
+from ascend_parallel.training.checkpoint.saving import save
+
+FORMATS = ("safetensors", "torch", "dcp")
+MODEL, OPTIMIZER = "model.", "optimizer."
+# Returns a model's whole tensors by name, or None for a path that is not of its format.
+OtherFormat = Callable[[Path], Mapping[str, torch.Tensor] | None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of any format that is read.
+
+    kinds
+        Shape and dtype by ``model.<name>`` or ``optimizer.<name>``.
+    read
+        Gives a whole tensor by such a name.
+    """
+
+    kinds: dict[str, Kind]
+    read: Callable[[str], torch.Tensor]
+    step: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def open_source(path: str | Path, step: int | None = None, others: Sequence[OtherFormat] = ()) -> Source:
+    """Open a checkpoint of ours, a .safetensors file, or a checkpoint in one of the `others`' formats.
+
+    Raises `CheckpointError` if `path` is none of them, or is damaged.
+    """
+    path = Path(path)
+    if path.is_file():
+        file = SafeTensors(path)
+        kinds = {f"{MODEL}{name}": kind for name, kind in file.kinds.items()}
+        return Source(kinds, lambda name: file.view(name.removeprefix(MODEL)))
+    for read_other in others:
+        if (model := read_other(path)) is not None:
+            state = {f"{MODEL}{name}": tensor for name, tensor in model.items()}
+            kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+            return Source(kinds, state.__getitem__)
+    saved = Saved.open(path, step)
+    return Source(saved.kinds, saved.read, saved.manifest["step"], saved.values)
+
+
+def convert(
+    source: Source,
+    out: str | Path,
+    to: str,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[str], object] = lambda name: None,
+) -> Path:
+    """Write a checkpoint in another format; return where.
+
+    out
+        safetensors (the model) and torch (a dict of model, optimizer, values and step, for ``torch.load``): a file.
+        dcp, a checkpoint as `save` writes it: a folder.
+    dtype
+        Of the model's floating-point tensors; else theirs. The optimizer's state keeps its own.
+    progress
+        Called with each name before it is read.
+
+    safetensors needs the memory of the largest tensor, the others that of all. Raises `ValueError` for an unknown
+    format or a dtype that is no floating-point one, and `CheckpointError` where something is at `out` already, for dcp
+    a checkpoint of that step, or it cannot be written; then nothing is left of it.
+    """
+    if to not in FORMATS or (dtype is not None and not dtype.is_floating_point):
+        raise ValueError(f"to={to!r}, dtype={dtype}: one of {', '.join(FORMATS)}, and a floating-point dtype or none")
+
+    if to != "dcp" and Path(out).exists():
+        raise CheckpointError(f"{out} is there already")
+
+    def kind(name: str) -> Kind:
+        shape, own = source.kinds[name]
+        cast = dtype is not None and own.is_floating_point and name.startswith(MODEL)
+        return shape, dtype if cast and dtype is not None else own
+
+    def read(name: str) -> torch.Tensor:
+        progress(name)
+        return source.read(name).to(kind(name)[1])
+
+    if to == "safetensors":
+        kinds = {name.removeprefix(MODEL): kind(name) for name in source.kinds if name.startswith(MODEL)}
+        write_safetensors(out, kinds, lambda name: read(MODEL + name), {"format": "pt", "step": str(source.step)})
+        return Path(out)
+    spaces = {
+        space: {name.removeprefix(space): read(name) for name in source.kinds if name.startswith(space)}
+        for space in (MODEL, OPTIMIZER)
+    }
+    model, optimizer = spaces[MODEL], spaces[OPTIMIZER]
+    if to == "torch":
+        with whole_file(Path(out)) as file:
+            torch.save({"model": model, "optimizer": optimizer, "values": source.values, "step": source.step}, file)
+        return Path(out)
+    whole = [{name: _whole(tensor) for name, tensor in space.items()} for space in (model, optimizer)]
+    return save(out, step=source.step, model=whole[0], optimizer=whole[1], values=source.values).path
+
+
+def compare(
+    first: Source, second: Source, progress: Callable[[str], object] = lambda name: None
+) -> Iterator[tuple[str, str]]:
+    """Give a line for every tensor, and value, in which two checkpoints differ: its name, and how."""
+    for line in differences(first.kinds, second.kinds, "in the first", "in the second"):
+        name, _, how = line.partition(": ")
+        yield name, how
+    for name in (name for name, kind in first.kinds.items() if second.kinds.get(name) == kind):
+        progress(name)
+        one, other = first.read(name), second.read(name)
+        if not torch.equal(one, other):
+            yield name, _how_far(one, other)
+    for key in sorted({*first.values, *second.values}):
+        if repr(first.values.get(key)) != repr(second.values.get(key)):
+            yield f"values[{key!r}]", f"{first.values.get(key)!r} and {second.values.get(key)!r}"
+
+
+def _whole(tensor: torch.Tensor) -> Piece:
+    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def _how_far(one: torch.Tensor, other: torch.Tensor) -> str:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = (one.to(wide) - other.to(wide)).abs()
+    return f"{int((one != other).sum())} of {one.numel()} elements, by {apart.max().item():.3g} at most"

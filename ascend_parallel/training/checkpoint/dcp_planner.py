@@ -1,0 +1,199 @@
+"""Pieces as torch.distributed.checkpoint's items: what a rank writes and reads, and the check over all ranks.
+
+torch's own planner knows boxes by the type of a tensor (DTensor); a piece is a box whoever cut it, so the items are
+made here. Both global plans run on one rank, and what they raise, torch.distributed.checkpoint raises on all.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences, refuse
+
+
+class SavePieces(DefaultSavePlanner):
+    """Writes pieces and bytes; a box that several ranks hold is written by one of them, the work spread."""
+
+    def __init__(self, pieces: Mapping[str, Piece], blobs: Mapping[str, bytes]) -> None:
+        """Take this rank's pieces and what else it writes; names that several ranks have are written once."""
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+        self._blobs = blobs
+
+    def create_local_plan(self) -> SavePlan:
+        """List this rank's boxes, and tell the kinds of all, also of those of which it holds nothing."""
+        items = [_written(name, piece) for name, piece in self._pieces.items() if _has_bytes(piece)]
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._blobs]
+        self.plan = SavePlan(items, planner_data=kinds(self._pieces))
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Have every box written once; raise `CheckpointError` unless they make up every tensor exactly."""
+        known: dict[str, Kind] = {}
+        found: list[str] = []
+        for rank, plan in enumerate(all_plans):
+            told: dict[str, Kind] = plan.planner_data
+            before = {name: kind for name, kind in known.items() if name in told}
+            mine = {name: told[name] for name in before}
+            found += differences(mine, before, f"on rank {rank}", "on a rank before")
+            known = {**told, **known}
+        refuse(found, "ranks hold different tensors of one name")
+        refuse(_unlike_boxes(all_plans), "ranks hold boxes that start alike and end differently")
+        bare = [replace(plan, planner_data=None) for plan in all_plans]
+        plans, metadata = super().create_global_plan(bare)
+        refuse([f"{name}: no rank gives it" for name in known if name not in metadata.state_dict_metadata], "missing")
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what an item writes."""
+        name = write_item.index.fqn
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._blobs[name])
+        return self._pieces[name].local.detach()
+
+
+class LoadPieces(DefaultLoadPlanner):
+    """Fills pieces in place, whatever the boxes of the checkpoint; and reads bytes."""
+
+    def __init__(
+        self, pieces: Mapping[str, Piece | Sequence[Piece]], blobs: Sequence[str] = (), whole: Sequence[str] = ()
+    ) -> None:
+        """Take what to fill, names of bytes to read, and the beginnings of names that ranks have to ask for in full.
+
+        A name may have several pieces, of different places in the whole.
+        """
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = {name: [held] if isinstance(held, Piece) else list(held) for name, held in pieces.items()}
+        self._names = list(blobs)
+        self._whole = tuple(whole)
+        self.blobs: dict[str, bytes] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """List what this rank reads, and tell what it asked for."""
+        if self.metadata is None:
+            raise AssertionError("torch.distributed.checkpoint gives the metadata")
+        asked = {name: _kind(held[0]) for name, held in self._pieces.items() if held}
+        saved = saved_kinds(self.metadata)
+        here = {name: kind for name, kind in saved.items() if name in asked}
+        refuse(differences(asked, here), "the checkpoint is of another model")
+        items = [item for name, held in self._pieces.items() for item in self._read(name, held)]
+        for name in self._names:
+            at = MetadataIndex(name)
+            items.append(ReadItem(LoadItemType.BYTE_IO, at, torch.Size([0]), at, torch.Size([0]), torch.Size([0])))
+        return LoadPlan(items, planner_data=(list(asked), saved, self._whole))
+
+    def _read(self, name: str, held: Sequence[Piece]) -> list[ReadItem]:
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata[name]
+        assert isinstance(saved, TensorStorageMetadata)
+        items: list[ReadItem] = []
+        for number, piece in enumerate(held):
+            found = create_read_items_for_chunk_list(name, saved, [_chunk(piece)]) if piece.local.numel() else []
+            if sum(prod(item.lengths) for item in found) != piece.local.numel():
+                raise CheckpointError(f"the checkpoint lacks a part of {name}: {_box(piece)} is not wholly in it")
+            items += [replace(item, dest_index=MetadataIndex(name, piece.offsets, number)) for item in found]
+        return items
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise `CheckpointError` when the checkpoint has tensors that no rank asked for."""
+        asked = {name for plan in global_plan for name in plan.planner_data[0]}
+        _, saved, whole = global_plan[0].planner_data
+        more = [name for name in saved if name.startswith(whole) and name not in asked]
+        refuse([f"{name}: in the checkpoint, not here" for name in more], "the checkpoint is of another model")
+        return [replace(plan, planner_data=None) for plan in global_plan]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep bytes that were read."""
+        self.blobs[read_item.dest_index.fqn] = value.getvalue()
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensor to fill."""
+        assert index.index is not None
+        return self._pieces[index.fqn][index.index].local.detach()
+
+
+def kinds(pieces: Mapping[str, Piece]) -> dict[str, Kind]:
+    """Return each whole tensor's shape and dtype; raise `CheckpointError` for boxes outside of their tensors."""
+    for name, piece in pieces.items():
+        ends = [start + size for start, size in zip(piece.offsets, piece.local.shape, strict=False)]
+        level = len(piece.offsets) == piece.local.dim() == len(piece.shape)
+        if (
+            not level
+            or any(end > size for end, size in zip(ends, piece.shape, strict=True))
+            or min((0, *piece.offsets)) < 0
+        ):
+            raise CheckpointError(f"{name}: {_box(piece)} is no box of a tensor of shape {tuple(piece.shape)}")
+    return {name: _kind(piece) for name, piece in pieces.items()}
+
+
+def saved_kinds(metadata: Metadata) -> dict[str, Kind]:
+    """Return the shape and dtype of every tensor of a checkpoint."""
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _kind(piece: Piece) -> Kind:
+    return tuple(piece.shape), piece.local.dtype
+
+
+def _has_bytes(piece: Piece) -> bool:
+    # A tensor without elements is written, as itself; an empty piece of another is not.
+    return piece.local.numel() > 0 or prod(piece.shape) == 0
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    if prod(piece.shape) == 0:
+        return ChunkStorageMetadata(torch.Size([0] * len(piece.shape)), torch.Size(piece.shape))
+    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.local.shape)
+
+
+def _written(name: str, piece: Piece) -> WriteItem:
+    chunk = _chunk(piece)
+    properties = TensorProperties(dtype=piece.local.dtype)
+    data = TensorWriteData(chunk, properties, torch.Size(piece.shape))
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _unlike_boxes(plans: Sequence[SavePlan]) -> list[str]:
+    sizes: dict[MetadataIndex, torch.Size] = {}
+    found = []
+    for item in (item for plan in plans for item in plan.items if item.tensor_data is not None):
+        assert item.tensor_data is not None
+        mine = item.tensor_data.chunk.sizes
+        if sizes.setdefault(item.index, mine) != mine:
+            found.append(
+                f"{item.index.fqn}: {list(sizes[item.index])} and {list(mine)} from {list(item.index.offset or ())}"
+            )
+    return found
+
+
+def _box(piece: Piece) -> str:
+    spans = zip(piece.offsets, piece.local.shape, strict=False)
+    return "[" + ", ".join(f"{start}:{start + size}" for start, size in spans) + "]"

@@ -1,0 +1,290 @@
+"""What each option of a strategy comes to for a model: collectives, kernels, memory; predicted, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ascend_parallel.current import current_settings
+from ascend_parallel.overlap.summary import chunks_in_words
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.grad_dtype import WIDE
+from ascend_parallel.sharding.graph import PARAMETER, Value
+from ascend_parallel.sharding.layout import local_shape, local_size
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
+from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets, read_as_copies
+from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
+from ascend_parallel.sharding.runtime.prefetch import Ahead, start_ahead
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
+from ascend_parallel.sharding.runtime.recompute_regions import regions
+from ascend_parallel.sharding.visualize.explain import explain as explain_plan
+from ascend_parallel.sharding.visualize.explain import size_of, summary, warnings
+from ascend_parallel.training.optimizer.memory import OptimizerMemory, predicted_memory
+from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
+from ascend_parallel.training.pipeline.split_plan import StagePlan, cut
+from ascend_parallel.training.training_plan import TrainingPlan
+
+ITEMSIZE_OF_MASTERS = 4
+
+
+def explain(planned: TrainingPlan, operators: bool = False, settings: Settings | None = None) -> str:
+    """Return a paragraph for each option that does something, and a rank's memory in each stage.
+
+    settings
+        Of the overlapped operators; by default those in force.
+    """
+    found = _Explained(planned, settings)
+    lines = [f"{name}: {text}" for name, text in found.lines()]
+    lines += [f"warning: {text}" for text in found.warnings()]
+    lines += ["", *found.table()]
+    if operators:
+        lines += ["", explain_plan(planned.plan)]
+    return "\n".join(lines)
+
+
+def warned(planned: TrainingPlan) -> list[str]:
+    """Return what a training is not meant to come to: `explain` has it too."""
+    return list(_Explained(planned).warnings())
+
+
+def as_dict(planned: TrainingPlan) -> dict[str, Any]:
+    """Return the same as plain values, for JSON: bytes, and seconds."""
+    found = _Explained(planned)
+    return {
+        "mode": planned.strategy.mode,
+        "ranks": planned.strategy.ranks,
+        "mesh": dict(planned.strategy.mesh),
+        "collectives": planned.plan.collectives(),
+        "communication": planned.plan.seconds,
+        "spared": dict(planned.spared),
+        "bubble": found.bubble,
+        "stages": [
+            vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in found.stages
+        ],
+        "options": dict(found.lines()),
+        "warnings": list(found.warnings()),
+    }
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What the ranks of one stage hold and run."""
+
+    name: str
+    plan: ShardingPlan
+    memory: OptimizerMemory
+    saved: tuple[float, float]
+    live: float
+    fused: tuple[Fusion, ...]
+    buckets: tuple[Bucket, ...]
+    ahead: tuple[Ahead, ...]
+
+    @property
+    def activations(self) -> float:
+        """Bytes kept from forward to backward at most, of all micro-batches under way."""
+        return self.saved[1] * self.live
+
+
+class _Explained:
+    def __init__(self, planned: TrainingPlan, settings: Settings | None = None) -> None:
+        self._planned, self._strategy = planned, planned.strategy
+        self._settings = settings or current_settings()
+
+    @cached_property
+    def parts(self) -> tuple[StagePlan, ...]:
+        if not self._planned.stages:
+            return ()
+        options, meshes = self._strategy.pipeline, self._planned.meshes
+        at = stages_of(options.schedule, options.degree, options.count)
+        return cut(self._planned.plan, self._planned.stages, [meshes[index] for index in at])
+
+    @cached_property
+    def stages(self) -> list[_Stage]:
+        if not self.parts:
+            return [self._stage("all", self._planned.plan, 1.0)]
+        options = self._strategy.pipeline
+        live, at = options.simulated().live, stages_of(options.schedule, options.degree, options.count)
+        each = options.count / options.degree
+        return [self._stage(str(one.stage), one.plan, live[at[one.stage]] * each) for one in self.parts]
+
+    @property
+    def bubble(self) -> float:
+        return self._strategy.pipeline.simulated().bubble if self.parts else 0.0
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        strategy = self._strategy
+        mesh = ", ".join(f"{name}={size}" for name, size in strategy.mesh.items())
+        where = "each stage on a mesh" if self.parts else "a mesh"
+        yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, {where} of {mesh}"
+        micro_batches = strategy.pipeline.micro_batches
+        for line in summary(self._planned.plan)[:2]:
+            if micro_batches > 1:  # the plan is of one of them
+                line = line.replace("collectives of a step", f"collectives of one of {micro_batches} micro-batches")
+            yield "plan", line
+        for name, count in self._planned.spared.items():
+            yield "fused_passes", f"{name}: {count} operators and the tensors between them spared"
+        yield from self._pipeline()
+        yield from self._recompute()
+        yield from self._sharding()
+        yield from self._precision()
+        yield from self._overlap()
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what a training is not meant to come to; of the stages the one that holds the most counts."""
+        most = max(one.memory.total + one.activations for one in self.stages)
+        yield from warnings(self._planned.plan, most)
+
+    def table(self) -> Iterator[str]:
+        """Yield what a rank of each stage holds."""
+        yield f"{'stage':6}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>12}{'total':>12}"
+        for one in self.stages:
+            held = one.memory.parameters, one.memory.gradients, one.memory.optimizer, one.activations
+            yield f"{one.name:6}" + "".join(f"{size_of(size):>12}" for size in (*held, sum(held)))
+
+    def _pipeline(self) -> Iterator[tuple[str, str]]:
+        options = self._strategy.pipeline
+        if not self.parts:
+            if options.micro_batches > 1:
+                yield "pipeline", f"none; the gradients of {options.micro_batches} micro-batches are accumulated"
+            return
+        yield "pipeline", f"{options.count} stages on {options.degree} groups of ranks; {options.headline()}"
+        for part in self.parts[:-1]:
+            metas = {value: part.plan.graph.meta(value) for value in part.plan.returned}
+            sent = sum(
+                local_size(meta.shape, part.plan.returned[value], part.plan.mesh.shape) * meta.dtype.itemsize
+                for value, meta in metas.items()
+            )
+            yield (
+                "pipeline",
+                f"stage {part.stage} sends {size_of(sent)} a rank and micro-batch, and receives as much back",
+            )
+
+    def _recompute(self) -> Iterator[tuple[str, str]]:
+        given = self.recompute
+        if given.modules:
+            before, after = (sum(one.saved[index] for one in self.stages) for index in (0, 1))
+            yield (
+                "recompute",
+                f"{', '.join(given.modules)}: {size_of(after)} kept for backward of a micro-batch instead of "
+                f"{size_of(before)}, collectives {given.collectives}",
+            )
+
+    def _sharding(self) -> Iterator[tuple[str, str]]:
+        options = self._strategy.sharding
+        if options.level:
+            without = sum(self._memory(one.plan, 0).total for one in self.stages)
+            held = sum(one.memory.total for one in self.stages)
+            yield (
+                "sharding",
+                f"level {options.level} over {options.dim} by {options.by}: {size_of(held)} of parameters, gradients "
+                f"and optimizer instead of {size_of(without)}",
+            )
+        if self._strategy.max_norm is not None:
+            yield (
+                "max_norm",
+                f"gradients are clipped to a global norm of {self._strategy.max_norm:g}: one all-gather of a number",
+            )
+
+    def _precision(self) -> Iterator[tuple[str, str]]:
+        amp, merge = self._strategy.amp, self._strategy.gradient_merge
+        if amp.dtype is not None:
+            masters = "fp32 master weights" if amp.master_weights else "no master weights"
+            scaled = ", the loss scaled" if amp.dtype == "float16" else ""
+            yield "amp", f"{amp.dtype}, {masters}{scaled}"
+        nodes = [node for one in self.stages for node in one.plan.graph.nodes.values() if node.kind == PARAMETER]
+        if any(self._grad_dtype(node.outputs[0].dtype) != node.outputs[0].dtype for node in nodes):
+            yield "amp", f"gradients of {self._strategy.backwards} backwards add up, and are summed over ranks, in fp32"
+        if merge.steps > 1:
+            how = "mean" if merge.average else "sum"
+            yield "gradient_merge", f"a step of the optimizer with the {how} of {merge.steps} batches' gradients"
+
+    def _overlap(self) -> Iterator[tuple[str, str]]:
+        fused = [one for stage in self.stages for one in stage.fused]
+        if fused:
+            able, how = sum(bool(one.operator) for one in fused), chunks_in_words(self._settings)
+            yield "overlap", f"{able} of {len(fused)} matmuls next to a collective can overlap; {how}"
+        ahead = [one for stage in self.stages for one in stage.ahead]
+        if ahead:
+            joined = sum(len(one.conversions) for one in ahead)
+            yield (
+                "comm_fusion",
+                f"{joined} collectives start ahead of what reads them, as {len(ahead)}",
+            )
+        found = [bucket for stage in self.stages for bucket in stage.buckets]
+        if found:
+            members = [one for bucket in found for one in bucket.members]
+            nbytes = sum(one.nbytes // one.dtype.itemsize * self._grad_dtype(one.dtype).itemsize for one in members)
+            under = "under backward" if self._strategy.overlap.gradients else "after backward"
+            yield (
+                "comm_fusion",
+                f"{len(members)} gradients, {size_of(nbytes)}, are summed in {len(found)} buckets {under}",
+            )
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        return self._strategy.recompute if self._strategy.recompute.modules else Recompute.of(self._planned.model)
+
+    def _stage(self, name: str, plan: ShardingPlan, live: float) -> _Stage:
+        schedule = Schedule(plan.layouts, plan.inputs, plan.via)
+        if self._strategy.overlap.operators:
+            schedule = fuse(plan, self._settings)
+        schedule, summed = read_as_copies(schedule, plan)
+        part = bool(self._planned.stages)
+        saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))
+        of_size = self._strategy.comm_fusion.bucket_bytes
+        memory = self._memory(plan, self._strategy.sharding.level)
+        again = {node for one in regions(plan, schedule, self.recompute, part=part).values() for node in one.nodes}
+        starts = start_ahead(schedule, plan, again, of_size) if self._strategy.pipeline.schedule not in SPLIT else {}
+        ahead = tuple(one for found in starts.values() for one in found)
+        return _Stage(name, plan, memory, (saved[0], saved[1]), live, schedule.fused, buckets(summed, of_size), ahead)
+
+    def _memory(self, plan: ShardingPlan, level: int) -> OptimizerMemory:
+        amp, sizes = self._strategy.amp, self._strategy.mesh
+        found = []
+        for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
+            nodes = [one for one in plan.graph.nodes.values() if one.kind == PARAMETER]
+            mine = [one for one in nodes if self._replicas(plan, one.name) == replicas]
+            shapes = [
+                local_shape(one.outputs[0].shape, plan.layouts[Value(one.name)], plan.mesh.shape, (0,) * len(sizes))
+                for one in mine
+            ]
+            if mine:
+                masters = ITEMSIZE_OF_MASTERS if amp.dtype is not None and amp.master_weights else None
+                found.append(
+                    predicted_memory(
+                        shapes,
+                        level=min(level, 2) if replicas > 1 else 0,
+                        ranks=replicas,
+                        by=self._strategy.sharding.by,
+                        itemsize=mine[0].outputs[0].dtype.itemsize,
+                        master_itemsize=masters,
+                        grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if self._wide else None,
+                    )
+                )
+        return OptimizerMemory(
+            sum(one.parameters for one in found),
+            sum(one.gradients for one in found),
+            sum(one.optimizer for one in found),
+        )
+
+    @property
+    def _wide(self) -> bool:
+        """Whether gradients of 16 bits add up in fp32."""
+        return self._strategy.backwards > 1
+
+    def _grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return in which dtype gradients of parameters of `dtype` add up."""
+        return WIDE if self._wide and dtype.is_floating_point and dtype.itemsize == 2 else dtype
+
+    def _replicas(self, plan: ShardingPlan, name: str) -> int:
+        """Return how many ranks of the divided dimension hold the same part of a parameter."""
+        options = self._strategy.sharding
+        if not options.level or plan.graph.nodes[name].kind != PARAMETER:
+            return 1
+        cut_there = plan.layouts[Value(name)][plan.mesh.dim(options.dim)].kind == "shard"
+        return 1 if cut_there else self._strategy.mesh[options.dim]

@@ -1,0 +1,28 @@
+"""Operators of a traced graph that become one, before it is planned.
+
+matching    looks at a graph's operators by what reads them
+matmul_add  a bias becomes part of the matmul
+attention   matmul, softmax and matmul become scaled_dot_product_attention
+rms_norm    an RMS norm in five or six operators becomes one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ascend_parallel.sharding.graph import Graph
+from ascend_parallel.training.graph_passes.attention import attention
+from ascend_parallel.training.graph_passes.matmul_add import matmul_add
+from ascend_parallel.training.graph_passes.rms_norm import rms_norm
+
+PASSES: dict[str, Callable[[Graph], Graph]] = {"matmul_add": matmul_add, "attention": attention, "rms_norm": rms_norm}
+
+
+def fuse_operators(graph: Graph, names: tuple[str, ...]) -> tuple[Graph, dict[str, int]]:
+    """Run the passes of these names (PASSES); return the graph and how many operators each has spared."""
+    spared = {}
+    for name in names:
+        before = len(graph.nodes)
+        graph = PASSES[name](graph)
+        spared[name] = before - len(graph.nodes)
+    return graph, spared

@@ -1,0 +1,154 @@
+"""A model and its loss as one module, whose parts have the model's names, and as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ascend_parallel.sharding.graph import Graph, Value
+from ascend_parallel.sharding.tracing.trace import TraceError, trace
+from ascend_parallel.training.options import GradientMerge, StrategyOptionError
+
+Loss = Callable[..., Any]
+"""Called as ``loss(model, *batch)``; returns the mean loss, one number, or its ``(sum, count)``."""
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """What a batch gave.
+
+    total, count
+        The sum of its losses and of how many, by which its gradients are to be divided; or the mean loss and None.
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor | None = None
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean loss."""
+        return self.total if self.count is None else self.total / self.count
+
+
+class Divisor:
+    """What the gradients of the batches between two steps of the optimizer are divided by."""
+
+    def __init__(self, merge: GradientMerge) -> None:
+        """Begin without any batch."""
+        self._merge = merge
+        self._count: float | None = None
+
+    def add(self, found: BatchLoss) -> None:
+        """Take a batch's count. Raises `StrategyOptionError` if the strategy wants the sum of several means."""
+        if found.count is None:
+            return
+        if self._merge.steps > 1 and not self._merge.average:
+            raise StrategyOptionError(
+                f"gradient_merge.average=False with steps={self._merge.steps} and a loss that returns (sum, count): a "
+                "sum of means, each of its own count, cannot be had from sums; give average=True, the mean over all"
+            )
+        self._count = (self._count or 0.0) + float(found.count)
+
+    def clear(self) -> None:
+        """Forget the batches."""
+        self._count = None
+
+    @property
+    def value(self) -> float:
+        """The divisor. Raises `ValueError` for counts that are none together."""
+        if self._count is None:
+            return 1.0
+        if not 0 < self._count < float("inf"):
+            raise ValueError(
+                f"the loss returned (sum, count) with a count of {self._count:g} in all: give a number above 0, such "
+                "as of the targets that are not ignored; leave out batches without any"
+            )
+        return self._count / self._merge.steps
+
+
+class Losses:
+    """Adds up what the loss returned for each of a batch's micro-batches."""
+
+    def __init__(self, micro_batches: int, factor: float = 1.0) -> None:
+        """Begin a batch of so many micro-batches, whose gradients are multiplied by `factor`."""
+        self._micro_batches, self._factor = micro_batches, factor
+        self._found: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
+
+    def add(self, returned: Any) -> torch.Tensor:
+        """Take a micro-batch's mean, or sum and count; return its share of what is differentiated."""
+        if isinstance(returned, torch.Tensor):
+            self._found.append(returned.detach())
+            return returned * (self._factor / self._micro_batches)
+        total, count = returned
+        self._found.append(_wide(total.detach()))
+        self._counts.append(torch.as_tensor(count, device=total.device).detach())
+        return cast(torch.Tensor, total * self._factor)
+
+    def batch(self) -> BatchLoss:
+        """Return the mean of the means, or the sum of the sums divided by that of the counts."""
+        assert len(self._found) == self._micro_batches, f"{len(self._found)} losses of {self._micro_batches}"
+        if not self._counts:
+            return BatchLoss(torch.stack(self._found).mean())
+        return BatchLoss(torch.stack(self._found).sum(), torch.stack(self._counts).sum())
+
+
+def _wide(number: torch.Tensor) -> torch.Tensor:
+    return number.float() if number.element_size() == 2 else number
+
+
+class WithLoss(nn.Module):
+    """Runs ``loss(model, *batch)``; its parameters, buffers and modules are the model's, under the same names."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        """Join them. What is put in the place of a parameter here is put there in the model."""
+        super().__init__()
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            vars(self)[name] = vars(model)[name]
+        self.training = model.training
+        self._run = (model, loss)  # in a tuple: neither is a module of this one
+
+    def forward(self, *batch: Any) -> Any:
+        """Return the mean loss, or its sum and count."""
+        model, loss = self._run
+        return loss(model, *batch)
+
+
+def mean_loss(model: nn.Module, *batch: Any) -> Any:
+    """Return ``model(*batch)``: for models that return their loss."""
+    return model(*batch)
+
+
+def trace_with_loss(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Graph:
+    """Return the graph of ``loss(model, *batch)`` as the model is, in training or in evaluation mode.
+
+    Raises `TraceError`, also if the loss is neither one number nor a sum and a count.
+    """
+    try:
+        graph = trace(WithLoss(model, loss), tuple(batch))
+    except TraceError as error:
+        said = str(error).replace("WithLoss", f"{type(model).__name__} with its loss", 1)
+        if "positional argument" in said:
+            called = "model(*batch), which returns the loss" if loss is mean_loss else "loss(model, *batch)"
+            said += f"; it was called as {called}" + (": give loss= if it does not" if loss is mean_loss else "")
+        raise TraceError(said) from error
+    returned = graph.outputs if isinstance(graph.outputs, (tuple, list)) else (graph.outputs,)
+    numbers = [isinstance(one, Value) and graph.meta(one).shape == () for one in returned]
+    counted = len(returned) == 2 and (numbers[1] or (isinstance(returned[1], (int, float)) and returned[1] > 0))
+    if not numbers[0] or len(returned) > 2 or (len(returned) == 2 and not counted):
+        raise TraceError(
+            "the loss has to be one number: loss(model, *batch) returns the mean, a tensor of no dimension, or "
+            "(sum, count), two of them"
+        )
+    return graph
+
+
+def loss_value(graph: Graph) -> Value:
+    """Return the mean loss of a graph with its loss, or the sum."""
+    found = graph.outputs if isinstance(graph.outputs, Value) else graph.outputs[0]
+    assert isinstance(found, Value)
+    return found

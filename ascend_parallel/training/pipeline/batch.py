@@ -1,0 +1,91 @@
+"""A batch of micro-batches, and what of it a rank's stages read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ascend_parallel.sharding.graph import INPUT, Node, Value
+from ascend_parallel.sharding.layout import Shape, local_shape
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.local_parameters import local_slice
+from ascend_parallel.training.pipeline.split_plan import StagePlan
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Batch:
+    """Checks a batch against what was traced, one micro-batch, and finds this rank's part of it."""
+
+    def __init__(
+        self, plan: ShardingPlan, micro_batches: int, local: bool, uncut: Sequence[str], place: tuple[int, ...]
+    ) -> None:
+        """Take the whole plan, what the ranks give, and this rank's place in its mesh.
+
+        Raises `ValueError` for a name in `uncut` that is no input's.
+        """
+        self._plan, self._micro_batches, self._local, self._place = plan, micro_batches, local, place
+        self._nodes = [node for node in plan.graph.nodes.values() if node.kind == INPUT]
+        names = [node.source for node in self._nodes]
+        for name in uncut:
+            if name not in names:
+                raise ValueError(f"uncut: {name!r} is no input; there are {', '.join(names)}")
+        self._uncut = {node.name for node in self._nodes if node.source in uncut or not node.outputs[0].shape}
+
+    def inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Sequence[StagePlan], stages: Sequence[int]
+    ) -> tuple[Tensors, Tensors]:
+        """Return what these stages read, by node: what is cut along dimension 0, and what is for all micro-batches.
+
+        Raises `ValueError` for other arguments, shapes or dtypes than were traced.
+        """
+        binding = self._plan.graph.binding
+        given = list(args) if binding is None else binding.tensors(args, kwargs)
+        if len(given) != len(self._nodes):
+            names = ", ".join(node.source for node in self._nodes)
+            raise ValueError(f"{len(given)} tensors were given; traced were {names}")
+        for node, tensor in zip(self._nodes, given, strict=True):
+            self._check(node, tensor)
+        read = {name for stage in stages for name in parts[stage].inputs}
+        pairs = [(node, tensor) for node, tensor in zip(self._nodes, given, strict=True) if node.name in read]
+        found = {node.name: self._own(node, tensor) for node, tensor in pairs}
+        cut = {name: tensor for name, tensor in found.items() if name not in self._uncut}
+        return cut, {name: tensor for name, tensor in found.items() if name in self._uncut}
+
+    def _check(self, node: Node, tensor: torch.Tensor) -> None:
+        (meta,), shape, count = node.outputs, self._shape(node), self._micro_batches
+        what = f"{node.source} is {list(tensor.shape)} of {tensor.dtype}"
+        if tensor.requires_grad:
+            raise ValueError(f"{node.source} wants a gradient, which a pipeline does not give")
+        if node.name in self._uncut:
+            if tuple(tensor.shape) != shape or tensor.dtype != meta.dtype:
+                raise ValueError(f"{what}; the plan is for {list(shape)} of {meta.dtype} in every micro-batch")
+            return
+        if tensor.ndim and tensor.shape[0] % count:
+            raise ValueError(
+                f"{what}, which cannot be cut along dimension 0 into micro_batches={count} of the same size"
+            )
+        if tuple(tensor.shape) != (count * shape[0], *shape[1:]) or tensor.dtype != meta.dtype:
+            raise ValueError(
+                f"{what}; the plan is for micro_batches={count} of {list(shape)} of {meta.dtype} each, one after "
+                f"another along dimension 0 (uncut={[node.source]} if it is the same for all)"
+            )
+
+    def _shape(self, node: Node) -> Shape:
+        """Return the shape of one micro-batch, of the whole mesh's or of this rank's part of it."""
+        if not self._local:
+            return node.outputs[0].shape
+        return local_shape(node.outputs[0].shape, self._layout(node), self._plan.mesh.shape, self._place)
+
+    def _own(self, node: Node, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of all micro-batches."""
+        if self._local:
+            return tensor
+        ones = [tensor] if node.name in self._uncut else tensor.chunk(self._micro_batches)
+        own = [local_slice(one, self._layout(node), self._plan.mesh.shape, self._place) for one in ones]
+        return own[0] if len(own) == 1 else torch.cat(own)
+
+    def _layout(self, node: Node) -> Any:
+        return self._plan.layouts[Value(node.name)]

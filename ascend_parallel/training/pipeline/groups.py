@@ -1,0 +1,93 @@
+"""The meshes and process groups of a pipeline: who sends to whom, and who holds the same parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.training.pipeline.stage_assignment import StageError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A rank's groups.
+
+    index
+        Of the rank's mesh among the pipeline's.
+    along
+        The ranks at the same place of all meshes, in the order of the meshes.
+    mesh
+        All ranks of the rank's mesh.
+    """
+
+    index: int
+    along: dist.ProcessGroup
+    mesh: dist.ProcessGroup
+
+
+def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
+    """Raise `StageError` unless the meshes are of one shape and no rank is in two of them."""
+    if not meshes:
+        raise StageError("meshes=(): give one for each group of ranks")
+    for number, mesh in enumerate(meshes):
+        if (mesh.shape, mesh.dim_names) != (meshes[0].shape, meshes[0].dim_names):
+            raise StageError(
+                f"mesh {number} is {mesh}, mesh 0 is {meshes[0]}: each rank sends to the one at the same place of the "
+                "next mesh, so give all the same shape and names"
+            )
+    ranks = [rank for mesh in meshes for rank in mesh.process_ids]
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise StageError(
+            f"rank {', '.join(map(str, twice))} is in several meshes; for several stages on the same ranks give their "
+            "mesh once, and a schedule such as interleaved_1f1b"
+        )
+
+
+def make_groups(meshes: Sequence[ProcessMesh], timeout: timedelta) -> Groups:
+    """Return this rank's groups, whose operations wait at most `timeout`. Every rank of the default group calls it.
+
+    Raises `ValueError` for a rank that is in no mesh.
+    """
+    rank, made = dist.get_rank(), {}
+    for number, mesh in enumerate(meshes):
+        mesh.device_mesh()
+        made[number] = dist.new_group(mesh.process_ids, timeout=timeout)
+    found = None
+    for place in np.ndindex(meshes[0].shape):
+        ranks = [int(mesh.array[place]) for mesh in meshes]
+        along = dist.new_group(ranks, timeout=timeout, sort_ranks=False)
+        if rank in ranks:
+            found = Groups(ranks.index(rank), along, made[ranks.index(rank)])
+    if found is None:
+        raise ValueError(f"rank {rank} is in none of {', '.join(map(str, meshes))}, so it has no part of the pipeline")
+    return found
+
+
+def make_shared(
+    shared: Sequence[tuple[int, ...]], meshes: Sequence[ProcessMesh], timeout: timedelta
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return, for sets of meshes that hold a parameter together, this rank's group: the ranks at its place of them.
+
+    A set has the indices of two or more meshes. Every rank of the default group calls it with the same.
+    """
+    rank, found = dist.get_rank(), {}
+    for holders in sorted(set(shared)):
+        for place in np.ndindex(meshes[0].shape):
+            ranks = [int(meshes[holder].array[place]) for holder in holders]
+            group = dist.new_group(ranks, timeout=timeout, sort_ranks=False)
+            if rank in ranks:
+                found[holders] = group
+    return found
+
+
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """Return how long operations of a group wait."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    limit: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    return limit

@@ -1,0 +1,260 @@
+"""In which order the ranks of a pipeline run micro-batches, and what that costs. Pure: no process is asked.
+
+The orders are those that torch.distributed.pipelining runs, so what is drawn is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+FORWARDS = ("FORWARD", "SEND_F", "RECV_F")
+SINGLE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL: Mapping[str, Any] = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+SCHEDULES = {**SINGLE, **SEVERAL}
+# Schedules that compute the gradients of a stage's inputs and of its weights at different times.
+SPLIT = ("zero_bubble", "zbv")
+
+
+@contextmanager
+def forward_only(schedule: Any) -> Iterator[None]:
+    """Have torch's schedule of several stages on a rank run their forwards and nothing else, inside.
+
+    Its own `eval` leaves out backwards, but not what stages on one rank hand each other for them, on which "zbv" fails.
+    """
+    orders = getattr(schedule, "pipeline_order_with_comms", {})
+    whole = dict(orders)
+    try:
+        for rank, actions in whole.items():
+            orders[rank] = [action for action in actions if action.computation_type.name in FORWARDS]
+        yield
+    finally:
+        orders.update(whole)
+
+
+@dataclass(frozen=True)
+class Action:
+    """A stage's work on one micro-batch.
+
+    kind
+        "F" forward, "B" backward, or its halves: "I" the gradients of the stage's inputs, "W" of its weights.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of one micro-batch's forward and backward on a rank, all its stages together, and of one send.
+
+    Half of the backward is for the inputs, half for the weights.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    send: float = 0.0
+
+    def of(self, action: Action, stages_of_rank: int) -> float:
+        """Return the seconds of one action."""
+        seconds = {FORWARD: self.forward, BACKWARD: self.backward}.get(action.kind, self.backward / 2)
+        return seconds / stages_of_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds by kind of action and stage, and of one send."""
+
+    seconds: Mapping[tuple[str, int], float]
+    send: float = 0.0
+
+    def of(self, action: Action, stages_of_rank: int) -> float:
+        """Return the seconds of one action."""
+        return self.seconds[action.kind, action.stage]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """When an action runs, from `start` to `stop` in seconds."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step of a pipeline.
+
+    slots
+        Of each rank, in the order in which they run.
+    live
+        Of each rank, for how many micro-batches it holds activations at once at most; a rank that holds those of one
+        of its two stages holds half a micro-batch.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    slots: tuple[tuple[Slot, ...], ...]
+    live: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return max(slots[-1].stop for slots in self.slots)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they have nothing to do."""
+        busy = sum(slot.stop - slot.start for slots in self.slots for slot in slots)
+        return 1 - busy / (self.seconds * len(self.slots))
+
+
+def stages_of(name: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """Return on which of the pipeline's ranks each stage is."""
+    found = generate_stage_to_rank_mapping(ranks, stages, "v" if name == "zbv" else "loop")
+    return tuple(found[stage] for stage in range(stages))
+
+
+def order(name: str, ranks: int, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Return what each rank runs, in order.
+
+    Raises `ValueError` for what the schedule cannot: numbers of stages, and of micro-batches.
+    """
+    check(name, ranks, stages, micro_batches)
+    if name == "1f1b":  # torch's own listing leaves out the last rank's first forward
+        return tuple(_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks))
+    if name in SINGLE:
+        given: Any = SimpleNamespace(num_stages=stages)
+    else:
+        places = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
+        given = [SimpleNamespace(**places) for _ in range(stages // ranks)]
+    planned = SCHEDULES[name](given, micro_batches).pipeline_order
+    return tuple(tuple(_action(one) for one in planned[rank] if _is_work(one)) for rank in range(ranks))
+
+
+def simulate(
+    name: str, ranks: int, stages: int, micro_batches: int, times: Times | StageTimes | None = None
+) -> Simulated:
+    """Return when each action runs, by default with a backward of twice a forward. Sends run under the next action.
+
+    Each rank runs its actions in `order`, each as soon as what it needs is there. Raises `ValueError` as `order` does.
+    """
+    times, todo = times or Times(), order(name, ranks, stages, micro_batches)
+    at = stages_of(name, ranks, stages)
+    done: dict[Action, float] = {}
+    slots: list[list[Slot]] = [[] for _ in range(ranks)]
+    while any(len(found) < len(actions) for found, actions in zip(slots, todo, strict=True)):
+        before = len(done)
+        for found, actions in zip(slots, todo, strict=True):
+            for action in actions[len(found) :]:
+                ready = _ready(action, done, at, stages, times.send)
+                if ready is None:
+                    break
+                start = max(ready, found[-1].stop if found else 0.0)
+                done[action] = start + times.of(action, stages // ranks)
+                found.append(Slot(action, start, done[action]))
+        assert len(done) > before, "the schedule waits for itself"
+    live = tuple(_live(actions, ranks / stages) for actions in todo)
+    return Simulated(name, stages, micro_batches, tuple(map(tuple, slots)), live)
+
+
+def closed_bubble(name: str, ranks: int, stages: int, micro_batches: int) -> float | None:
+    """Return the bubble's part of a step by the published formula, sends left out; None where there is none.
+
+    gpipe, 1f1b
+        (p - 1) / (m + p - 1): GPipe, arXiv:1811.06965, section 2.3; PipeDream-Flush in Megatron-LM,
+        arXiv:2104.04473, section 2.2.1 (there in parts of the time without bubbles: (p - 1) / m).
+    interleaved_1f1b
+        With v stages on each rank (p - 1) / (v m + p - 1) for m a multiple of p: arXiv:2104.04473, section 2.2.2.
+    """
+    uneven = name == "interleaved_1f1b" and micro_batches % ranks
+    if name not in ("gpipe", "1f1b", "interleaved_1f1b") or uneven:
+        return None
+    return (ranks - 1) / (stages // ranks * micro_batches + ranks - 1)
+
+
+def check(name: str, ranks: int, stages: int, micro_batches: int) -> None:
+    """Raise `ValueError` for a schedule that cannot be, saying what can."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r}: give one of {', '.join(SCHEDULES)}")
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches!r}: give a whole number from 1")
+    if name in SINGLE and stages != ranks:
+        raise ValueError(
+            f"schedule={name!r}, {stages} stages on {ranks} meshes: it has one stage on each; several have "
+            f"{', '.join(SEVERAL)}"
+        )
+    if stages % ranks or (name == "zbv" and stages != 2 * ranks):
+        several = "twice as many stages" if name == "zbv" else "a multiple of that many stages"
+        raise ValueError(f"schedule={name!r}, {stages} stages on {ranks} meshes: give {several}")
+    if name == "1f1b" and micro_batches < ranks:
+        raise ValueError(f"micro_batches={micro_batches}: {name!r} needs at least as many as stages, {ranks}")
+    rounds = max(1, micro_batches // ranks)
+    if name in ("interleaved_1f1b", "zero_bubble") and micro_batches % rounds:
+        fitting = [count for count in range(1, 4 * ranks + 1) if count % max(1, count // ranks) == 0]
+        raise ValueError(
+            f"micro_batches={micro_batches}: {name!r} on {ranks} meshes runs them in {rounds} rounds of the same "
+            f"number; give a multiple of {ranks}, or one of {', '.join(map(str, fitting))}"
+        )
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Action, ...]:
+    ahead = min(micro_batches, ranks - rank)
+    found = [Action(FORWARD, rank, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        found.append(Action(BACKWARD, rank, number))
+        if number + ahead < micro_batches:
+            found.append(Action(FORWARD, rank, number + ahead))
+    return tuple(found)
+
+
+def _is_work(action: Any) -> bool:
+    return action is not None and action.microbatch_index is not None
+
+
+def _action(action: Any) -> Action:
+    return Action(action.computation_type.value, action.stage_index, action.microbatch_index)
+
+
+def _ready(action: Action, done: Mapping[Action, float], at: Sequence[int], stages: int, send: float) -> float | None:
+    """Return when what an action needs is there, or None if that is not known yet."""
+    kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+    if kind == WEIGHT:
+        return done.get(Action(INPUT, stage, micro_batch))
+    giver = stage - 1 if kind == FORWARD else stage + 1
+    own = 0.0 if kind == FORWARD else done.get(Action(FORWARD, stage, micro_batch))
+    if not 0 <= giver < stages:
+        return own
+    kinds = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
+    given = [done[one] for one in (Action(of, giver, micro_batch) for of in kinds) if one in done]
+    if own is None or not given:
+        return None
+    return max(own, given[0] + (send if at[giver] != at[stage] else 0.0))
+
+
+def _live(actions: Sequence[Action], part: float) -> float:
+    now = most = 0.0
+    for action in actions:
+        now += {FORWARD: part, INPUT: 0.0}.get(action.kind, -part)
+        most = max(most, now)
+    return most

@@ -1,0 +1,226 @@
+"""One plan of a whole model, its loss included, cut into one plan per stage.
+
+A tensor that goes from a stage to the next is an output of the one, given back as it lies, and an input of the other:
+each rank sends its part to the rank at the same place of the next stage's mesh. A tensor that is read further on is
+handed through. Its gradient comes back the same way, in the places that its layout says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node, Value
+from ascend_parallel.sharding.layout import Layout, local_size
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.training.pipeline.stage_assignment import StageError
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the ranks of one stage run.
+
+    plan
+        On the stage's mesh. Its graph's inputs are first those of `received`, then those of `inputs`.
+    received, sent
+        Names of the tensors that come from the stage before and go to the next, in the order of both graphs; those of
+        one stage's `sent` are the next one's `received`.
+    inputs
+        Names of the whole graph's inputs that the stage reads.
+    """
+
+    stage: int
+    plan: ShardingPlan
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names, in the model, of the parameters that the stage reads."""
+        return frozenset(node.source for node in self.plan.graph.nodes.values() if node.kind == PARAMETER)
+
+
+def cut(plan: ShardingPlan, assignment: Mapping[str, int], meshes: Sequence[ProcessMesh]) -> tuple[StagePlan, ...]:
+    """Return the plan of each stage.
+
+    plan
+        Of a model that returns its loss, a mean over the batch; traced with one micro-batch.
+    assignment
+        The stage of every operator (`assign`, `balanced`).
+    meshes
+        One per stage, each of the shape and the dimension names of the plan's.
+
+    The model may also return a sum and a count (`Losses`). Raises `StageError` for meshes of another shape, a model
+    that returns something else, inputs that want a gradient,
+    and a buffer that one stage writes and another reads.
+    """
+    _check_meshes(plan.mesh, meshes, max(assignment.values()) + 1)
+    loss = _loss(plan, assignment, len(meshes))
+    _check_inputs(plan)
+    _check_buffers(plan.graph, assignment)
+    cutter = _Cutter(plan, assignment, loss)
+    return tuple(cutter.stage(stage, mesh) for stage, mesh in enumerate(meshes))
+
+
+def shared(parts: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that several stages read, and which stages those are."""
+    names = sorted(frozenset().union(*(part.parameters for part in parts)))
+    found = {name: tuple(part.stage for part in parts if name in part.parameters) for name in names}
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
+class _Cutter:
+    """The whole plan, and between which stages each of its tensors goes."""
+
+    def __init__(self, plan: ShardingPlan, assignment: Mapping[str, int], loss: Value) -> None:
+        self._plan, self._graph, self._assignment = plan, plan.graph, assignment
+        self._readers = self._graph.readers()
+        self._last = assignment[loss.node]
+        self._returned = [one for one in _leaves(self._graph) if isinstance(one, Value)]
+        self._inputs = [name for name, node in self._graph.nodes.items() if node.kind == INPUT]
+        self._travels: dict[Value, tuple[int, Layout]] = {}  # last stage that reads it, and how it travels
+        for value, readers in self._readers.items():
+            last = max((assignment[name] for name, _ in readers), default=-1)
+            if value.node in assignment and last > assignment[value.node]:
+                self._travels[value] = last, self._layout(value)
+        for value in self._graph.kept & set(self._returned):  # a count that an earlier stage makes goes to the last one
+            if assignment.get(value.node, self._last) < self._last:
+                self._travels[value] = self._last, self._layout(value)
+
+    def stage(self, stage: int, mesh: ProcessMesh) -> StagePlan:
+        """Return one stage's plan."""
+        received = [value for value, (last, _) in self._travels.items() if self._made(value) < stage <= last]
+        sent = [value for value, (last, _) in self._travels.items() if self._made(value) <= stage < last]
+        here = {value: Value(_name(value)) for value in received}
+        graph, plan = self._part(stage, here, sent), self._plan
+        made = {Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))}
+        layouts = {value: layout for value, layout in plan.layouts.items() if value in made}
+        layouts |= {new: self._travels[value][1] for value, new in here.items()}
+        via = {here.get(value, value): layout for value, layout in plan.via.items()}
+        read = {value for node in graph.nodes.values() for value in node.inputs}
+        returned = {here.get(value, value): self._travels[value][1] for value in sent}
+        part = replace(
+            plan,
+            graph=graph,
+            mesh=mesh,
+            layouts=layouts,
+            inputs={name: plan.inputs[name] if node.inputs else () for name, node in graph.nodes.items()},
+            via={value: layout for value, layout in via.items() if value in read and layouts[value] != layout},
+            differentiable=frozenset(here.get(value, value) for value in plan.differentiable) & made,
+            configured={name: pattern for name, pattern in plan.configured.items() if name in graph.nodes},
+            single=plan.single & set(graph.nodes),
+            returned=returned,
+        )
+        inputs = tuple(name for name in graph.nodes if name in self._inputs)
+        return StagePlan(stage, part, tuple(map(_name, received)), tuple(map(_name, sent)), inputs)
+
+    def _part(self, stage: int, here: Mapping[Value, Value], sent: Sequence[Value]) -> Graph:
+        """Return the stage's nodes, after those of what comes in."""
+        graph = self._graph
+        nodes = {new.node: Node(new.node, INPUT, (graph.meta(value),), source=new.node) for value, new in here.items()}
+        own = {name: node for name, node in graph.nodes.items() if self._assignment.get(name) == stage}
+        updates = {name: value for name, value in graph.updates.items() if self._assignment[value.node] == stage}
+        written = {node.name for node in graph.nodes.values() if node.kind == BUFFER and node.source in updates}
+        given = {value.node for node in own.values() for value in node.inputs if value.node not in self._assignment}
+        last = (
+            {one.node for one in self._returned if one.node not in self._assignment} if stage == self._last else set()
+        )
+        for name, node in graph.nodes.items():
+            if name in given | written | last:
+                nodes[name] = node
+        for name, node in own.items():
+            nodes[name] = replace(node, inputs=tuple(here.get(value, value) for value in node.inputs))
+        outputs: Any = tuple(here.get(value, value) for value in sent)
+        if stage == self._last:
+            outputs = pytree.tree_map(lambda one: here.get(one, one), graph.outputs)
+        return replace(
+            graph,
+            nodes=nodes,
+            outputs=outputs,
+            updates=updates,
+            with_gradient=frozenset(new.node for value, new in here.items() if value in self._plan.differentiable),
+            binding=None,
+        )
+
+    def _made(self, value: Value) -> int:
+        return self._assignment[value.node]
+
+    def _layout(self, value: Value) -> Layout:
+        """Return the layout in which a tensor travels.
+
+        As it is made; as all its readers want it, if it is made as a part of a sum or that is less to send.
+        """
+        plan, made = self._plan, self._plan.layouts[value]
+        wanted = {plan.inputs[name][index] for name, index in self._readers[value]}
+        target = plan.via.get(value) or (wanted.pop() if len(wanted) == 1 else made)
+        shape, mesh_shape = self._graph.meta(value).shape, plan.mesh.shape
+        is_less = local_size(shape, target, mesh_shape) < local_size(shape, made, mesh_shape)
+        return target if is_less or any(state.kind == "partial" for state in made) else made
+
+
+def _name(value: Value) -> str:
+    return f"{value.node}.{value.index}" if value.index else value.node
+
+
+def _check_meshes(whole: ProcessMesh, meshes: Sequence[ProcessMesh], stages: int) -> None:
+    if len(meshes) != stages:
+        raise StageError(f"{len(meshes)} meshes for {stages} stages: give one for each")
+    for stage, mesh in enumerate(meshes):
+        if (mesh.shape, mesh.dim_names) != (whole.shape, whole.dim_names):
+            raise StageError(
+                f"the mesh of stage {stage} is {_shape(mesh)}, the plan's is {_shape(whole)}: each rank sends to the "
+                "one at the same place, so give all stages meshes of the plan's shape"
+            )
+
+
+def _shape(mesh: ProcessMesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
+
+
+def _loss(plan: ShardingPlan, assignment: Mapping[str, int], stages: int) -> Value:
+    leaves = _leaves(plan.graph)
+    loss = leaves[0] if len(leaves) == 1 or (len(leaves) == 2 and not _differentiable(plan, leaves[1])) else None
+    if not isinstance(loss, Value) or plan.graph.meta(loss).shape != () or loss not in plan.differentiable:
+        raise StageError(
+            "the model returns something else than one loss: trace one that returns the mean over its batch"
+        )
+    if assignment.get(loss.node) != stages - 1:
+        raise StageError(
+            f"the loss is made in stage {assignment.get(loss.node)}, after which stages up to {stages - 1} have "
+            "nothing to do with it: put what makes it in the last stage"
+        )
+    return loss
+
+
+def _leaves(graph: Graph) -> list[Any]:
+    return pytree.tree_leaves(graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+
+
+def _differentiable(plan: ShardingPlan, count: Any) -> bool:
+    return isinstance(count, Value) and (count in plan.differentiable or plan.graph.meta(count).shape != ())
+
+
+def _check_inputs(plan: ShardingPlan) -> None:
+    for node in plan.graph.nodes.values():
+        if node.kind == INPUT and Value(node.name) in plan.differentiable:
+            raise StageError(
+                f"{node.source} was traced with a gradient, which a pipeline does not give: trace it without"
+            )
+
+
+def _check_buffers(graph: Graph, assignment: Mapping[str, int]) -> None:
+    sources = {name: node.source for name, node in graph.nodes.items() if node.kind == BUFFER}
+    writers = {name: assignment[value.node] for name, value in graph.updates.items()}
+    for node in graph.nodes.values():
+        for value in node.inputs if node.kind == CALL else ():
+            name = sources.get(value.node, "")
+            if name in writers and writers[name] != assignment[node.name]:
+                raise StageError(
+                    f"stage {writers[name]} writes the buffer {name}, and stage {assignment[node.name]} "
+                    f"({node.module or node.name}) reads it: put both in one stage"
+                )

@@ -1,0 +1,205 @@
+"""Which operator of a graph belongs to which stage of a pipeline: marked on modules, named by patterns, or balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ascend_parallel.sharding.graph import CALL, Graph, Node
+from ascend_parallel.sharding.layout import REPLICATE
+from ascend_parallel.sharding.planner.compute_cost import seconds
+from ascend_parallel.sharding.planner.operator_strategy import named_nodes
+from ascend_parallel.sharding.planner.options import Option
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
+
+Module = TypeVar("Module", bound=nn.Module)
+MARK = "pipeline_stage"
+# How far from an even cut a cut may be, in parts of a stage, for fewer bytes across it.
+WINDOW = 0.25
+
+
+class StageError(ValueError):
+    """Stages that cannot be: numbers with gaps, names of nothing, or a stage that reads what a later one gives."""
+
+
+def set_stage(module: Module, stage: int) -> Module:
+    """Put a module in a stage of the pipeline, from 0, and return it; the same as ``module.pipeline_stage = stage``."""
+    setattr(module, MARK, _checked(stage, type(module).__name__))
+    return module
+
+
+def assign(
+    graph: Graph, model: nn.Module, patterns: Mapping[str, Any] | None = None, stages: int | None = None
+) -> dict[str, int]:
+    """Return the stage of every operator, by its node's name.
+
+    patterns
+        Stages by module path, as in ``{"layers.0": 0, "layers.*": 1}``, or by operator (``"layers.*:add"``, as
+        `named_nodes` has it); the first that fits counts. They go before `pipeline_stage` on the model's modules.
+    stages
+        How many there have to be; by default as many as are named.
+
+    Of the modules around an operator the innermost that has a stage counts. An operator outside of all belongs to the
+    latest stage that it reads from; one that reads from none to the first that reads it. Parameters, buffers and
+    inputs are where they are read.
+
+    Raises `StageError` for a pattern that names nothing, stages that are not 0, 1, 2, ... without a gap, and a stage
+    that reads what a later one gives.
+    """
+    marked = _marked(graph, model, patterns or {})
+    if not marked:
+        raise StageError(
+            "no module has a pipeline stage: give modules `pipeline_stage` (or set_stage), name patterns, or a number "
+            "of stages"
+        )
+    found = _filled(graph, marked)
+    _check_order(graph, found)
+    _check_gaps(set(found.values()), stages)
+    return found
+
+
+def balanced(graph: Graph, stages: int, hardware: str = "910b") -> dict[str, int]:
+    """Return stages of about the same work, cut where few bytes go across.
+
+    Operators are taken in the order in which they run, so that any cut can be. The work is the cost model's time of
+    their forward and backward on one rank of `hardware`. Around each even cut, as far as a quarter of a stage, the
+    place is taken where the tensors that go across have the fewest bytes; of equal ones the nearest.
+
+    Raises `StageError` unless there are at least as many operators as stages.
+    """
+    calls = [node for node in graph.nodes.values() if node.kind == CALL]
+    if isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= len(calls):
+        raise StageError(f"stages={stages!r}: give a whole number from 1 to {len(calls)}, the number of operators")
+    done, crossing = _work_done(calls, hardware), _crossing(graph, calls)
+    share = done[-1] / stages
+    cuts = [0]
+    for stage in range(1, stages):
+        even, places = stage * share, range(cuts[-1] + 1, len(calls) - (stages - stage) + 1)
+        near = [place for place in places if abs(done[place - 1] - even) <= WINDOW * share]
+        near = near or [min(places, key=lambda place: abs(done[place - 1] - even))]
+        cuts.append(min(near, key=lambda place: (crossing[place - 1], abs(done[place - 1] - even))))
+    return {node.name: sum(place >= cut for cut in cuts[1:]) for place, node in enumerate(calls)}
+
+
+def _checked(stage: object, where: str) -> int:
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        raise StageError(f"{where}: pipeline stage {stage!r} is no stage: give 0, 1, 2, ...")
+    return stage
+
+
+def _marked(graph: Graph, model: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:
+    """Return the stage of each call that a pattern or a mark on a module around it names."""
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    marks = {path: _mark(path, module) for path, module in model.named_modules(remove_duplicate=False)}
+    of_modules = {path: stage for path, stage in marks.items() if stage is not None}
+    of_nodes: dict[str, int] = {}
+    by_pattern: dict[str, int] = {}
+    for pattern, given in patterns.items():
+        stage = _checked(given, repr(pattern))
+        if ":" in pattern:
+            of_nodes = dict.fromkeys((node.name for node in named_nodes(graph, pattern)), stage) | of_nodes
+            continue
+        named = [path for path in paths if _fits(path, pattern)]
+        if not named:
+            raise StageError(f"{pattern!r} names no module; there are {', '.join(path for path in paths if path)}")
+        by_pattern = dict.fromkeys(named, stage) | by_pattern
+    of_modules |= by_pattern
+    found = {}
+    for node in graph.nodes.values():
+        inner = _innermost(node.module, of_modules)
+        if node.kind == CALL and (inner is not None or node.name in of_nodes):
+            found[node.name] = of_nodes.get(node.name, inner if inner is not None else 0)
+    return found
+
+
+def _mark(path: str, module: nn.Module) -> int | None:
+    return _checked(getattr(module, MARK), path or type(module).__name__) if hasattr(module, MARK) else None
+
+
+def _fits(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _innermost(path: str, stages: Mapping[str, int]) -> int | None:
+    while path and path not in stages:
+        path = path.rpartition(".")[0]
+    return stages.get(path)
+
+
+def _filled(graph: Graph, marked: Mapping[str, int]) -> dict[str, int]:
+    """Give a stage to the calls that have none: the latest that they read from, or the first that reads them."""
+    found = dict(marked)
+    calls = [node for node in graph.nodes.values() if node.kind == CALL]
+    for node in calls:
+        before = [found[value.node] for value in node.inputs if value.node in found]
+        if node.name not in found and before:
+            found[node.name] = max(before)
+    readers: dict[str, list[str]] = {}
+    for node in calls:
+        for value in node.inputs:
+            readers.setdefault(value.node, []).append(node.name)
+    for node in reversed(calls):
+        after = [found[name] for name in readers.get(node.name, ())]
+        found.setdefault(node.name, min(after, default=0))
+    return {node.name: found[node.name] for node in calls}
+
+
+def _check_order(graph: Graph, stages: Mapping[str, int]) -> None:
+    for name, stage in stages.items():
+        node = graph.nodes[name]
+        for value in node.inputs:
+            if stages.get(value.node, 0) > stage:
+                giver = graph.nodes[value.node]
+                raise StageError(
+                    f"{_where(node)} of stage {stage} reads what {_where(giver)} of stage {stages[value.node]} gives: "
+                    f"a stage reads from itself and from earlier ones. Put {_where(node)} in stage "
+                    f"{stages[value.node]} or later, or {_where(giver)} in stage {stage} or earlier"
+                )
+
+
+def _where(node: Node) -> str:
+    assert node.call is not None
+    return f"{node.module or 'the model itself'} ({node.call.name.split('.')[1]})"
+
+
+def _check_gaps(used: set[int], stages: int | None) -> None:
+    missing = sorted(set(range(max(used) + 1)) - used)
+    if missing:
+        raise StageError(
+            f"stage {max(used)} is used, but no operator runs in stage {', '.join(map(str, missing))}: number the "
+            "stages 0, 1, 2, ... without a gap"
+        )
+    if stages is not None and len(used) != stages:
+        raise StageError(f"the model's operators are in {len(used)} stages, and there have to be {stages}")
+
+
+def _work_done(calls: list[Node], hardware: str) -> list[float]:
+    """Return the seconds of all calls up to each, on one rank."""
+    model, whole, sums, total = CostModel(find_hardware(hardware)), (REPLICATE,), [], 0.0
+    for node in calls:
+        assert node.call is not None
+        option = Option((whole,) * len(node.inputs), (whole,) * len(node.outputs))
+        total += seconds(node.call, option, (1,), model)
+        sums.append(total)
+    return sums
+
+
+def _crossing(graph: Graph, calls: list[Node]) -> list[int]:
+    """Return the bytes of the tensors that are read after each call and were made up to it."""
+    order = {node.name: place for place, node in enumerate(calls)}
+    change = [0] * (len(calls) + 1)
+    for value, readers in graph.readers().items():
+        last = max((order[name] for name, _ in readers), default=-1)
+        if value.node in order and last > order[value.node]:
+            change[order[value.node]] += graph.meta(value).nbytes
+            change[last] -= graph.meta(value).nbytes
+    found, now = [], 0
+    for difference in change[:-1]:
+        now += difference
+        found.append(now)
+    return found

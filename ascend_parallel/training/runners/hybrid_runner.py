@@ -1,0 +1,110 @@
+"""A model that runs as it is, with collectives of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ascend_parallel.consistency import DisagreementError, confirm_same, exchange, fingerprint
+from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.training.batch_checks import EVERY, is_due
+from ascend_parallel.training.loss import BatchLoss, Loss, Losses
+from ascend_parallel.training.masked_means import CountedMeans, warn_of_replicas
+from ascend_parallel.training.optimizer.targets import Target
+from ascend_parallel.training.options import StrategyOptionError
+from ascend_parallel.training.runners.runner import keep_gradients
+from ascend_parallel.training.strategy import Strategy
+from ascend_parallel.training.training_plan import evaluating
+
+
+class AsWritten:
+    """A model that runs as it is, with collectives of its own (mode "hybrid"); gradients are summed over data."""
+
+    def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
+        """Take the rank's own model."""
+        self._model, self._loss, self._strategy = model, loss, strategy
+        self.modules, self.unreduced = (model,), True
+        self._seen, self._unequal = 0, False
+        keep_gradients(model.parameters(), strategy)
+        (mesh,) = strategy.meshes()
+        mesh.device_mesh()
+        self._replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
+        self._group = None if strategy.data_dim is None else mesh.group(strategy.data_dim)
+        if self._group is not None:
+            mine = {"the model's parameters": fingerprint(model)}
+            cure = "Seed replicas alike, or load one checkpoint"
+            confirm_same(self._group, "train_step", mine, "ranks call train_step differently", cure)
+        if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "pieces"):
+            raise StrategyOptionError(
+                'mode="hybrid" with a mesh of more than the data dimension: the model has to tell what of each '
+                "parameter a rank holds, by a method pieces() -> dict[str, Piece]"
+            )
+
+    def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
+        """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
+        losses = Losses(1, factor)
+        with self._looking():
+            returned = self._loss(self._model, *batch)
+        share, own = losses.add(returned), losses.batch()
+        (share if own.count is not None else share / self._replicas).backward()  # type: ignore[no-untyped-call]
+        return self._mean(own)
+
+    def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
+        """Return the mean over data of the loss in evaluation mode."""
+        with torch.no_grad(), evaluating(self.modules):
+            losses = Losses(1)
+            losses.add(self._loss(self._model, *batch))
+            return self._mean(losses.batch()).mean
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Warn, once, if replicas take a mean over unequal counts: in batches alike on all ranks."""
+        number, self._seen = self._seen, self._seen + 1
+        if self._group is None or self._unequal or not is_due(number, EVERY):
+            yield
+            return
+        with CountedMeans() as means:
+            yield
+        self._unequal = warn_of_replicas(means.count, self._group)
+
+    def _mean(self, own: BatchLoss) -> BatchLoss:
+        """Return the mean over data, of means or of all that is counted."""
+        if own.count is None:
+            return BatchLoss(self._summed(own.total / self._replicas))
+        return BatchLoss(self._summed(own.total), self._summed(own.count))
+
+    def _summed(self, number: torch.Tensor) -> torch.Tensor:
+        found = number.clone()
+        if self._group is not None:
+            dist.all_reduce(found, group=self._group)
+        return found
+
+    def finish(self) -> None:
+        """Leave the sums to the optimizer."""
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self._model.zero_grad(set_to_none=True)
+
+    def targets(self) -> list[Target]:
+        """Return this rank's parameters; each is a replica along the data dimension."""
+        pieces, everybody = self.pieces(), dist.group.WORLD
+        assert everybody is not None
+        wanted = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        boxes = {name: str((pieces[name].offsets, tuple(one.shape))) for name, one in wanted.items()}
+        told = exchange(everybody, "train_step", boxes, DisagreementError).values()
+        copies = {name: sum(of_rank.get(name) == box for of_rank in told) for name, box in boxes.items()}
+        return [Target(name, one, pieces[name], self._group, copies[name]) for name, one in wanted.items()]
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return what the model says it holds, or all of it."""
+        if hasattr(self._model, "pieces"):
+            found: dict[str, Piece] = self._model.pieces()  # type: ignore[operator]
+            return found
+        return {name: Piece(one, tuple(one.shape), (0,) * one.ndim) for name, one in self._model.state_dict().items()}

@@ -1,0 +1,243 @@
+"""One `Strategy`: everything that is said about how a model is trained on many ranks, beside the model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.consistency import confirm_same
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.annotate import strategies_of_tables
+from ascend_parallel.training.graph_passes import PASSES
+from ascend_parallel.training.options import (
+    AmpOptions,
+    CommFusion,
+    GradientMerge,
+    OverlapOptions,
+    PipelineOptions,
+    ShardingOptions,
+    StrategyOptionError,
+    check_one_of,
+)
+from ascend_parallel.training.recompute import Recompute
+from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
+
+MODES = ("data", "semi_auto", "auto", "hybrid")
+# What a hybrid model, which is not traced, cannot have.
+OF_PLANS = ("operators", "pipeline", "recompute", "fused_passes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How a model is trained on many ranks.
+
+    mode
+        "data": the model whole on every rank, each with its part of the batch. "semi_auto": `operators` have
+        strategies, the rest is data parallel. "auto": what `operators` say is kept, the rest found, also from nothing.
+        "hybrid": the model runs as it is written, with collectives and overlapped operators of its own; gradients are
+        summed over `data_dim`.
+    mesh
+        Sizes by name of the mesh of one pipeline stage, such as {"dp": 2, "tp": 2}.
+    data_dim
+        The mesh dimension along which data differ; None where there is none (modes auto and hybrid).
+    operators
+        Strategies by pattern, as `propagate` takes them.
+    fused_passes
+        Names of PASSES: operators of the graph that become one.
+    max_norm
+        The gradients' global norm is clipped to it.
+    memory_limit, hardware
+        As `propagate` has them: bytes that a rank may hold, and whose costs count.
+
+    Raises `StrategyOptionError` for what is not allowed, alone or together.
+    """
+
+    mode: str = "auto"
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 1})
+    data_dim: str | None = "dp"
+    operators: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    recompute: Recompute = field(default_factory=Recompute)
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    amp: AmpOptions = field(default_factory=AmpOptions)
+    gradient_merge: GradientMerge = field(default_factory=GradientMerge)
+    overlap: OverlapOptions = field(default_factory=OverlapOptions)
+    comm_fusion: CommFusion = field(default_factory=CommFusion)
+    fused_passes: tuple[str, ...] = ()
+    max_norm: float | None = None
+    memory_limit: float | None = None
+    hardware: str = "910b"
+
+    def __post_init__(self) -> None:
+        """Check what has to fit together."""
+        check_one_of("mode", self.mode, MODES)
+        self._check_types()
+        self._check_mesh()
+        self._check_mode()
+        for name in self.fused_passes:
+            check_one_of("fused_passes", name, tuple(PASSES))
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Strategy:
+        """Read a TOML file: the fields' names, a table for each part; `operators` as `read_strategies` has them."""
+        file = Path(path)
+        try:
+            return cls.from_dict(parse_toml(file.read_text(encoding="utf-8"), str(file)), str(file))
+        except OSError as error:
+            raise StrategyOptionError(f"{file} cannot be read: {error.strerror}") from error
+        except (PlanningError, UnicodeDecodeError) as error:
+            raise StrategyOptionError(str(error)) from error
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], place: str = "the strategy") -> Strategy:
+        """Make one of nested tables; `place` is named in errors."""
+        values = dict(_known(cls, given, place))
+        for name, kind in PARTS.items():
+            if name in values:
+                table = values[name]
+                if not isinstance(table, Mapping):
+                    raise StrategyOptionError(f"{place}, {name}={table!r}: give a table [{name}]")
+                values[name] = _part(kind, table, f"{place}, [{name}]")
+        if "operators" in values:
+            values["operators"] = strategies_of_tables(values["operators"], f"{place}, [operators]")
+        if isinstance(values.get("fused_passes"), list):
+            values["fused_passes"] = tuple(values["fused_passes"])
+        return cls(**values)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the job has."""
+        return prod(self.mesh.values()) * self.pipeline.degree
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards come before a step of the optimizer: micro-batches times merged batches."""
+        return self.pipeline.micro_batches * self.gradient_merge.steps
+
+    def meshes(self) -> tuple[ProcessMesh, ...]:
+        """Return the mesh of each pipeline stage's group of ranks: ranks in order, stage by stage."""
+        size, shape = prod(self.mesh.values()), tuple(self.mesh.values())
+        return tuple(_mesh(first, shape, list(self.mesh)) for first in range(0, self.ranks, size))
+
+    def data_rank(self, rank: int) -> int:
+        """Return the place along `data_dim` of a global rank, 0 without one: what a sampler of local batches needs.
+
+        Raises `ValueError` for a rank that the job does not have.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank={rank!r}: the strategy is for {self.ranks} ranks, 0 to {self.ranks - 1}")
+        if self.data_dim is None:
+            return 0
+        mesh = self.meshes()[rank // prod(self.mesh.values())]
+        place = mesh.coordinate(rank)
+        assert place is not None
+        return place[mesh.dim(self.data_dim)]
+
+    def _check_types(self) -> None:
+        for name, kind in PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise StrategyOptionError(f"{name}={getattr(self, name)!r}: give a {kind.__name__}")
+        if not isinstance(self.fused_passes, (tuple, list)):
+            raise StrategyOptionError(f"fused_passes={self.fused_passes!r}: give a list of {', '.join(PASSES)}")
+        if not isinstance(self.hardware, str):
+            raise StrategyOptionError(f"hardware={self.hardware!r}: give a name, such as '910b' or 'cpu-gloo'")
+        for name in ("max_norm", "memory_limit"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and value > 0):
+                raise StrategyOptionError(f"{name}={value!r}: give a number above 0")
+
+    def _check_mesh(self) -> None:
+        fine = isinstance(self.mesh, Mapping) and self.mesh
+        if not fine or not all(type(size) is int and size >= 1 for size in self.mesh.values()):
+            raise StrategyOptionError(f'mesh={self.mesh!r}: give sizes by name, such as {{"dp": 2, "tp": 2}}')
+        names = ", ".join(self.mesh)
+        if self.data_dim is not None and self.data_dim not in self.mesh:
+            raise StrategyOptionError(
+                f"data_dim={self.data_dim!r}: the mesh has {names}; name one of those, or add a "
+                f"dimension of size 1 to the mesh, such as dp = 1 (in mode auto also None, if data do not differ)"
+            )
+        if self.sharding.level and self.sharding.dim not in self.mesh:
+            raise StrategyOptionError(f"sharding.dim={self.sharding.dim!r}: the mesh has {names}")
+
+    def _check_mode(self) -> None:
+        if self.mode in ("data", "semi_auto") and self.data_dim is None:
+            raise StrategyOptionError(f"mode={self.mode!r} needs data_dim: the mesh dimension along which data differ")
+        if self.mode == "data":
+            others = [name for name, size in self.mesh.items() if size > 1 and name != self.data_dim]
+            if others:
+                raise StrategyOptionError(
+                    f'mode="data" with the mesh dimension {others[0]}: data parallelism has {self.data_dim} alone; '
+                    'give mode "semi_auto" or "auto"'
+                )
+            if self.operators:
+                raise StrategyOptionError('mode="data" with strategies of operators: give mode "semi_auto" or "auto"')
+        if self.mode == "hybrid":
+            default = Strategy.__dataclass_fields__
+            for name in OF_PLANS:
+                if getattr(self, name) != _default(default[name]):
+                    raise StrategyOptionError(
+                        f'mode="hybrid" with {name}: the model runs as it is written and is not planned; leave {name} '
+                        'out, or give mode "semi_auto" or "auto"'
+                    )
+            if self.sharding.level == 3:
+                raise StrategyOptionError('mode="hybrid" with sharding.level=3, which needs a plan: give 0, 1 or 2')
+
+
+PARTS: dict[str, type[Any]] = {
+    "pipeline": PipelineOptions,
+    "recompute": Recompute,
+    "sharding": ShardingOptions,
+    "amp": AmpOptions,
+    "gradient_merge": GradientMerge,
+    "overlap": OverlapOptions,
+    "comm_fusion": CommFusion,
+}
+
+
+def _default(one: Any) -> Any:
+    return one.default_factory() if callable(one.default_factory) else one.default
+
+
+def _mesh(first: int, shape: tuple[int, ...], names: list[str]) -> ProcessMesh:
+    import numpy as np
+
+    return ProcessMesh(np.arange(first, first + prod(shape)).reshape(shape), names)
+
+
+def _part(kind: type[Any], table: Mapping[str, Any], place: str) -> Any:
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    return kind(**_known(kind, values, place))
+
+
+def _known(kind: type[Any], given: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Refuse names that `kind` does not have."""
+    names = [one.name for one in fields(kind)]
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise StrategyOptionError(f"{place}: there is no {name!r}{meant} There are {', '.join(names)}")
+    return given
+
+
+def confirm_same_strategy(strategy: Strategy, batch: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raise `DisagreementError` on every rank unless strategy, options and the batch's shapes are the same on all.
+
+    In mode "hybrid" shapes may differ.
+    """
+    mine = {field.name: repr(getattr(strategy, field.name)) for field in fields(strategy)}
+    mine |= {name: repr(value) for name, value in options.items()}
+    if strategy.mode != "hybrid":
+        mine["batch"] = ", ".join(
+            f"{list(item.shape)} of {item.dtype}" if isinstance(item, torch.Tensor) else repr(item) for item in batch
+        )
+    problem = "ranks call train_step differently"
+    confirm_same(dist.group.WORLD, "train_step", mine, problem, "Give all ranks the same")

@@ -1,0 +1,1 @@
+"""How many chunks: a cost model, measurements on real ranks, and what both choose."""

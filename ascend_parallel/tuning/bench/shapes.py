@@ -1,0 +1,85 @@
+"""Which layers `bench` and `tune` measure: those of a model, perhaps scaled down, or shapes given one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, layer_linears
+from ascend_parallel.tuning.cost_model.tables import PlanningError
+
+TILE = 16
+MOST = 1 << 30
+
+
+def scaled(model: Model, factor: int) -> Model:
+    """Return the model with hidden size, heads and MLP a `factor`-th as wide; heads keep their width."""
+    heads = max(1, model.heads // factor)
+    return replace(
+        model,
+        hidden=max(TILE, model.hidden // factor),
+        ffn=max(TILE, model.ffn // factor),
+        heads=heads,
+        kv_heads=max(1, model.kv_heads // factor) if model.kv_heads < model.heads else heads,
+        q_rank=model.q_rank // factor,
+        kv_rank=model.kv_rank // factor,
+    )
+
+
+def model_cases(model: Model, batch: Batch) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names and the cases of one transformer layer's linear layers on one rank."""
+    linears = layer_linears(model, batch)
+    return [linear.name for linear in linears], [_case(linear) for linear in linears]
+
+
+def shape_cases(
+    shapes: Sequence[str], layers: Sequence[str], ranks: int, sequence_parallel: bool, dtype: torch.dtype
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return cases of ``M,K,N``: each rank's matmul ``[M, K] x [K, N]``, M counting the rows of all ranks."""
+    names, cases = [], []
+    for text in shapes:
+        m, k, n = _parse(text)
+        if sequence_parallel and m % ranks:
+            raise PlanningError(
+                f"--shape {text}: M is not divisible by the {ranks} ranks, as sequence parallelism needs"
+            )
+        for kind in layers:
+            linear = Linear(
+                name=kind,
+                kind=kind,
+                m=m,
+                k=k,
+                n=n,
+                ranks=ranks,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device="cpu",
+            )
+            names.append(kind)
+            cases.append(_case(linear))
+    return names, cases
+
+
+def _parse(text: str) -> tuple[int, int, int]:
+    sizes = [whole(part) or 0 for part in text.split(",")]
+    if len(sizes) != 3 or not all(0 < size <= MOST for size in sizes):
+        raise PlanningError(f"--shape {shown(text)} is no shape: give M,K,N such as 2048,1024,1024, each up to {MOST}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _case(linear: Linear) -> dict[str, Any]:
+    """Return the fields of a `Case` as JSON holds them."""
+    gathered = linear.kind == "column" and linear.sequence_parallel
+    return {
+        "kind": linear.kind,
+        "rows": linear.m // linear.ranks if gathered else linear.m,
+        "n": linear.n,
+        "k": linear.k,
+        "dtype": str(linear.dtype).removeprefix("torch."),
+        "device": "cpu",
+        "sequence_parallel": linear.sequence_parallel,
+    }

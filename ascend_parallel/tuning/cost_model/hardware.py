@@ -1,0 +1,278 @@
+"""Hardware as data: what a matmul, a collective and the host cost, read from TOML files with a source for every number.
+
+The files lie in planning/data/hardware/; one that begins with an underscore is a base of others. Units are
+seconds, bytes, multiply-adds. docs/predict.md says how the numbers enter the times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from ascend_parallel.tuning.cost_model.tables import (
+    PlanningError,
+    Sourced,
+    lookup,
+    merged,
+    parse_toml,
+    require,
+    sourced_numbers,
+)
+
+TOPOLOGIES = ("mesh", "ring")
+MOST_BITS = 1e15
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+Steps = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """The unit that multiplies matrices: `cores` of it, each `macs_per_cycle * frequency` multiply-adds a second."""
+
+    macs_per_cycle: float
+    frequency: float
+    cores: int
+    block_m: int
+    block_n: int
+    utilisation: Steps
+    k_multiple: int
+    k_unaligned: float
+    share_32_bit: float
+    launch: float
+
+    def __post_init__(self) -> None:
+        """Refuse steps that end."""
+        _check_steps("matmul.utilisation", self.utilisation, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Device memory: bytes a second at best, the share of it that kernels reach, and bytes (0: not known)."""
+
+    bandwidth: float
+    efficiency: float
+    capacity: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Share of the matmul's peak that a fused attention kernel reaches."""
+
+    utilisation: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """Times of collectives of `fitted_ranks` ranks by the bytes of the whole tensor.
+
+    A step is (up to bytes, seconds, seconds per byte, seconds per byte squared). Without steps of their
+    own, all-gather and reduce-scatter take `gather_share` of an all-reduce. `whole_gather` multiplies the
+    wire's time of an all-gather that is not cut into pieces.
+    """
+
+    fitted_ranks: int
+    domain: int
+    all_reduce: Steps
+    all_gather: Steps = ()
+    reduce_scatter: Steps = ()
+    gather_share: float = 1.0
+    whole_gather: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse steps that end."""
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            if name == "all_reduce" or getattr(self, name):
+                _check_steps(f"collectives.{name}", getattr(self, name), 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link of its own for each rank: bits a second, the share that is payload, processor seconds per byte moved."""
+
+    rate: float
+    efficiency: float
+    processor: float
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Time of one byte on the wire, or in the processor if that is slower."""
+        return max(8 / (self.rate * self.efficiency), self.processor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What joins groups beyond the collectives' domain: bytes a second and rank, and seconds a step."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """Factors on what runs beside the other: a collective beside a matmul, a matmul beside a collective."""
+
+    collective: float
+    compute: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Seconds to issue one matmul or collective; inline: on the thread that computes, so they add to its time."""
+
+    launch: float
+    inline: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of rank and how ranks are joined."""
+
+    name: str
+    title: str
+    device: str
+    dtype: str
+    topology: str
+    matmul: Matmul
+    memory: Memory
+    attention: Attention
+    collectives: Collectives
+    network: Network
+    contention: Contention
+    host: Host
+    link: Link | None = None
+    aliases: tuple[str, ...] = ()
+    numbers: Mapping[str, Sourced] = field(default_factory=dict, compare=False, repr=False)
+
+    def with_link(self, rate: str) -> Hardware:
+        """Return the same with links of `rate`, such as ``1gbit``; raises `PlanningError` where a link is no option."""
+        if self.link is None:
+            raise PlanningError(f"--link={rate!r} is not allowed with {self.name}: its links are part of its data")
+        link = replace(self.link, rate=parse_rate(rate))
+        return replace(self, link=link, network=replace(self.network, bandwidth=1 / link.seconds_per_byte))
+
+    def with_launch(self, seconds: float) -> Hardware:
+        """Return the same with another host time per launch."""
+        require("--launch-us", seconds * 1e6, 0 <= seconds <= 1, "microseconds from 0 to 1000000")
+        return replace(self, host=replace(self.host, launch=seconds))
+
+    def with_fixed_cost(self, seconds: float) -> Hardware:
+        """Return the same with `seconds` more for every collective, whatever its size."""
+        data = self.collectives
+        slower: dict[str, Any] = {
+            name: tuple((limit, fixed + seconds, *rest) for limit, fixed, *rest in getattr(data, name))
+            for name in ("all_reduce", "all_gather", "reduce_scatter")
+        }
+        if not data.all_gather:  # they are a share of an all-reduce, of which the fixed cost is not to be halved
+            for name in ("all_gather", "reduce_scatter"):
+                slower[name] = tuple(
+                    (limit, data.gather_share * fixed + seconds, *(data.gather_share * value for value in rest))
+                    for limit, fixed, *rest in data.all_reduce
+                )
+        return replace(self, collectives=replace(data, **slower))
+
+
+TABLES: dict[str, type[Any]] = {
+    "matmul": Matmul,
+    "memory": Memory,
+    "attention": Attention,
+    "collectives": Collectives,
+    "network": Network,
+    "contention": Contention,
+    "host": Host,
+    "link": Link,
+}
+
+
+def parse_rate(text: str) -> float:
+    """Return the bits per second of ``1gbit``, ``2.5gbit`` or ``500mbit``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.strip().lower())
+    rate = float(found[1]) * UNITS[found[2]] if found else 0.0
+    require("--link", text, 0 < rate <= MOST_BITS, "a rate up to 1000000gbit, such as 500mbit, 1gbit or 10gbit")
+    return rate
+
+
+@lru_cache(maxsize=1)
+def all_hardware() -> Mapping[str, Hardware]:
+    """Read every file of the package; by name."""
+    texts = _texts()
+    return {name: _hardware(texts[name], name, texts) for name in sorted(texts) if not name.startswith("_")}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return the hardware of a name or alias; raises `PlanningError` with what exists and the nearest."""
+    known = dict(all_hardware())
+    for hardware in all_hardware().values():
+        known.update(dict.fromkeys(hardware.aliases, hardware))
+    found: Hardware = lookup("hardware", name, known)
+    return found
+
+
+def read_hardware(path: Path) -> Hardware:
+    """Read one's own file, which may build on a file of the package (``base = "ascend-910b2"``)."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanningError(f"{path} cannot be read: {error}") from error
+    try:
+        return _hardware(text, str(path), _texts())
+    except (AttributeError, TypeError) as error:
+        raise PlanningError(f"{path}: a key has a value of another type than it needs: {error}") from error
+
+
+def _texts() -> dict[str, str]:
+    """Return the package's files by the name before ``.toml``."""
+    folder = resources.files("ascend_parallel.tuning.cost_model") / "data" / "hardware"
+    files = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
+    return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in files}
+
+
+def _hardware(text: str, place: str, bases: Mapping[str, str]) -> Hardware:
+    values = parse_toml(text, place)
+    while "base" in values:
+        base = values.pop("base")
+        values = merged(parse_toml(lookup(f"{place}: base", base, bases), base), values)
+    sources = values.pop("sources", {})
+    words = {key: values.pop(key) for key in list(values) if not isinstance(values[key], Mapping)}
+    unknown = [key for key in values if key not in TABLES]
+    require(f"{place}: table", unknown, not unknown, f"only {', '.join(TABLES)}")
+    require(f"{place}: topology", words.get("topology"), words.get("topology") in TOPOLOGIES, " or ".join(TOPOLOGIES))
+    numbers = sourced_numbers(values, sources, place)
+    words["aliases"] = tuple(words.get("aliases", ()))
+    tables = {table: _table(table, entries, place) for table, entries in values.items()}
+    try:
+        return Hardware(**words, **tables, numbers=numbers)
+    except TypeError as error:
+        raise PlanningError(f"{place}: {str(error).replace('Hardware.__init__()', 'the file')}") from error
+
+
+def _table(table: str, entries: Mapping[str, Any], place: str) -> Any:
+    values = {key: _frozen(entry["value"]) for key, entry in entries.items()}
+    for key, value in values.items():
+        fits = _is_number(value) and value >= 0
+        fits = fits or (isinstance(value, tuple) and all(isinstance(step, tuple) for step in value))
+        require(f"{place}: {table}.{key}", value, fits, "a number of 0 or more, or a list of steps")
+    try:
+        return TABLES[table](**values)
+    except TypeError as error:
+        raise PlanningError(f"{place}: {str(error).replace('__init__()', f'[{table}]')}") from error
+
+
+def _check_steps(name: str, steps: Steps, width: int) -> None:
+    limits = [step[0] for step in steps if len(step) == width and all(map(_is_number, step))]
+    fits = len(limits) == len(steps) > 0 and limits == sorted(limits) and limits[-1] == float("inf")
+    require(name, steps, fits, f"steps of {width} numbers, by rising limits, the last of them inf")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and not isnan(value)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, so that hardware can be compared and hashed."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

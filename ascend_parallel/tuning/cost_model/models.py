@@ -1,0 +1,241 @@
+"""Transformers by their dimensions, and the tensor-parallel linear layers one rank of them runs.
+
+Presets stand in data/models.toml, each with its source and its published size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup, parse_toml, require
+
+COLUMN, ROW = "column", "row"
+MOST = 1 << 40
+DIMENSIONS = ("layers", "hidden", "ffn", "heads", "vocab")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder-only transformer.
+
+    q_rank, kv_rank, rotary_dim
+        Latent attention (DeepSeek): queries, and keys and values, are made from vectors of these
+        lengths; all 0 for the usual attention.
+    """
+
+    name: str
+    title: str
+    source: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rotary_dim: int = 0
+    positions: int = 0
+    sequence: int = 0
+    gated: bool = False
+    bias: bool = False
+    tied: bool = False
+    parameters: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest, and refuse what cannot be."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            least = 1 if f.name in DIMENSIONS else 0
+            allowed, what = {
+                "int": (type(value) is int and least <= value <= MOST, f"a whole number from {least} to {MOST}"),
+                "float": (type(value) in (int, float) and 0 <= value < inf, "a number of 0 or more"),
+                "bool": (type(value) is bool, "true or false"),
+                "str": (isinstance(value, str), "a text"),
+            }[str(f.type)]
+            require(f"model {self.name}: {f.name}", value, allowed, what)
+        defaults = {"kv_heads": self.heads, "head_dim": self.hidden // self.heads}
+        for name, value in (defaults | {"value_dim": self.head_dim or defaults["head_dim"]}).items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is latent."""
+        return self.kv_rank > 0
+
+    def attention_weights(self) -> int:
+        """Weights of one layer's attention."""
+        out = self.heads * self.value_dim * self.hidden
+        if self.latent:
+            down = self.hidden * (self.q_rank + self.kv_rank + self.rotary_dim)
+            keys = self.head_dim - self.rotary_dim
+            up = self.q_rank * self.heads * self.head_dim + self.kv_rank * self.heads * (keys + self.value_dim)
+            return down + up + out
+        return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim + out
+
+    def layer_weights(self) -> int:
+        """Weights of one layer, its biases and norms too."""
+        mlp = (3 if self.gated else 2) * self.hidden * self.ffn
+        norms = 2 * self.hidden * (2 if self.bias else 1)
+        biases = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.hidden + self.ffn if self.bias else 0
+        return self.attention_weights() + mlp + norms + biases
+
+    def count_parameters(self) -> int:
+        """Weights of the whole model."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
+        return embeddings + self.layers * self.layer_weights() + self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A tensor-parallel linear layer on one rank: ``[m, k] x [k, n]`` in forward, m counting the rows of all ranks."""
+
+    name: str
+    kind: str
+    m: int
+    k: int
+    n: int
+    ranks: int
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: str
+
+    def forward_problem(self) -> Problem | None:
+        """Return what forward runs as one operator, or None where it communicates nothing."""
+        if self.kind == COLUMN:
+            return self._problem(ALL_GATHER, self.k, self.n) if self.sequence_parallel else None
+        return self._problem(REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE, self.k, self.n)
+
+    def backward_problem(self) -> Problem | None:
+        """Return what the input gradient runs as one operator, or None where it communicates nothing."""
+        if self.kind == COLUMN:
+            return self._problem(REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE, self.n, self.k)
+        return self._problem(ALL_GATHER, self.n, self.k) if self.sequence_parallel else None
+
+    def _problem(self, operator: str, k: int, n: int) -> Problem | None:
+        return Problem(operator, self.m, k, n, self.dtype, self.device, self.ranks) if self.ranks > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one rank group works on: sequence length, sequences of a micro-batch, and how they are spread."""
+
+    sequence: int
+    micro_batch: int
+    tp: int
+    sequence_parallel: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "npu"
+
+    def __post_init__(self) -> None:
+        """Refuse what is below 1."""
+        for option in ("sequence", "micro_batch", "tp"):
+            require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
+
+    @property
+    def rows(self) -> int:
+        """Rows of all ranks, filled up to a multiple of the ranks."""
+        return self.tp * -(-self.sequence * self.micro_batch // self.tp)
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of one rank outside the linear layers."""
+        return self.rows // self.tp if self.sequence_parallel else self.rows
+
+
+def layer_linears(model: Model, batch: Batch) -> list[Linear]:
+    """Return the tensor-parallel linear layers of one transformer layer, in the order of forward.
+
+    Heads and widths that the ranks do not divide are rounded up: the rank with most sets the pace.
+    """
+
+    def linear(name: str, kind: str, k: int, n: int) -> Linear:
+        return _linear(batch, name, kind, k, n)
+
+    heads = -(-model.heads // batch.tp)
+    kv_heads = -(-model.kv_heads // batch.tp)
+    ffn = -(-model.ffn // batch.tp)
+    if model.latent:
+        keys = model.head_dim - model.rotary_dim
+        attention = [
+            linear("q up", COLUMN, model.q_rank, heads * model.head_dim),
+            linear("kv up", COLUMN, model.kv_rank, heads * (keys + model.value_dim)),
+        ]
+    else:
+        attention = [linear("qkv", COLUMN, model.hidden, (heads + 2 * kv_heads) * model.head_dim)]
+    return [
+        *attention,
+        linear("proj", ROW, heads * model.value_dim, model.hidden),
+        linear("up", COLUMN, model.hidden, ffn * (2 if model.gated else 1)),
+        linear("down", ROW, ffn, model.hidden),
+    ]
+
+
+def head_linear(model: Model, batch: Batch) -> Linear:
+    """Return the layer that makes logits, on the last stage."""
+    return _linear(batch, "logits", COLUMN, model.hidden, -(-model.vocab // batch.tp))
+
+
+def uneven_splits(model: Model, batch: Batch) -> list[str]:
+    """Say which dimensions the ranks do not divide, and are rounded up for."""
+    sizes = {"heads": model.heads, "ffn": model.ffn, "rows": batch.sequence * batch.micro_batch}
+    if model.kv_heads >= batch.tp:
+        sizes["kv_heads"] = model.kv_heads
+    return [f"{name} {size} / {batch.tp} ranks" for name, size in sizes.items() if size % batch.tp]
+
+
+@lru_cache(maxsize=1)
+def all_models() -> Mapping[str, Model]:
+    """Read the presets; by name."""
+    text = (resources.files("ascend_parallel.tuning.cost_model") / "data" / "models.toml").read_text(encoding="utf-8")
+    return {name: _model(name, values, "models.toml") for name, values in parse_toml(text, "models.toml").items()}
+
+
+def find_model(name: str) -> Model:
+    """Return a preset; raises `PlanningError` with what exists and the nearest."""
+    found: Model = lookup("--model", name, all_models())
+    return found
+
+
+def read_model(path: Path) -> Model:
+    """Read one's own model: a TOML file of the keys of `Model`, such as layers, hidden, ffn, heads and vocab."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanningError(f"--model-file {path} cannot be read: {error}") from error
+    return _model(path.stem, parse_toml(text, f"--model-file {path}"), f"--model-file {path}")
+
+
+def _model(name: str, values: Mapping[str, Any], place: str) -> Model:
+    known = [f.name for f in fields(Model)]
+    for key in values:
+        require(f"{place}: key", key, key in known, ", ".join(known))
+    missing = [key for key in DIMENSIONS if key not in values]
+    require(f"{place}: missing keys", missing, not missing, ", ".join(DIMENSIONS))
+    return Model(**({"name": name, "title": name, "source": place} | dict(values)))
+
+
+def _linear(batch: Batch, name: str, kind: str, k: int, n: int) -> Linear:
+    return Linear(
+        name=name,
+        kind=kind,
+        m=batch.rows,
+        k=k,
+        n=n,
+        ranks=batch.tp,
+        sequence_parallel=batch.sequence_parallel and batch.tp > 1,
+        dtype=batch.dtype,
+        device=batch.device,
+    )

@@ -1,0 +1,202 @@
+"""Published gains beside predictions, as the tables of docs/predict.md.
+
+    python -m ascend_parallel.tuning.cost_model.published                    print them
+    python -m ascend_parallel.tuning.cost_model.published docs/predict.md    write them between the file's marks
+
+No number of the model was changed after looking at these gains.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.tuning.cost_model.chunk_pipeline import makespan
+from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.models import Batch, find_model
+from ascend_parallel.tuning.cost_model.report import gain
+from ascend_parallel.tuning.cost_model.step import Layout, step_time
+
+BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
+# MindSpeed, docs/features/communication-over-computation.md: end to end, fused operators, TP 8.
+PUBLISHED = {"bloom-7b": 0.0320, "bloom-176b": 0.0547, "llama2-70b": 0.0785}
+TP, HARDWARE = 8, "ascend-910b2"
+# The fused operators leave the column layer's backward alone unless enable_coc_in_column_backward is set.
+FUSED_BOUND = Schedule(name="bound", column_backward=False)
+COLUMNS: dict[str, Schedule] = {
+    **{f"{count} equal": Schedule(name=f"={count}") for count in (2, 4, 8)},
+    "best equal": EQUAL,
+    "best": BEST,
+    "bound": BOUND,
+    "bound, fused": FUSED_BOUND,
+}
+# Matmul-all-reduce [5416, 6144, 1408] fp16 on 8 x 910B1 (PTO-ISA, kernels/manual/a2a3/gemm_ar), microseconds.
+OPERATOR = (5416, 6144, 1408)
+OPERATOR_MEASURED = {"matmul": 365, "collective": 375, "in turn": 743, "overlapped": 631}
+# Square fp16 matmuls on one 910B2 (github.com/zzc0721/torch-performance-test-data, issue 109), TFLOPS.
+SQUARES = {1024: 98.08, 2048: 251.01, 4096: 314.52, 8192: 305.46, 10240: 274.76}
+EXTRA_FIXED = (0, 50, 200, 460)
+LAUNCHES = (0, 20, 50, 100)
+
+
+def main() -> None:
+    """Print the tables, or write them into the file named."""
+    text = tables()
+    if len(sys.argv) > 1:
+        path = Path(sys.argv[1])
+        path.write_text(inserted(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+
+
+def inserted(document: str, text: str) -> str:
+    """Return the document with `text` between its marks; raises `ValueError` if it has none."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the document has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{text}{END}{after}"
+
+
+def tables() -> str:
+    """Return all tables as Markdown."""
+    parts = [
+        ("### End to end, as published and as predicted", _published()),
+        ("### Sensitivity to sequence and micro-batch", _shapes()),
+        ("### Sensitivity to fixed costs", _fixed_costs()),
+        ("### Sensitivity to the chip", _chips()),
+        ("### Pieces that can be checked against measurements", _squares()),
+        ("", _operator()),
+    ]
+    return "".join(f"\n{title}\n\n{table}" if title else f"\n{table}" for title, table in parts) + "\n"
+
+
+@cache
+def step_gain(
+    model: str, hardware: Hardware, sequence: int, micro_batch: int, sequence_parallel: bool, schedule: Schedule
+) -> float:
+    """Return the predicted gain of a training step over Megatron-core's schedule."""
+    batch = Batch(sequence=sequence, micro_batch=micro_batch, tp=TP, sequence_parallel=sequence_parallel)
+    before, after = (
+        step_time(_costs(hardware), find_model(model), batch, Layout(micro_batches=8), chosen).total
+        for chosen in (MEGATRON, schedule)
+    )
+    return gain(before, after)
+
+
+@cache
+def _costs(hardware: Hardware) -> CostModel:
+    return CostModel(hardware)
+
+
+def _published() -> str:
+    rows = []
+    for sequence_parallel in (False, True):
+        for name, published in PUBLISHED.items():
+            model = find_model(name)
+            gains = [
+                step_gain(name, find_hardware(HARDWARE), model.sequence, 1, sequence_parallel, schedule)
+                for schedule in COLUMNS.values()
+            ]
+            mode = "sequence" if sequence_parallel else "all-reduce"
+            rows.append([name, mode, str(model.sequence), _percent(published), *map(_percent, gains)])
+    return _table(["model", "mode", "sequence", "published", *COLUMNS], rows)
+
+
+def _shapes() -> str:
+    rows = []
+    for name in PUBLISHED:
+        for sequence_parallel in (False, True):
+            for micro_batch in (1, 4):
+                gains = [
+                    " / ".join(
+                        _percent(step_gain(name, find_hardware(HARDWARE), sequence, micro_batch, sequence_parallel, s))
+                        for s in (BEST, FUSED_BOUND)
+                    )
+                    for sequence in (1024, 2048, 4096, 8192)
+                ]
+                rows.append([name, "sequence" if sequence_parallel else "all-reduce", str(micro_batch), *gains])
+    return _table(["best / bound, fused", "mode", "micro-batch", "1024", "2048", "4096", "8192"], rows)
+
+
+def _fixed_costs() -> str:
+    base = find_hardware(HARDWARE)
+    variants = {f"+{extra} us a collective": base.with_fixed_cost(extra * 1e-6) for extra in EXTRA_FIXED}
+    variants |= {f"{launch} us a launch": base.with_launch(launch * 1e-6) for launch in LAUNCHES}
+    rows = []
+    for words, hardware in variants.items():
+        gains = [
+            _percent(step_gain(name, hardware, find_model(name).sequence, 1, sequence_parallel, schedule))
+            for name in PUBLISHED
+            for sequence_parallel, schedule in ((False, Schedule(name="=4")), (False, BEST), (True, BEST))
+        ]
+        rows.append([words, *gains])
+    heads = [f"{name}, {what}" for name in PUBLISHED for what in ("4 equal", "best", "best, sequence")]
+    return _table(["", *heads], rows)
+
+
+def _chips() -> str:
+    rows = []
+    for chip in ("ascend-910b1", "ascend-910b2", "ascend-910b3", "ascend-910b4"):
+        gains = [
+            _percent(step_gain(name, find_hardware(chip), find_model(name).sequence, 1, False, schedule))
+            for name in PUBLISHED
+            for schedule in (BEST, FUSED_BOUND)
+        ]
+        rows.append([chip, *gains])
+    heads = [f"{name}, {what}" for name in PUBLISHED for what in ("best", "bound, fused")]
+    return _table(["all-reduce", *heads], rows)
+
+
+def _squares() -> str:
+    costs = _costs(find_hardware("ascend-910b2"))
+    rows = []
+    for size, measured in SQUARES.items():
+        predicted = 2 * size**3 / costs.matmul(size, size, size, 2) / 1e12
+        rows.append([str(size), f"{measured:.0f}", f"{predicted:.0f}", f"{predicted / measured - 1:+.0%}"])
+    return _table(["square fp16 matmul, 910B2", "TFLOPS measured", "predicted", "off by"], rows)
+
+
+def _operator() -> str:
+    costs = _costs(find_hardware("ascend-910b1"))
+    problem = Problem(ALL_REDUCE, *OPERATOR, torch.float16, "npu", TP)
+    whole = (problem.rows,)
+
+    def seconds(sizes: tuple[int, ...]) -> float:
+        return makespan(costs.call(problem, sizes))
+
+    matmul, collective = costs.chunk(problem, problem.rows, True)
+    best = best_sizes(problem.rows, seconds)
+    predicted = {
+        "matmul": matmul,
+        "collective": collective,
+        "in turn": seconds(whole),
+        "overlapped": best.seconds,
+        "4 equal chunks": seconds(equal_sizes(problem.rows, 4)),
+        "bound": costs.bound(problem),
+    }
+    rows = [[name, str(OPERATOR_MEASURED.get(name, "")), f"{value * 1e6:.0f}"] for name, value in predicted.items()]
+    return _table(
+        ["matmul-all-reduce [5416, 6144, 1408], 8 x 910B1", "us measured (fused kernel)", "us predicted"], rows
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}".replace("%", " %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""A prediction as plain values, for scripts, and as tables, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import Hardware
+from ascend_parallel.tuning.cost_model.layer_passes import (
+    BACKWARD,
+    BEST,
+    BOUND,
+    EQUAL,
+    FORWARD,
+    IN_TURN,
+    MEGATRON,
+    LinearPass,
+    Schedule,
+    operator_of,
+)
+from ascend_parallel.tuning.cost_model.layers import Layer
+from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
+from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
+
+# What the tables compare, by the words they use.
+SCHEDULES = {
+    "in turn": IN_TURN,
+    "serial": MEGATRON,
+    "2 chunks": Schedule(name="2"),
+    "4 chunks": Schedule(name="4"),
+    "8 chunks": Schedule(name="8"),
+    "best equal": EQUAL,
+    "best": BEST,
+    "bound": BOUND,
+}
+LEGEND = """\
+serial: as Megatron-core runs it (whole; in the column layer's backward its collectives already run beside the
+matmuls). best: the sizes found. gain: serial / best - 1. bound: no sizes get below it. Times are predictions of
+a model, not measurements; docs/predict.md has its formulas and sources."""
+
+
+def gain(before: float, after: float) -> float:
+    """Return how much more is done in the same time, as a share."""
+    return before / after - 1 if after else 0.0
+
+
+def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> dict[str, Any]:
+    """Return the prediction as plain values; times in seconds, gains as shares over "serial"."""
+    costs = CostModel(hardware)
+    layer, ends = parts_of(costs, model, batch)
+    calls = [*layer.parts[FORWARD], ends.parts[FORWARD], *layer.parts[BACKWARD], ends.parts[BACKWARD]]
+    assumed = sorted(name for name, number in hardware.numbers.items() if number.assumed)
+    return {
+        "model": model.name,
+        "parameters": model.count_parameters(),
+        "hardware": hardware.name,
+        "link_bits_per_second": hardware.link.rate if hardware.link else None,
+        "tp": batch.tp,
+        "dp": layout.dp,
+        "pp": layout.pp,
+        "ranks": batch.tp * layout.dp * layout.pp,
+        "sequence": batch.sequence,
+        "micro_batch": batch.micro_batch,
+        "micro_batches": layout.micro_batches,
+        "sequence_parallel": batch.sequence_parallel,
+        "recompute": layout.recompute,
+        "dtype": str(batch.dtype).removeprefix("torch."),
+        "assumed": assumed,
+        "rounded_up": uneven_splits(model, batch),
+        "calls": [_call(part) for part in calls],
+        "layer": _layer(layer, layout),
+        "step": _steps(costs, model, batch, layout),
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print a prediction as tables."""
+    mode = "sequence parallel" if found["sequence_parallel"] else "all-reduce"
+    console.print(
+        f"{found['model']} ({found['parameters'] / 1e9:.1f}B) on {found['hardware']}, TP {found['tp']} x DP "
+        f"{found['dp']} x PP {found['pp']} = {found['ranks']} ranks, {mode}, sequence {found['sequence']}, "
+        f"micro-batch {found['micro_batch']}, {found['dtype']}, recompute {found['recompute']}",
+        markup=False,
+    )
+    for words in found["rounded_up"]:
+        console.print(f"note: not divisible, so rounded up: {words}", markup=False)
+    console.print(_calls_table(found["calls"]))
+    console.print(_totals_table(found))
+    console.print(LEGEND, markup=False)
+    if found["assumed"]:
+        console.print(f"assumed, without a public source: {', '.join(found['assumed'])} (--sources)", markup=False)
+
+
+def show_sources(hardware: Hardware, console: Console) -> None:
+    """Print every number of a hardware with its source."""
+    table = Table(title=f"{hardware.name}: {hardware.title}", title_justify="left", box=box.SIMPLE)
+    for heading in ("number", "value", "source"):
+        table.add_column(heading, overflow="fold")
+    for name, number in sorted(hardware.numbers.items()):
+        words = f"{number.source}: {number.why}" if number.why else number.source
+        table.add_row(name, Text(str(number.value)), Text(words))  # Text: no markup in brackets
+    console.print(table)
+
+
+def sizes_in_words(sizes: tuple[int, ...]) -> str:
+    """Return ``256x4`` for four chunks of 256 rows, ``512 256x2`` for one of 512 and two of 256."""
+    words: list[str] = []
+    start = 0
+    while start < len(sizes):
+        stop = start
+        while stop < len(sizes) and sizes[stop] == sizes[start]:
+            stop += 1
+        words.append(str(sizes[start]) if stop == start + 1 else f"{sizes[start]}x{stop - start}")
+        start = stop
+    return " ".join(words)
+
+
+def _call(part: LinearPass) -> dict[str, Any]:
+    linear, problem, best = part.linear, part.problem, part.best
+    m, k, n = (linear.m, linear.k, linear.n) if part.direction == FORWARD else (linear.m, linear.n, linear.k)
+    return {
+        "layer": linear.name,
+        "pass": part.direction,
+        "operator": operator_of(part),
+        "m": m,
+        "k": k,
+        "n": n,
+        "rows": problem.rows if problem else None,
+        "computation": part.computation,
+        "communication": part.communication,
+        "in_turn": part.in_turn,
+        "serial": part.megatron,
+        "equal_sizes": list(best.equal) if best else None,
+        "equal": best.equal_seconds if best else None,
+        "sizes": list(best.sizes) if best else None,
+        "best": BEST.seconds(part),
+        "bound": part.bound,
+        "gain": gain(part.megatron, BEST.seconds(part)),
+    }
+
+
+def _layer(layer: Layer, layout: Layout) -> dict[str, Any]:
+    found = {}
+    for name, schedule in SCHEDULES.items():
+        forward, backward = layer.forward(schedule), layer.backward(schedule, layout.recompute)
+        serial = layer.forward(MEGATRON) + layer.backward(MEGATRON, layout.recompute)
+        found[name] = {"forward": forward, "backward": backward, "gain": gain(serial, forward + backward)}
+    return found
+
+
+def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict[str, Any]:
+    serial = step_time(costs, model, batch, layout, MEGATRON).total
+    tokens = batch.sequence * batch.micro_batch * layout.micro_batches * layout.dp
+    found = {}
+    for name, schedule in SCHEDULES.items():
+        step = step_time(costs, model, batch, layout, schedule)
+        found[name] = {
+            "total": step.total,
+            "pipeline": step.pipeline,
+            "gradients": step.gradients,
+            "optimizer": step.optimizer,
+            "tokens_per_second": tokens / step.total,
+            "gain": gain(serial, step.total),
+        }
+    return found
+
+
+def _calls_table(calls: list[dict[str, Any]]) -> Table:
+    table = Table(title="per layer and direction, milliseconds", title_justify="left", box=box.SIMPLE)
+    for heading in ("layer", "pass", "operator"):
+        table.add_column(heading, no_wrap=heading != "operator")
+    for heading in ("m, k, n", "matmul", "comm", "serial", "best", "gain", "bound", "rows of each chunk"):
+        table.add_column(heading, justify="right" if heading != "rows of each chunk" else "left")
+    for call in calls:
+        sizes = sizes_in_words(tuple(call["sizes"])) if call["sizes"] else "-"
+        table.add_row(
+            call["layer"],
+            call["pass"],
+            call["operator"],
+            f"{call['m']}, {call['k']}, {call['n']}",
+            *(_ms(call[key]) for key in ("computation", "communication", "serial", "best")),
+            f"{call['gain']:.1%}",
+            _ms(call["bound"]),
+            sizes,
+        )
+    return table
+
+
+def _totals_table(found: dict[str, Any]) -> Table:
+    table = Table(title="layer and training step, milliseconds", title_justify="left", box=box.SIMPLE)
+    table.add_column("schedule")
+    for heading in ("forward", "backward", "layer's gain", "step", "step's gain", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for name in SCHEDULES:
+        layer, step = found["layer"][name], found["step"][name]
+        table.add_row(
+            name,
+            _ms(layer["forward"]),
+            _ms(layer["backward"]),
+            f"{layer['gain']:+.2%}",
+            _ms(step["total"]),
+            f"{step['gain']:+.2%}",
+            f"{step['tokens_per_second']:.0f}",
+        )
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"

@@ -1,0 +1,127 @@
+"""A training step of TP x DP x PP ranks in closed form: micro-batches through stages, gradients, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+from ascend_parallel.ops.problem import ALL_REDUCE
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.layer_passes import Schedule
+from ascend_parallel.tuning.cost_model.layers import Ends, Layer
+from ascend_parallel.tuning.cost_model.models import Batch, Model
+from ascend_parallel.tuning.cost_model.simulation import Task
+from ascend_parallel.tuning.cost_model.tables import require
+
+# Bytes of memory that Adam moves per parameter: an fp32 gradient read, three fp32 states read and written,
+# a 16-bit weight written.
+ADAM_BYTES = 4 + 3 * 4 * 2 + 2
+GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a step is spread: data, pipeline, micro-batches per replica and step, recomputation."""
+
+    dp: int = 1
+    pp: int = 1
+    micro_batches: int = 1
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse what is below 1."""
+        for option in ("dp", "pp", "micro_batches"):
+            require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Seconds of one step, in all and by part."""
+
+    pipeline: float
+    gradients: float
+    optimizer: float
+    stages: tuple[tuple[float, float], ...] = field(repr=False)
+
+    @property
+    def total(self) -> float:
+        """Everything, one part after the other."""
+        return self.pipeline + self.gradients + self.optimizer
+
+
+def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> Step:
+    """Return the time of one step.
+
+    Micro-batches run one forward, one backward (1F1B); activations travel between stages over the network,
+    not hidden; gradients are summed over replicas in fp32 after the last micro-batch, not hidden; Adam's
+    states are kept whole on every replica. The rank that has most of everything sets the pace.
+    """
+    require("--pp", layout.pp, layout.pp <= model.layers, f"at most the {model.layers} layers of {model.name}")
+    layer, ends = parts_of(costs, model, batch)
+    forward, backward = layer.forward(schedule), layer.backward(schedule, layout.recompute)
+    last_forward, last_backward = ends.seconds(schedule)
+    stages = []
+    for stage, layers in enumerate(spread(model.layers, layout.pp)):
+        first, last = stage == 0, stage == layout.pp - 1
+        stages.append(
+            (
+                layers * forward + ends.embedding * first + last_forward * last,
+                layers * backward + ends.embedding * first + last_backward * last,
+            )
+        )
+    hop = 0.0
+    if layout.pp > 1:
+        size = batch.own_rows * model.hidden * batch.dtype.itemsize
+        hop = costs.hardware.network.latency + size / costs.hardware.network.bandwidth
+    parameters = model.count_parameters() / batch.tp / layout.pp
+    return Step(
+        pipeline=pipeline_time(stages, layout.micro_batches, hop),
+        gradients=costs.network(ALL_REDUCE, parameters * GRADIENT_BYTES, layout.dp),
+        optimizer=costs.stream(parameters * ADAM_BYTES),
+        stages=tuple(stages),
+    )
+
+
+@lru_cache(maxsize=16)
+def parts_of(costs: CostModel, model: Model, batch: Batch) -> tuple[Layer, Ends]:
+    """Return a layer and the ends; remembered, as they remember the best chunks they found."""
+    return Layer(costs, model, batch), Ends(costs, model, batch)
+
+
+def pipeline_time(stages: list[tuple[float, float]], micro_batches: int, hop: float) -> float:
+    """Return the time of 1F1B: one micro-batch through all stages, and the others at the slowest stage's pace.
+
+    stages: forward and backward seconds of each. Exact for equal stages without hops, where it is the
+    well-known (micro-batches + stages - 1) (forward + backward). With a last stage up to half as long again, for
+    the logits, the simulation is at most 3 % below it; with stages of any length it is an estimate.
+    """
+    through = sum(forward + backward for forward, backward in stages) + 2 * hop * (len(stages) - 1)
+    pace = max(forward + backward for forward, backward in stages) + (2 * hop if len(stages) > 1 else 0.0)
+    return through + (micro_batches - 1) * pace
+
+
+def pipeline_tasks(stages: list[tuple[float, float]], micro_batches: int) -> list[Task]:
+    """Return 1F1B as tasks for `simulate`, one lane per stage, without hops: to check the closed form."""
+    count, found = len(stages), []
+    for stage, (forward, backward) in enumerate(stages):
+        warm = min(micro_batches, count - stage)
+        order = [("F", i) for i in range(warm)]
+        for i in range(micro_batches):
+            order.append(("B", i))
+            if warm + i < micro_batches:
+                order.append(("F", warm + i))
+        for kind, index in order:
+            if kind == "F":
+                after = (f"F{stage - 1}.{index}",) if stage else ()
+                found.append(Task(f"F{stage}.{index}", str(stage), forward, after))
+            else:
+                after = (f"B{stage + 1}.{index}",) if stage < count - 1 else ()
+                found.append(Task(f"B{stage}.{index}", str(stage), backward, (*after, f"F{stage}.{index}")))
+    return found
+
+
+def spread(layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage, as equal as possible, fewer on the last stages, which have the logits."""
+    cuts = [-(-layers * i // stages) for i in range(stages + 1)]
+    return [stop - start for start, stop in pairwise(cuts)]

@@ -1,0 +1,202 @@
+"""Start one process per rank, watch them all, and leave none behind.
+
+A rank's program gets the path of a job file as its last argument, writes its progress with `report`
+and, on rank 0, its results with `deliver`. `call_on_ranks` runs a function so, on gloo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ascend_parallel.tuning.launch.link import End
+from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
+
+TAIL_CHARACTERS = 4000
+POLL_SECONDS = 0.25  # rarely: the ranks need the processors
+PR_SET_PDEATHSIG = 1
+# Set by a user for training; here every layer is asked for by name and Megatron's stay its own.
+UNWANTED_PREFIXES = ("COC_", "USE_COC_")
+
+
+class RankError(RuntimeError):
+    """A rank failed or the time limit passed; the message ends with what the ranks printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run, what it is told, and for how long.
+
+    program
+        Words after the Python interpreter: a file, or ``-m`` and a module.
+    limit
+        Seconds after which every rank is ended.
+    ends
+        Where the ranks live (`link.shaped_link`); empty for this machine's loopback.
+    """
+
+    program: tuple[str, ...]
+    arguments: dict[str, Any]
+    ranks: int
+    limit: float
+    ends: list[End] = field(default_factory=list)
+
+
+def call_on_ranks(
+    target: str,
+    ranks: int,
+    *,
+    limit: float,
+    ends: list[End] | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+    **arguments: Any,
+) -> Any:
+    """Call the function named ``"module:function"`` on `ranks` gloo processes; return what it returns on rank 0.
+
+    It is called as ``function(group, **arguments)``; arguments and result are what JSON can hold. Raises
+    `RankError` if a rank fails or `limit` seconds have passed.
+    """
+    program = ("-m", "ascend_parallel.tuning.launch.rank")
+    told = {"target": target, "arguments": arguments, "limit": limit}
+    return run_ranks(Job(program=program, arguments=told, ranks=ranks, limit=limit, ends=ends or []), on_progress)
+
+
+def run_ranks(job: Job, on_progress: Callable[[str], None]) -> Any:
+    """Run the job's program once per rank and return what rank 0 delivers; `RankError` if a rank fails."""
+    with tempfile.TemporaryDirectory(prefix="ascend_parallel-ranks-") as name, signals_as_exceptions():
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job.arguments))
+        with _started(job, folder) as processes:
+            _watch(job, folder, processes, on_progress)
+        results = folder / "results.json"
+        if not results.exists():
+            raise RankError("rank 0 ended without results\n" + _tails(folder, job.ranks))
+        return json.loads(results.read_text())
+
+
+@contextmanager
+def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    port = _free_port()
+    try:
+        for rank in range(job.ranks):
+            prefix = job.ends[rank].prefix if job.ends else []
+            command = [*prefix, sys.executable, *job.program, str(folder / "job.json")]
+            with _output(folder, rank).open("wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(job, rank, port),
+                    start_new_session=True,
+                )
+            processes.append(process)
+        yield processes
+    finally:
+        with signals_held_back():
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(UNWANTED_PREFIXES)}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONWARNINGS": "ignore",
+        "PARENT_PID": str(os.getpid()),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    return environment | (job.ends[rank].environment if job.ends else {})
+
+
+def _watch(
+    job: Job, folder: Path, processes: list[subprocess.Popen[bytes]], on_progress: Callable[[str], None]
+) -> None:
+    end = time.monotonic() + job.limit
+    shown = ""
+    while True:
+        codes = [process.poll() for process in processes]
+        if failed := [rank for rank, code in enumerate(codes) if code not in (None, 0)]:
+            time.sleep(0.5)  # the others often say why
+            what = ", ".join(f"rank {rank} ended with status {codes[rank]}" for rank in failed)
+            raise RankError(f"{what}\n{_tails(folder, job.ranks)}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > end:
+            late = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+            raise RankError(f"rank {late} not done within {job.limit:.0f} s\n{_tails(folder, job.ranks)}")
+        progress = folder / "progress"
+        if progress.exists() and (line := progress.read_text()) != shown:
+            shown = line
+            on_progress(line)
+        time.sleep(POLL_SECONDS)
+
+
+def _tails(folder: Path, ranks: int) -> str:
+    texts = [_output(folder, rank).read_text(errors="replace")[-TAIL_CHARACTERS:].strip() for rank in range(ranks)]
+    return "\n".join(f"---- rank {rank} printed:\n{text or '(nothing)'}" for rank, text in enumerate(texts))
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+# ---- what a rank script calls -------------------------------------------------------------------
+
+
+def begin_rank() -> dict[str, Any]:
+    """Read the job of this rank, and make the rank die with the program that started it, even if that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["PARENT_PID"]):
+        sys.exit("the program that started this rank is gone")
+    job: dict[str, Any] = json.loads(_job_file().read_text())
+    return job
+
+
+def report(line: str) -> None:
+    """Say on rank 0 how far the work has come; replaces what was said before."""
+    if os.environ["RANK"] == "0":
+        _replace(_job_file().with_name("progress"), line)
+
+
+def deliver(results: Any) -> None:
+    """Hand the results over; rank 0 only."""
+    if os.environ["RANK"] == "0":
+        _replace(_job_file().with_name("results.json"), json.dumps(results))
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)  # whoever reads sees the old text or the new one, nothing between
+
+
+def _job_file() -> Path:
+    return Path(sys.argv[1])

@@ -1,0 +1,234 @@
+"""A saved plan: for the matmuls that were measured, the chunk sizes that were fastest.
+
+A plan belongs to one kind of machine, one version of torch and one number of ranks. One that is of
+another schema, has an entry that makes no sense or cannot be read is refused as a whole when it is read,
+one that belongs to another machine when a group first uses it: half a plan is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascend_parallel.ops.problem import ALL_REDUCE, OPERATORS, Problem
+from ascend_parallel.ops.rows import ROW_TILE, Sizes
+from ascend_parallel.settings import MAX_CHUNKS, SettingsError
+from ascend_parallel.text import shown
+
+SCHEMA = 1
+PASSES = ("forward", "backward")
+
+Key = tuple[str, str, int, int, int, str]
+
+
+class PlanError(SettingsError):
+    """A plan that is not taken; the message names the file, what is wrong and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a plan was measured on; alike on every rank."""
+
+    hardware: str
+    torch: str
+    backend: str
+    threads: int
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The fastest way found to run one operator in one pass of a layer.
+
+    m, k, n
+        The matmul as in `Problem`.
+    sizes
+        Rows of each chunk; one size means that no cut won.
+    serial, chosen
+        Median seconds of the pass, the slowest rank's, with one chunk and with these.
+    """
+
+    run: str
+    operator: str
+    m: int
+    k: int
+    n: int
+    dtype: str
+    sizes: Sizes
+    serial: float
+    chosen: float
+
+    @property
+    def key(self) -> Key:
+        """What it is found by."""
+        return self.run, self.operator, self.m, self.k, self.n, self.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Entries measured on one kind of machine. A value: it can be hashed, compared and handed down."""
+
+    machine: Machine
+    entries: tuple[Entry, ...] = ()
+    run: str = field(default="forward", compare=True)
+
+    def find(self, problem: Problem) -> tuple[Sizes, str] | None:
+        """Return the chunk sizes for `problem` and why, or None if it was not measured.
+
+        Raises `PlanError` if the group has another number of ranks than the plan.
+        """
+        if problem.ranks != self.machine.ranks:
+            raise PlanError(
+                f"the plan was measured on {self.machine.ranks} ranks and is of no use to a group of {problem.ranks}: "
+                "measure one for it with COC_TUNE, or unset COC_PLAN"
+            )
+        dtype = str(problem.dtype).removeprefix("torch.")
+        entry = self._by_key.get((self.run, problem.operator, problem.m, problem.k, problem.n, dtype))
+        if entry is None or sum(entry.sizes) != problem.rows:
+            return None
+        if len(entry.sizes) == 1:
+            return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
+        gain = 100 * (1 - entry.chosen / entry.serial)
+        return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
+
+    def __hash__(self) -> int:
+        """Hash what was read, once: settings that hold a plan are looked up at every call."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.machine, self.entries, self.run))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was computed: hashes of texts differ from process to process."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def of(self, run: str) -> Plan:
+        """Return the same plan for the other pass, "forward" or "backward"."""
+        return Plan(self.machine, self.entries, run)
+
+    def with_entries(self, entries: tuple[Entry, ...]) -> Plan:
+        """Return a plan with `entries` added, each in place of an older one of the same call."""
+        merged = {entry.key: entry for entry in (*self.entries, *entries)}
+        return Plan(self.machine, tuple(merged.values()), self.run)
+
+    @cached_property
+    def _by_key(self) -> dict[Key, Entry]:
+        return {entry.key: entry for entry in self.entries}
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a short text that is the same on two ranks if their plans are."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is written to a file."""
+        entries = [{**asdict(entry), "sizes": list(entry.sizes)} for entry in self.entries]
+        return {"schema": SCHEMA, "machine": asdict(self.machine), "entries": entries}
+
+    def save(self, path: Path) -> None:
+        """Write the file as a whole or not at all: a reader sees the old one or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            try:
+                json.dump(self.as_dict(), file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+
+
+def this_machine(ranks: int, device: torch.device, backend: str) -> Machine:
+    """Describe the machine this process runs on, for a group of `ranks` over `backend`."""
+    return Machine(
+        hardware=_hardware(device),
+        torch=torch.__version__,
+        backend=backend,
+        threads=torch.get_num_threads(),
+        ranks=ranks,
+    )
+
+
+def cached_plan(machine: Machine) -> Path:
+    """Return where the plan of a kind of machine is kept for COC_PARALLEL_NUM=auto."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return folder / "ascend_parallel" / "plans" / f"{Plan(machine).digest}.json"
+
+
+def load_plan(name: str, variable: str = "COC_PLAN") -> Plan:
+    """Read a plan; raises `PlanError` if it cannot be read or is none."""
+    try:
+        raw = json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{variable}={name!r} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{variable}={name!r} is no plan: not valid JSON: {error}") from error
+    try:
+        return read_plan(raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"{variable}={name!r} is no plan that can be used: {_words(error)}; measure a new one with COC_TUNE"
+        ) from error
+
+
+def differences(plan: Plan, here: Machine) -> list[str]:
+    """Return what of the machine a plan was measured on differs from `here`, in words."""
+    pairs = ((f.name, getattr(plan.machine, f.name), getattr(here, f.name)) for f in fields(Machine))
+    return [f"{name} is {now!r} here and was {then!r}" for name, then, now in pairs if then != now]
+
+
+def read_plan(raw: Any) -> Plan:
+    """Make a plan of what `Plan.as_dict` gave; raises `ValueError`, `KeyError` or `TypeError` for anything else."""
+    if not isinstance(raw, Mapping) or "schema" not in raw:
+        raise ValueError("it has no schema")
+    if raw["schema"] != SCHEMA:
+        raise ValueError(f"its schema is {raw['schema']!r}, and this version reads {SCHEMA}")
+    machine = Machine(**raw["machine"])
+    for f in fields(Machine):
+        wanted = int if f.name in ("threads", "ranks") else str
+        value = getattr(machine, f.name)
+        if type(value) is not wanted or (isinstance(value, int) and value < 1):
+            raise ValueError(f"machine.{f.name} is {shown(value)}")
+    return Plan(machine, tuple(_entry(index, entry, machine.ranks) for index, entry in enumerate(raw["entries"])))
+
+
+def _entry(index: int, raw: Mapping[str, Any], ranks: int) -> Entry:
+    entry = Entry(**{**raw, "sizes": tuple(raw["sizes"])})
+    positive = all(type(value) is int and value > 0 for value in (entry.m, entry.k, entry.n, *entry.sizes))
+    timed = all(isinstance(value, float) and 0 < value < math.inf for value in (entry.serial, entry.chosen))
+    cut = len(entry.sizes) in range(1, MAX_CHUNKS + 1) and all(size % ROW_TILE == 0 for size in entry.sizes[:-1])
+    known = entry.run in PASSES and entry.operator in OPERATORS and isinstance(entry.dtype, str)
+    shared = 1 if entry.operator == ALL_REDUCE else ranks
+    if not (known and positive and timed and cut and sum(entry.sizes) * shared == entry.m):
+        raise ValueError(f"entry {index} is {shown(dict(raw))}")
+    return entry
+
+
+def _words(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{_cpu()}, {len(os.sched_getaffinity(0))} cores"
+    return str(getattr(torch, device.type).get_device_name(device))
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith(("model name", "CPU part")):
+            return f"{platform.machine()} {line.partition(':')[2].strip()}"
+    return platform.machine()

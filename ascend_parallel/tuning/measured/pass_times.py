@@ -1,0 +1,239 @@
+"""A layer's passes timed on a real group: with one chunk, and cut in other ways.
+
+What is timed is `column_linear` or `row_linear` itself, on random operands of the layer's shapes, so that
+a backward has its weight gradient beside it. The ranks meet at a barrier before every call, and a
+call takes as long as on its slowest rank; every rank then has the same numbers and decides alike.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from ascend_parallel.ops.bits import keep_bits
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.registry import choose
+from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.overlap.choices import Pass, backward_settings, column_passes, row_passes
+from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
+from ascend_parallel.tuning.measured.pass_parts import Calls, Parts, part_calls, rates, repeats
+
+Name = TypeVar("Name", bound=Hashable)
+Times = dict[Sizes, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layer as it is called on one rank of a group.
+
+    rows
+        Product of the leading dimensions of this rank's input.
+    n, k
+        Shape of this rank's weight.
+    """
+
+    kind: str
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    device: str
+    sequence_parallel: bool
+    reduce_input_grad: bool = True
+
+    def passes(self, ranks: int) -> list[Pass]:
+        """Return the operators it runs next to a collective, forward and backward."""
+        make = column_passes if self.kind == "column" else row_passes
+        passes = make(self.rows, self.k, self.n, ranks, self.sequence_parallel)
+        reduces = self.sequence_parallel or self.reduce_input_grad
+        return [one for one in passes if one.run == "forward" or self.kind == "row" or reduces]
+
+
+class Layer:
+    """A case with random operands, ready to be timed."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
+        """Make the operands from a generator of their own: the run's random state stays as it is."""
+        self.case, self.group = case, group
+        self._settings, self._machine = settings, machine
+        generator = torch.Generator().manual_seed(group.rank())
+        y_rows = self._output_rows()
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device="cpu").to(case.device, case.dtype)
+
+        self.x = drawn(case.rows, case.k).requires_grad_()
+        self.weight = drawn(case.n, case.k).requires_grad_()
+        self.dy = drawn(y_rows, case.n)
+
+    def time_sizes(self, one: Pass, candidates: Sequence[Sizes], rounds: int) -> Times:
+        """Time one pass cut in each of these ways; as `time`."""
+        return self.time(one, {sizes: self.with_sizes(one, sizes) for sizes in candidates}, rounds)
+
+    def time(self, one: Pass, variants: Mapping[Name, Settings], rounds: int) -> dict[Name, list[float]]:
+        """Time one pass with each of `variants`, in an order drawn anew for every round, after a warm-up.
+
+        Returns the slowest rank's seconds by variant and round.
+        """
+        return self._rounds({name: partial(self._once, one, settings) for name, settings in variants.items()}, rounds)
+
+    def parts(self, one: Pass, rounds: int) -> Parts:
+        """Time what the pass is made of, each alone, and the two lanes beside each other."""
+        return self.time_with_parts(one, {}, rounds)[0]
+
+    def time_with_parts(
+        self, one: Pass, variants: Mapping[Name, Settings], rounds: int
+    ) -> tuple[Parts, dict[Name, list[float]]]:
+        """Time variants and parts in the same rounds: a machine that is slow for a while is so for all of them."""
+        regathers = one.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
+        calls = part_calls(one, self.group, self.x.detach(), self.case.k if regathers else None)
+        runs: dict[Any, Callable[[], float]] = {
+            name: partial(self._once, one, settings) for name, settings in variants.items()
+        }
+        runs |= {(name,): partial(self._clock, call) for name, call in calls.timed.items()}
+        times = self._rounds(runs, rounds)
+        alone = {name: median(times.pop((name,))) for name in calls.timed}
+        matmuls, collectives = repeats(alone["matmul_piece"], alone["pieces"])
+        both = self._rounds(
+            {until: partial(self._beside, calls, matmuls, collectives, until) for until in (False, True)}, rounds
+        )
+        compute_rate, collective_rate = rates(
+            matmuls * alone["matmul_piece"], collectives * alone["pieces"], median(both[False]), median(both[True])
+        )
+        parts = Parts(
+            rows=calls.rows, count=calls.count, compute_rate=compute_rate, collective_rate=collective_rate, **alone
+        )
+        return parts, times
+
+    def _rounds(self, runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+        """Time each of `runs` once a round, in an order drawn anew; the slowest rank's seconds by round."""
+        times: list[list[float]] = []
+        order = list(enumerate(runs.values()))
+        for index in range(rounds + 1):
+            random.Random(index).shuffle(order)  # alike on every rank
+            took = {place: run() for place, run in order}
+            times.append([took[place] for place in range(len(order))])
+        return dict(zip(runs, self._slowest(times[1:]).t().tolist(), strict=True))
+
+    def _beside(self, calls: Calls, matmuls: int, collectives: int, until: bool) -> float:
+        """Time matmuls beside collectives that take longer: the matmuls alone, or `until` the collectives are done."""
+        _synchronize(self.case.device)
+        dist.barrier(self.group)
+        start = time.perf_counter()
+        waits = [calls.start() for _ in range(collectives)]
+        for _ in range(matmuls):
+            calls.piece()
+        if until:
+            _wait(waits)
+        _synchronize(self.case.device)
+        seconds = time.perf_counter() - start
+        if not until:
+            _wait(waits)
+        return seconds
+
+    def _slowest(self, times: list[list[float]]) -> torch.Tensor:
+        """Return seconds by round and call as the slowest rank had them, on the CPU."""
+        slowest = torch.tensor(times, dtype=torch.float64 if self.case.device == "cpu" else torch.float32)
+        slowest = slowest.to(self.case.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
+        return slowest.cpu()
+
+    def _output_rows(self) -> int:
+        if not self.case.sequence_parallel:
+            return self.case.rows
+        ranks = self.group.size()
+        return self.case.rows * ranks if self.case.kind == "column" else self.case.rows // ranks
+
+    def as_run(self, one: Pass, sizes: Sizes) -> Sizes:
+        """Return the chunks that a call asking for `sizes` gets so as to keep its bits; all ranks call it alike."""
+        case = self.case
+        problem = Problem(one.operator, one.m, one.k, one.n, case.dtype, case.device, self.group.size())
+        settings = self.with_sizes(one, sizes)
+        choice = choose(problem, settings if one.run == "forward" else backward_settings(settings))
+        return keep_bits(replace(choice, given=False), self.group, self.weight.device, one.layout).sizes
+
+    def with_sizes(self, one: Pass, sizes: Sizes) -> Settings:
+        """Return settings by which this pass is cut so."""
+        dtype = str(self.case.dtype).removeprefix("torch.")
+        entry = Entry(
+            run=one.run,
+            operator=one.operator,
+            m=one.m,
+            k=one.k,
+            n=one.n,
+            dtype=dtype,
+            sizes=sizes,
+            serial=1.0,
+            chosen=1.0,
+        )
+        changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
+        return replace(self._settings, customized_coc={}, **changes)
+
+    def _once(self, one: Pass, settings: Settings) -> float:
+        # Whatever the call stands in (a checkpoint, an offload) must not see the tensors saved here.
+        with saved_tensors_hooks(_as_it_is, _as_it_is), unseen():
+            return self._timed(one, settings)
+
+    def _timed(self, one: Pass, settings: Settings) -> float:
+        run: Callable[..., torch.Tensor] = column_linear if self.case.kind == "column" else row_linear
+        options: dict[str, Any] = {
+            "group": self.group,
+            "settings": settings,
+            "sequence_parallel": self.case.sequence_parallel,
+        }
+        if one.run == "forward":
+            with torch.no_grad():
+                return self._clock(lambda: run(self.x, self.weight, **options))
+        with torch.enable_grad():
+            y = run(self.x, self.weight, **options)
+        seconds = self._clock(lambda: torch.autograd.backward(y, self.dy))
+        self.x.grad = self.weight.grad = None
+        return seconds
+
+    def _clock(self, call: Callable[[], object]) -> float:
+        _synchronize(self.case.device)
+        dist.barrier(self.group)
+        start = time.perf_counter()
+        call()
+        _synchronize(self.case.device)
+        return time.perf_counter() - start
+
+
+def _wait(waits: Sequence[Callable[[], object]]) -> None:
+    for wait in waits:
+        wait()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep what is measured out of the run's counts and of its timeline."""
+    counts, recorder = COUNTS.as_dict(), RECORDING.recorder
+    RECORDING.recorder = None
+    try:
+        yield
+    finally:
+        RECORDING.recorder = recorder
+        COUNTS.restore(counts)
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.current_stream().synchronize()  # this stream's work: another may wait for other ranks

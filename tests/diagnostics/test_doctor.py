@@ -1,0 +1,151 @@
+"""ascend-parallel doctor: what it finds, what it tries, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from environments import call, environment
+
+from ascend_parallel import Settings
+from ascend_parallel.diagnostics.doctor import trial
+from ascend_parallel.ops.registry import KERNELS
+from ascend_parallel.overlap.summary import overlap_in_words
+
+
+def doctor(*arguments, **variables):
+    environ = {name: value for name, value in os.environ.items() if "COC" not in name}
+    command = [sys.executable, "-m", "ascend_parallel", "doctor", *arguments]
+    return subprocess.run(
+        command, env={**environ, "COLUMNS": "200", **variables}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_machine_without_faults():
+    ended = doctor("--json", "--group", "2", COC_PARALLEL_NUM="4")
+    report = json.loads(ended.stdout)
+    assert (ended.returncode, report["healthy"]) == (0, True)
+    assert report["verdict"] == "nothing is wrong; overlap is on: 4 chunks (COC_PARALLEL_NUM=4)"
+    found = {(f["section"], f["name"]): f["found"] for f in report["findings"]}
+    assert found["versions", "torch"] == torch.__version__
+    assert "COC_PARALLEL_NUM=4" in found["settings", "variables"]
+    assert "methods of megatron-core" in found["patches", "state"]
+    tried = {name: found["tried on 2 processes", name] for name in KERNELS}
+    assert tried["npu"].startswith("not tried: device cpu")
+    assert {tried[name] for name in ("chunked", "reference", "ordered")} == {"right"}
+    assert set(tried) == {name for section, name in found if section == "kernels"}
+
+
+def test_a_misspelt_variable_is_bad_and_said_in_words():
+    ended = doctor(COC_PARALEL_NUM="4")
+    assert ended.returncode == 1
+    assert "COC_PARALLEL_NUM" in ended.stdout
+    assert "1 thing to put right: variables" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [({"COC_PARALLEL_NUM": "abc"}, "COC_PARALLEL_NUM='abc'"), ({"COC_PLAN": "none.json"}, "cannot be read")],
+)
+def test_a_bad_setting_is_a_finding_and_no_traceback(variables, message):
+    ended = doctor("--json", **variables)
+    assert ended.returncode == 1
+    bad = [finding["found"] for finding in json.loads(ended.stdout)["findings"] if finding["verdict"] == "bad"]
+    assert message in bad[0]
+    words = [sys.executable, "-m", "ascend_parallel", "status"]
+    status = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    assert status.returncode == 2
+    assert message in status.stderr
+    assert "Traceback" not in status.stderr
+    code = "import ascend_parallel"  # a program of the user's has to stop
+    own = subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, timeout=60)
+    assert own.returncode == 1
+
+
+def both(python, **variables):
+    """What doctor and status say, which are to end alike."""
+    found = [call(python, "-m", "ascend_parallel", command, **variables) for command in ("doctor", "status")]
+    assert found[0].returncode == found[1].returncode, found
+    return found[0].returncode, *(one.stdout + one.stderr for one in found)
+
+
+def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
+    python = environment(tmp_path, without=["megatron"])
+    status, doctor, said = both(python, COC_PARALLEL_NUM="4")
+    assert status == 1
+    assert doctor.splitlines()[-1] == "1 thing to put right: megatron-core"
+    assert "found none installed: the variables have nothing to overlap" in said
+    assert "overlap is on" not in doctor + said
+    status, doctor, _ = both(python)
+    assert status == 0
+    assert "nothing is wrong; overlap is off" in doctor
+    assert "megatron-core, which variables act on, is not installed" in doctor.splitlines()[-1]
+
+
+def test_what_keeps_a_training_from_overlapping_ends_both_with_1():
+    status, *said = both(sys.executable, COC_PARALLEL_NUM="4", COC_PARALEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert status == 1
+    for text in said:
+        assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in text
+        assert "COC_PARALEL_NUM" in text
+        assert "overlap is on" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings(), "off: export COC_PARALLEL_NUM=auto"),
+        (Settings(num_chunks=4, mode=0), "off: COC_MODE=0"),
+        (Settings(num_chunks=4, mode=1), "off: COC_MODE=1 runs the layers without chunks"),
+        (Settings(mode=2), "off: COC_PARALLEL_NUM=1"),
+        (Settings(mode=2, customized_coc={(1, 2, 3): 1}), "off: COC_PARALLEL_NUM=1"),
+        (Settings(mode=2, customized_coc={(1, 2, 3): 2}), "on: 1 shape of customized_coc"),
+        (Settings(num_chunks=8), "on: 8 chunks"),
+        (Settings(auto=True), "on: the chunks that a model and measurements find best"),
+        (Settings(tune="plan.json"), "on: the chunks that are fastest in the run (COC_TUNE=plan.json)"),
+        (Settings(fused=True), "on: fused operators where they can run, else 4 chunks"),
+        (Settings(fused=True, num_chunks=2), "on: fused operators where they can run, else 2 chunks"),
+    ],
+)
+def test_overlap_is_on_only_where_something_is_overlapped(settings, words):
+    assert overlap_in_words(settings).startswith(words)
+
+
+def test_one_rank_is_refused():
+    ended = doctor("--group", "1")
+    assert ended.returncode == 2
+    assert "2 or more" in ended.stderr
+
+
+def test_other_ranks_are_silent():
+    ended = doctor("--json", RANK="1")
+    assert (ended.returncode, ended.stdout) == (0, "")
+
+
+class Wrong:
+    """The reference kernel, with every result too large."""
+
+    def __getattr__(self, name):
+        return getattr(KERNELS["reference"], name)
+
+    def matmul_all_reduce(self, *args, **kwargs):
+        pending = KERNELS["reference"].matmul_all_reduce(*args, **kwargs)
+        pending.wait().mul_(1.01)
+        return pending
+
+
+def planted(group):
+    kept = dict(KERNELS)
+    KERNELS["chunked"] = Wrong()
+    try:
+        return trial.try_all(group)
+    finally:
+        KERNELS.update(kept)
+
+
+def test_a_wrong_kernel_is_found(ranks):
+    for found in ranks(2).run(planted):
+        assert found["chunked"].startswith("wrong: matmul_all_reduce is off by 1.0e-02")
+        assert found["reference"] == "right"

@@ -1,0 +1,54 @@
+"""What the documentation shows is what the package does."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from ascend_parallel import settings
+from ascend_parallel.ops import registry
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if ">>>" in path.read_text()))
+def test_examples_in_the_documentation(page):
+    blocks = re.findall(r"```pycon\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page, page, 0)
+    results = doctest.DocTestRunner().run(test)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_every_kernel_has_a_column():
+    header = next(line for line in (DOCS / "kernels.md").read_text().splitlines() if line.startswith("| |"))
+    assert [cell.strip(" `") for cell in header.strip("|").split("|")][1:] == list(registry.KERNELS)
+
+
+def test_every_setting_is_documented():
+    text = (DOCS / "settings.md").read_text()
+    missing = [name for name in settings.Settings().as_dict() if f"`{name}`" not in text]
+    missing += [name for name in settings.KNOWN_VARIABLES if f"`{name}`" not in text]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_there_is_one_way_to_install(page):
+    """What pip builds where it cannot see torch lacks the C++ extension."""
+    text = (DOCS.parent / page).read_text()
+    of_the_source = [line for line in text.splitlines() if re.search(r"pip install [^`]*(\s|\")\.(\s|\[|`|$)", line)]
+    assert [line for line in of_the_source if "pip install --no-build-isolation" not in line] == []
+    assert of_the_source or page not in ("README.md", "docs/quickstart.md", "docs/quickstart.zh.md")
+
+
+def test_every_promise_names_a_test_that_is_there():
+    rows = [line for line in (DOCS / "promises.md").read_text().splitlines() if re.match(r"\| [^-]", line)]
+    rows = [line for line in rows if not line.startswith("| promise")]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(\w+/test_\w+\.py)(?:::(\w+))?`", row)
+        assert named, row
+        for file, function in named:
+            text = (DOCS.parent / "tests" / file).read_text()
+            assert f"def {function}(" in text if function else text, (file, function)

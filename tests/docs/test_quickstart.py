@@ -1,0 +1,153 @@
+"""The quick start's own lines, run as written but for the script's name and the number of ranks."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TRAIN, COMPARE = ROOT / "examples/gpt/train.py", ROOT / "examples/gpt/compare.py"
+PAGES = ("README.md", "docs/quickstart.md", "docs/quickstart.zh.md")
+
+
+def launches(page, script="pretrain_gpt.py"):
+    """Every line of a page's shell blocks that starts `script`, with the variable exported before it."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    exported, found = {}, []
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["export"]:
+            exported |= dict(word.split("=") for word in words[1:])
+        elif script in words:
+            start = words.index("torchrun")
+            found.append(({**exported, **dict(word.split("=") for word in words[:start])}, words[start:]))
+    return found
+
+
+def here(words):
+    """The same words for two ranks and the script that is here."""
+    scripts = dict.fromkeys(("pretrain_gpt.py", "examples/gpt/train.py"), str(TRAIN))
+    words = [{**scripts, "8": "2"}.get(word, word) for word in words if word != "..."]
+    return [str(Path(sys.executable).with_name("torchrun")), *words[1:], "--steps", "2"]
+
+
+def environ(variables):
+    kept = {name: value for name, value in os.environ.items() if "COC" not in name}
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+
+
+def test_all_pages_recommend_auto_and_the_same_lines():
+    found = {page: launches(page) for page in PAGES}
+    assert found["docs/quickstart.md"] == found["docs/quickstart.zh.md"]
+    for page, lines in found.items():
+        assert lines, page
+        assert {variables["COC_PARALLEL_NUM"] for variables, _ in lines} == {"auto"}, page
+
+
+@pytest.mark.parametrize(
+    ("script", "passes"),
+    # Of qkv, proj, fc1, fc2 and the output layer: one each with all-reduce, two with sequence parallel.
+    [("pretrain_gpt.py", 5), ("examples/gpt/train.py", 10)],
+)
+def test_the_lines_run_as_written_and_say_what_they_do(script, passes, tmp_path):
+    """By torchrun, with an unchanged script: the first line with Megatron-core's own norms, the other with torch's."""
+    variables, words = launches("docs/quickstart.md", script)[0]
+    assert "--transformer-impl" in words
+    assert ("--sequence-parallel" in words) == (passes == 10)
+    ended = subprocess.run(
+        here(words),
+        env=environ({**variables, "XDG_CACHE_HOME": str(tmp_path)}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(r"^step", ended.stdout, re.MULTILINE)) == 2
+    said = [line for line in ended.stderr.splitlines() if line.startswith("ascend_parallel: ")]
+    (first,) = [line for line in said if "overlap is on" in line]
+    assert first == said[0]
+    assert "9 of 9 linear layers covered" in first
+    chosen = [re.search(r"NUM=auto: (\w+ \w+ \[.*?\] x \[.*?\])", line) for line in said if "NUM=auto: " in line]
+    assert len({one.group(1) for one in chosen}) == len(chosen) == passes, said
+
+
+def test_the_demo_says_how_long_steps_took_and_why():
+    found = importlib.util.spec_from_file_location("compare", COMPARE)
+    compare = importlib.util.module_from_spec(found)
+    found.loader.exec_module(compare)
+    verdicts = {"auto": {"median_milliseconds": [80.0, 81.0]}, "4": {"median_milliseconds": [80.0, 99.5]}}
+    text = compare.about_time(verdicts)
+    assert text.startswith(
+        "A step took 80.0 ms as it is, 81.0 ms with auto, 99.5 ms with 4 chunks, each run by itself. On one host "
+    )
+    assert "make bench" in text
+    assert "ascend-parallel predict --model llama2-7b" in text
+    assert compare._middle_half([10.0, 20.0, 30.0, 40.0, 5000.0]) == "20 to 40 ms"
+    assert compare._middle_half([10.0]) == "-"
+
+
+@pytest.mark.stress
+def test_the_demo_ends_well():
+    """The same losses and weights, bit for bit; what auto chose; and a word about time."""
+    command = [sys.executable, str(COMPARE), "--steps", "2", "--chunks", "auto", "--sequence-parallel", "--json"]
+    ended = subprocess.run(command, env=environ({}), capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["verdicts"]["auto"]["equal"]
+    assert found["verdicts"]["auto"]["patched"]
+    assert found["runs"]["auto"]["coverage"] == {"covered": 9, "total": 9, "reasons": {}}
+    assert sum("COC_PARALLEL_NUM=auto: " in line for line in found["runs"]["auto"]["said"]) == 10
+    assert found["plain"]["said"] == []
+
+
+def refused(group):
+    """Why Megatron-core builds no GPT of its own norms and kernels where Apex is missing."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from ascend_parallel.patches.megatron.testing import (
+        _small_config,
+        end_model_parallel,
+        megatron_on_cpu,
+        small_gpt,
+        start_model_parallel,
+    )
+
+    texts = []
+    with megatron_on_cpu():
+        start_model_parallel(group.size())
+        for option in ("persist_layer_norm", "gradient_accumulation_fusion"):
+            with pytest.raises((AssertionError, RuntimeError)) as error:
+                small_gpt(**{option: True})
+            texts.append(str(error.value))
+        for normalization in ("LayerNorm", "RMSNorm"):
+            overrides = {"normalization": normalization}
+            config = _small_config(2, 64, 4, True, False, torch.float32, overrides)
+            with pytest.raises(AssertionError) as error:
+                GPTModel(
+                    config=config,
+                    transformer_layer_spec=get_gpt_layer_local_spec(),
+                    vocab_size=256,
+                    max_sequence_length=64,
+                )
+            texts.append(str(error.value))
+            assert small_gpt(sequence_parallel=True, **overrides) is not None
+        end_model_parallel()
+    return texts
+
+
+@pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="Apex is installed")
+def test_what_megatron_refuses_without_apex(ranks):
+    for persist, fusion, *norms in ranks(2).run(refused):
+        assert "persist_layer_norm not supported by torch LayerNorm" in persist
+        assert "gradient_accumulation_fusion" in fusion
+        assert all("sequence parallel not supported by torch LayerNorm" in text for text in norms)

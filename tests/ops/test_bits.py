@@ -1,0 +1,193 @@
+"""Chunks keep the bits of the plain layer because the machine was asked, not because somebody assumed it."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ascend_parallel import Settings
+from ascend_parallel.ops import Problem, bits, choose
+from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED, keep_bits
+from ascend_parallel.ops.operators import (
+    choice_for,
+    run_all_gather_matmul,
+    start_matmul_all_reduce,
+    start_matmul_reduce_scatter,
+)
+from ascend_parallel.overlap.linear import column_linear, row_linear
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+
+
+def plain(operator, x, w, group):
+    """A whole matmul and one collective, as the frameworks' own layers have them."""
+    ranks, rank = group.size(), group.rank()
+    if operator == "all_gather_matmul":
+        parts = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(parts, x, group=group)
+        return torch.matmul(torch.cat(parts), w)
+    y = torch.matmul(x, w)
+    dist.all_reduce(y, group=group)
+    return y if operator == "matmul_all_reduce" else y.chunk(ranks)[rank]
+
+
+def ours(operator, x, w, group, settings, layout):
+    if operator == "all_gather_matmul":
+        return run_all_gather_matmul(x, w, group, settings, layout=layout)[0]
+    start = start_matmul_all_reduce if operator == "matmul_all_reduce" else start_matmul_reduce_scatter
+    return start(x, w, group, settings, layout=layout).wait()
+
+
+def promised(group, dtype, shapes):
+    """For every call: operator, shape, layout, chunks, what was promised of its bits, and whether it held."""
+    found = []
+    for (m, k, n), layout in itertools.product(shapes, (TRANSPOSED, ROW_MAJOR)):
+        generator = torch.Generator().manual_seed(group.rank())
+        x = torch.randn(m, k, generator=generator).to(dtype)
+        w = torch.randn(n, k, generator=generator).to(dtype)
+        w = w.t() if layout == TRANSPOSED else w.t().contiguous()
+        for operator in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
+            expected = plain(operator, x, w, group)
+            gathered = m * group.size() if operator == "all_gather_matmul" else m
+            problem = Problem(operator, gathered, k, n, dtype, "cpu", group.size())
+            for chunks in (2, 4, 8):
+                settings = Settings(num_chunks=chunks)
+                choice = choice_for(problem, group, settings, CPU, layout)
+                same = torch.equal(ours(operator, x, w, group, settings, layout), expected)
+                found.append((operator, (m, k, n), layout, choice.sizes, choice.bit_exact, same, choice.reason))
+    return found
+
+
+SHAPES = {
+    torch.float32: [(256, 1024, 256), (512, 1024, 1024), (1024, 2048, 256), (512, 8192, 256), (96, 64, 48)],
+    torch.float64: [(256, 1024, 256), (512, 2048, 256), (96, 64, 48)],
+    torch.bfloat16: [(256, 1024, 256), (512, 2048, 256), (96, 16, 16)],
+    torch.float16: [(256, 1024, 64), (96, 16, 16)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_is_promised_holds_at_the_sizes_of_real_layers(ranks, count, dtype):
+    shapes = [(m - m % count, k, n) for m, k, n in SHAPES[dtype]]
+    first, *others = ranks(count).run(promised, dtype, shapes)
+    for call in first:
+        *what, exact, same, reason = call
+        assert exact in (True, False), what
+        assert same or not exact, what
+        assert exact or count > 2 or "on this machine" in reason, what
+    assert all([call[3:5] for call in found] == [call[3:5] for call in first] for found in others)
+    asked = [call for call in first if count == 2 or call[0] == "all_gather_matmul"]
+    assert sum(call[4] for call in asked) > len(asked) / 2  # most calls of these shapes can be cut with their bits
+
+
+def as_if(smallest, group, kept):
+    """What ranks choose together if a cut keeps bits from `smallest` rows a chunk on, by rank."""
+    usual = bits.keeps
+    bits.keeps = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
+    try:
+        problem = Problem("matmul_all_reduce", 1024, 64, 32, torch.float32, "cpu", group.size())
+        choice = keep_bits(choose(problem, kept), group, CPU, TRANSPOSED)
+        return choice.sizes, choice.bit_exact, choice.reason
+    finally:
+        bits.keeps = usual
+        bits._KEPT.clear()
+
+
+def agreements(group):
+    eight = Settings(num_chunks=8)
+    shape = (1024, 64, 32)
+    return [
+        as_if((1, 1), group, eight),
+        as_if((129, 129), group, eight),
+        as_if((1, 200), group, eight),
+        as_if((200, 1), group, eight),
+        as_if((300, 2000), group, eight),
+        as_if((129, 129), group, Settings(customized_coc={shape: (64, 960)})),
+    ]
+
+
+def test_ranks_take_chunks_that_keep_bits_on_all_their_machines(ranks):
+    first, second = ranks(2).run(agreements)
+    assert first == second
+    asked, coarser, others, others_too, none, given = first
+    assert (len(asked[0]), asked[1]) == (8, True)
+    assert (len(coarser[0]), min(coarser[0]), coarser[1]) == (4, 176, True)
+    assert "4 chunks, because smaller ones change the matmul's bits on this machine" in coarser[2]
+    assert others[:2] == others_too[:2] == ((256, 512, 256), True)
+    assert (len(none[0]), none[1]) == (8, False)  # as asked: a run that wants overlap is not left without
+    assert "every cut changes the matmul's bits on this machine" in none[2]
+    assert given[:2] == ((64, 960), False)
+    assert "these chunks change the matmul's bits on this machine" in given[2]
+
+
+def test_the_machine_is_really_asked(monkeypatch):
+    """A library that takes another routine for few rows, planted: the probe sees it, and sees only that."""
+    real = torch.mm
+
+    def changing(x, w, *, out=None):
+        y = real(x, w) if x.shape[0] > 100 else real(x.flip(1), w.flip(0))
+        return y if out is None else out.copy_(y)
+
+    problem = Problem("matmul_all_reduce", 640, 512, 48, torch.float32, "cpu", 2)
+    cuts = [(320, 320), (128, 256, 256), (80, 160, 160, 160, 80)]
+    bits.keeps.cache_clear()
+    monkeypatch.setattr(torch, "mm", changing)
+    try:
+        found = [bits.keeps(bits.Cut(problem, "chunked", cut, 0), TRANSPOSED, CPU, 1) for cut in cuts]
+    finally:
+        bits.keeps.cache_clear()
+    assert found == [True, True, False]
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.matmuls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.matmuls += function._schema.name == "aten::mm"
+        return function(*args, **(kwargs or {}))
+
+
+def unseen(group):
+    """The probe is no part of the call: not for modes, random numbers or autograd."""
+    x, w = torch.randn(224, 40, requires_grad=True), torch.randn(24, 40, requires_grad=True)
+    before = torch.get_rng_state()
+    with Counting() as mode:
+        y = row_linear(x, w, group=group, settings=Settings(num_chunks=4))
+    y.sum().backward()
+    return mode.matmuls, torch.equal(before, torch.get_rng_state()), x.grad is not None
+
+
+def test_the_probe_leaves_no_trace(ranks):
+    assert ranks(2).run(unseen) == [(4, True, True)] * 2
+
+
+def layers(group, shape, sequence_parallel):
+    """Both layers' outputs and gradients in one chunk and in 8."""
+    m, k, n = shape
+    results = []
+    for chunks in (1, 8):
+        settings = Settings(num_chunks=chunks, mode=2)
+        common = {"group": group, "settings": settings, "sequence_parallel": sequence_parallel}
+        for run, rows in ((column_linear, m // group.size() if sequence_parallel else m), (row_linear, m)):
+            generator = torch.Generator().manual_seed(group.rank())
+            x = torch.randn(rows, 1, k, generator=generator).requires_grad_()
+            w = torch.randn(n, k, generator=generator).requires_grad_()
+            y = run(x, w, **common)
+            y.backward(torch.randn(y.shape, generator=generator))
+            results.append((y.detach(), x.grad, w.grad))
+    half = len(results) // 2
+    pairs = zip(results[:half], results[half:], strict=True)
+    return all(torch.equal(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("shape", [(2048, 1024, 256), (1024, 256, 1024)])
+def test_whole_layers_keep_their_bits_on_two_ranks(ranks, shape, sequence_parallel):
+    """On any machine on which 2,048 rows can be cut in two with their bits: the ranks find out how."""
+    assert ranks(2).run(layers, shape, sequence_parallel) == [True, True]

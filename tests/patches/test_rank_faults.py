@@ -1,0 +1,177 @@
+"""Ranks that disagree, die or raise: a clear error within the time limit on those that are left."""
+
+import pytest
+from launch import launch
+
+START = """
+import datetime, os, sys, time, torch, torch.distributed as dist
+import ascend_parallel as ap
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={limit}))
+rank, group = dist.get_rank(), dist.group.WORLD
+"""
+
+LAYER = """
+from ascend_parallel.patches.megatron.testing import megatron_on_cpu, start_model_parallel
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+with megatron_on_cpu():
+    start_model_parallel(dist.get_world_size())
+    config = ModelParallelConfig(tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True)
+    layer = RowParallelLinear(64, 32, config=config, init_method=torch.nn.init.normal_,
+                              bias=True, input_is_parallel=True, skip_bias_add=False)
+    x = torch.randn(256, 64 // dist.get_world_size())
+    begin = time.monotonic()
+    try:
+        layer(x)
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+    print("after", round(time.monotonic() - begin))
+"""
+
+
+def code(*parts, limit=20):
+    return (START + "".join(parts)).replace("{limit}", str(limit))
+
+
+@pytest.mark.parametrize(
+    ("environs", "difference"),
+    [
+        ([{"COC_PARALLEL_NUM": "4"}, {"COC_PARALLEL_NUM": "8"}], "COC_PARALLEL_NUM is 4 on rank 0, 8 on rank 1"),
+        (
+            [{"COC_PARALLEL_NUM": "4"}, {"COC_PARALLEL_NUM": "4", "USE_COC_FUSED_KERNEL": "1"}],
+            "USE_COC_FUSED_KERNEL is False on rank 0, True on rank 1",
+        ),
+    ],
+)
+def test_settings_that_differ_are_an_error_on_every_rank(environs, difference):
+    for rank in launch(code(LAYER), environs):
+        assert rank.returncode == 0, rank.stderr
+        assert rank.stdout.startswith("DisagreementError ranks of group"), rank.stdout
+        assert difference in rank.stdout
+        assert "Export the same variables" in rank.stdout
+
+
+def test_settings_that_agree_are_confirmed():
+    for rank in launch(code(LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
+        assert rank.stdout.startswith("after"), rank.stdout + rank.stderr
+
+
+def test_another_version_on_one_rank_is_an_error_on_both():
+    other = "\nimport ascend_parallel.consistency\nif rank == 1: ascend_parallel.consistency.__version__ = '9.9'\n"
+    for rank in launch(code(other, LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
+        assert "version of ascend_parallel is 0.1.0 on rank 0, 9.9 on rank 1" in rank.stdout
+
+
+def test_a_rank_without_overlap_is_named():
+    ranks = launch(code(LAYER, limit=6), [{"COC_PARALLEL_NUM": "4"}, {}])
+    assert "DisagreementError rank 1 of group" in ranks[0].stdout, ranks[0].stdout + ranks[0].stderr
+    assert "has not come to its first overlapped layer within 6 s" in ranks[0].stdout
+    assert "is COC_PARALLEL_NUM exported there?" in ranks[0].stdout
+
+
+DIES = """
+x, w = torch.randn(4608, 64), torch.randn(64, 512)
+ap.ops.OPERATOR(x, w, group, num_chunks=4)
+if rank == 1:
+    os._exit(7)
+begin = time.monotonic()
+try:
+    ap.ops.OPERATOR(x, w, group, num_chunks=4)
+except ap.CollectiveError as error:
+    print(error)
+print("after", round(time.monotonic() - begin), flush=True)
+store = dist.distributed_c10d._get_default_store()
+if rank == 0:  # the store's host, which rank 2 still asks who is alive
+    store.wait(["told"], datetime.timedelta(seconds=60))
+store.set("told", "1")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "matmul_all_reduce",
+        *(pytest.param(one, marks=pytest.mark.stress) for one in ("matmul_reduce_scatter", "all_gather_matmul")),
+    ],
+)
+def test_a_rank_that_dies_is_named_by_the_others(operator):
+    ranks = launch(code(DIES.replace("OPERATOR", operator), limit=8), [{}] * 3)
+    assert ranks[1].returncode == 7
+    for survivor in (ranks[0], ranks[2]):
+        assert (
+            f"{operator}, collective 1 of 4, on group 'default_pg' of ranks 0, 1, 2 failed on rank" in survivor.stdout
+        )
+        assert "no sign of rank 1 within 5 s: it has stopped or never called the collective" in survivor.stdout
+        assert "after" in survivor.stdout  # and launch() has a limit for all of it
+
+
+RAISES = """
+x, w = torch.randn(4096, 64), torch.randn(64, 512)
+ap.ops.matmul_all_reduce(x, w, group, num_chunks=4)  # which asks the machine about bits
+mm, calls = torch.mm, []
+def failing(*args, **kwargs):
+    calls.append(1)
+    if rank == 1 and len(calls) == 3:
+        raise MemoryError("no memory left in chunk 3")
+    return mm(*args, **kwargs)
+torch.mm = failing
+try:
+    ap.ops.matmul_all_reduce(x, w, group, num_chunks=4)
+except (ap.CollectiveError, MemoryError) as error:
+    print(type(error).__name__, error)
+if rank == 1:
+    time.sleep(15)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_raises_between_chunks_reports_its_own_error():
+    first, second = launch(code(RAISES, limit=8), [{}] * 2)
+    assert second.stdout.startswith("MemoryError no memory left in chunk 3"), second.stdout + second.stderr
+    assert "CollectiveError matmul_all_reduce, collective 3 of 4" in first.stdout, first.stdout + first.stderr
+    assert "no sign of rank 1" in first.stdout
+
+
+OLD_STYLE = """
+import logging
+records = []
+class Keep(logging.Handler):
+    def emit(self, record): records.append(record.getMessage())
+logging.getLogger("ascend_parallel").addHandler(Keep())
+import ascend_parallel.consistency as agreement
+agreement.PATIENCE = 1.0
+if rank == 1:
+    time.sleep(3)
+from ascend_parallel.settings import Settings
+agreement.SettingsAgreement(Settings(num_chunks=4).shared()).confirm(group)
+print(len(records) >= 1 and "rank 1 of group" in records[0] if rank == 0 else "late")
+"""
+
+
+def test_waiting_for_a_late_rank_is_said():
+    first, second = launch(code(OLD_STYLE), [{}] * 2)
+    assert (first.stdout.strip(), second.stdout.strip()) == ("True", "late"), first.stderr
+
+
+ALONE = """
+agreement = ap.consistency.SettingsAgreement(ap.Settings(num_chunks=4).shared())
+if rank == 0:
+    try:
+        agreement.confirm(group)
+    except ap.DisagreementError as error:
+        print(error)
+else:
+    time.sleep(7)
+dist.barrier()
+agreement.confirm(group)
+ap.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared()).confirm(group)
+print("agreed")
+"""
+
+
+def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
+    import_it = "\nimport ascend_parallel.consistency\n"
+    zero, one = launch(code(import_it, ALONE, limit=5), [{}] * 2)
+    assert "rank 1 of group" in zero.stdout and zero.stdout.endswith("agreed\n"), zero.stdout + zero.stderr
+    assert one.stdout == "agreed\n", one.stderr

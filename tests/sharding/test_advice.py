@@ -1,0 +1,144 @@
+"""Advice after the four published principles, and the published examples: the short configuration says it all."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import GPT, Llama, ResNet
+from torch import nn
+
+from ascend_parallel.sharding.graph import CALL, Value
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.operator_strategy import named_nodes
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.planner.slice_replicated import narrowed
+from ascend_parallel.sharding.tracing.trace import trace
+from ascend_parallel.sharding.visualize.advice import advise, step_seconds
+
+FILE = Path(__file__).parents[2] / "examples" / "sharding" / "published.py"
+SPEC = importlib.util.spec_from_file_location("published_examples", FILE)
+published = importlib.util.module_from_spec(SPEC)
+sys.modules["published_examples"] = published  # its dataclass looks its own module up
+SPEC.loader.exec_module(published)
+
+MESH = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+
+
+def layouts(plan):
+    """The layouts of inputs and outputs of every operator, by its name."""
+    return {
+        node.name: (
+            plan.inputs[node.name],
+            *(plan.layouts[Value(node.name, index)] for index in range(len(node.outputs))),
+        )
+        for node in plan.graph.nodes.values()
+        if node.kind == CALL
+    }
+
+
+def named(graph, patterns):
+    return {node.name for pattern in patterns for node in named_nodes(graph, pattern)}
+
+
+@pytest.mark.parametrize("name", published.EXAMPLES)
+def test_the_short_configuration_gives_the_manual_layouts(name):
+    """Of every operator, by the published objective; without any configuration the layouts are others."""
+    example = published.EXAMPLES[name]()
+    graph = trace(example.model, example.args)
+    assert set(example.minimal) < set(example.manual)
+    manual = propagate(graph, MESH, example.manual)
+    short = propagate(graph, MESH, example.minimal)
+    assert layouts(narrowed(short)) == layouts(narrowed(manual))
+    assert narrowed(short).seconds == short.seconds == pytest.approx(manual.seconds, rel=1e-9)
+    assert layouts(propagate(graph, MESH)) != layouts(manual)
+
+
+@pytest.mark.parametrize("name", published.EXAMPLES)
+def test_advice_names_the_published_minimal_set(name):
+    example = published.EXAMPLES[name]()
+    graph = trace(example.model, example.args)
+    advice = advise(example.model, example.args, MESH)
+    assert not advice.notes
+    assert named(graph, advice.strategies) == named(graph, example.minimal)
+    assert propagate(graph, MESH, advice.strategies).configured.keys() == named(graph, example.minimal)
+
+
+PRINCIPLES = {
+    "RowParallelLinear": {"layer.matmul:matmul": (1,)},
+    "CoreAttention": {"layer.bmm_qk:matmul": (2,), "layer.bmm_qkv": (2,), "layer.merge_head_transpose": (2,)},
+    "FlashAttention": {"layer": (4,)},
+}
+
+
+@pytest.mark.parametrize("name", PRINCIPLES)
+def test_each_is_named_by_its_published_principle(name):
+    example = published.EXAMPLES[name]()
+    advice = advise(example.model, example.args, MESH)
+    assert {one.pattern: one.principles for one in advice.advised} == PRINCIPLES[name]
+
+
+def test_leaving_out_costs_what_propagation_without_it_costs():
+    """Computed again from outside; the layer whose only weight is left out computes whole on every rank."""
+    example = published.EXAMPLES["LlamaForCausalLM"]()
+    graph = trace(example.model, example.args)
+    advice = advise(example.model, example.args, MESH)
+    assert advice.seconds == pytest.approx(step_seconds(propagate(graph, MESH, advice.strategies)), rel=1e-12)
+    costs = {one.pattern: one.seconds for one in advice.advised}
+    for pattern in ("lm_head", "model.layers.*.feed_forward.w2"):
+        rest = {other: one for other, one in advice.strategies.items() if other != pattern}
+        assert costs[pattern] == pytest.approx(step_seconds(propagate(graph, MESH, rest)) - advice.seconds, rel=1e-9)
+        assert costs[pattern] > 1e-3
+    assert {one.count for one in advice.advised if "layers" in one.pattern} == {2, 4, 6}  # once for both layers
+
+
+def test_the_time_of_a_step_is_the_objective_time():
+    example = published.EXAMPLES["LlamaForCausalLM"]()
+    plan = propagate(trace(example.model, example.args), MESH, objective="time")
+    assert step_seconds(plan) == pytest.approx(plan.cost, rel=1e-4)  # which may count whole what is then narrowed
+
+
+def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is_named():
+    """The published case of principle 3: convolutions, then a classifier of very many classes."""
+    with torch.device("meta"):
+        args = (torch.zeros(32, 3, 32, 32), torch.zeros(32, dtype=torch.long))
+        advice = advise(ResNet(channels=256, classes=262144), args, ProcessMesh([0, 1, 2, 3], ["mp"]))
+    found = {one.pattern: one for one in advice.advised}
+    assert [one for one in found if 3 in found[one].principles] == ["wide"]
+    assert "before it the strategy along mp changes from S(0) to R" in found["wide"].reason
+    assert found["conv1"].in_strategy[0] == ("mp", 1, 1, 1)
+    assert found["head"].in_strategy == ((1, 1), ("mp", 1), ("mp",))
+    assert found[":mean"].principles == (2,)
+
+
+def test_operators_that_share_a_name_but_not_a_strategy_are_noted():
+    """The small Llama transposes heads there and back in one module; its queries and keys are rotated alike."""
+    tokens = torch.zeros(4, 512, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = Llama(layers=3, width=1024, heads=16, groups=8, wide=2816, vocabulary=32000, length=512)
+    advice = advise(model, (tokens, tokens), MESH)
+    assert [note.split(":")[0] for note in advice.notes] == ["transpose in layers.*.attention"]
+    counts = {one.pattern: one.count for one in advice.advised}
+    assert counts["layers.*.attention:chunk"] == 6
+    assert counts["layers.*.norm1:mean"] == 3
+    assert counts["embedding"] == counts["head"] == 1
+
+
+def test_the_linears_of_a_sequential_are_no_repeated_layers():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
+        advice = advise(model, (torch.zeros(512, 4096),), ProcessMesh([0, 1], ["mp"]))
+    assert [one.pattern for one in advice.advised] == ["0", "2"]
+
+
+def test_advice_reads_as_a_table():
+    with torch.device("meta"):
+        args = (torch.zeros(2, 64, dtype=torch.long),) * 2
+        advice = advise(GPT(2, 256, 4, 512, 64), args, ProcessMesh([0, 1], ["mp"]))
+    head, first, why, *_ = str(advice).splitlines()
+    assert head.split() == ["configure", "operators", "proposed", "strategy", "left", "out"]
+    assert first.startswith("tokens ")
+    assert "1 x embedding" in first
+    assert first.endswith(" ms")
+    assert why == "    (1) has the weight [512, 256], of which a rank holds what its strategy says"

@@ -1,0 +1,321 @@
+"""parallelize without static: the model's own code on DTensors, against the graph, the whole model and the plan."""
+
+import copy
+from collections import Counter
+
+import pytest
+import small_models
+import torch
+import torch.distributed.checkpoint as checkpoint
+from plans import by_hand, planned_collectives
+from sharded import BATCHES, EXACT, MLP, S0, S1, made, mesh_of, planned, sequence_parallel, tensor_parallel
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as recompute
+
+from ascend_parallel.sharding import propagate, unshard
+from ascend_parallel.sharding.runtime.eager_module import ran_of
+from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.tracing.trace import trace
+
+# What torch.distributed is told, and the kinds of the plan. Two ranks scatter sums by a message each.
+C10D = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "alltoall_base_": "all_to_all",
+    "send": "reduce_scatter",
+}
+
+
+class Told(TorchDispatchMode):
+    """Counts what torch.distributed is told to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if "c10d" in operator.namespace and operator.name() != "c10d::recv_":
+            self.counts[C10D.get(operator._opname, operator._opname)] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def whole_gradients(model):
+    return whole_of({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+
+
+def train(model, batch, steps=10):
+    """Return losses, and the gradients of the first step."""
+    optimizer, losses, first = torch.optim.AdamW(model.parameters(), lr=1e-2), [], None
+    for _ in range(steps):
+        loss = model(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        first = first or {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, first
+
+
+def whole_of(tensors):
+    return {name: unshard(one) for name, one in tensors.items()}
+
+
+def three_ways(group, name, mesh_shape):
+    """Train the whole model, the graph and the model itself; return losses and collectives."""
+    whole = made(getattr(small_models, name))
+    batch = BATCHES[name](torch.Generator().manual_seed(7))
+    plan = planned(name, trace(whole, batch), mesh_of(mesh_shape))
+    static, eager = parallelize(whole, plan, static=True, overlap=False), copy.deepcopy(whole)
+    assert parallelize(eager, plan) is eager
+    truth, truth_gradients = train(whole, batch)
+    of_graph, graph_gradients = train(static, batch)
+    with Told() as told:
+        found, gradients = train(eager, batch)
+    locals_ = {name: one.to_local() for name, one in gradients.items()}
+    torch.testing.assert_close(locals_, graph_gradients, rtol=0, atol=0)
+    torch.testing.assert_close(whole_of(gradients), truth_gradients, **EXACT)
+    state = whole_of(eager.state_dict())
+    assert list(state) == list(whole.state_dict())
+    torch.testing.assert_close(state, static.full_state_dict(), rtol=0, atol=0)
+    ran, kinds = Counter(), Counter()
+    for one, count in ran_of(eager).items():
+        ran[one.kind, one.mesh_dim, one.value, one.reader, one.direction] += count / 10
+        kinds[one.kind] += count
+    assert ran == planned_collectives(plan)
+    assert told.counts == kinds
+    assert kinds["all_reduce"] > 0
+    return truth, of_graph, found
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
+def test_as_the_graph_and_the_whole_model(ranks, name, mesh_shape):
+    for truth, of_graph, found in ranks(2 * len(mesh_shape)).run(three_ways, name, mesh_shape):
+        assert found == of_graph
+        assert found == pytest.approx(truth, rel=1e-10)
+        assert found[-1] < found[0]
+
+
+class Normed(nn.Module):
+    """In-place operators, running statistics, a tensor made in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, images):
+        x = self.norm(self.conv(images))
+        x += images.mean(1, keepdim=True)
+        x = self.relu(x)
+        return self.head(x.mean((2, 3)) * torch.tensor(2.0, dtype=x.dtype)).square().mean()
+
+
+def running_statistics(group):
+    whole, batch = made(Normed), (BATCHES["ResNet"](torch.Generator().manual_seed(7))[0],)
+    plan = propagate(trace(whole, batch), mesh_of((2,)), {"inputs:images": (None, [[Shard(0)]])})
+    static, eager = parallelize(whole, plan, static=True, overlap=False), copy.deepcopy(whole)
+    parallelize(eager, plan)
+    losses = [train(model, batch, 3)[0] for model in (whole, static, eager)]
+    state = whole_of(eager.state_dict())
+    torch.testing.assert_close(state, static.full_state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(state, dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
+    assert state["norm.num_batches_tracked"] == 3
+    return losses
+
+
+def test_in_place_operators_and_running_statistics(ranks):
+    for truth, of_graph, found in ranks(2).run(running_statistics):
+        assert found == of_graph
+        assert found == pytest.approx(truth, rel=1e-10)
+
+
+def dropping(group):
+    whole, batch = made(small_models.GPT, dropout=0.2), BATCHES["GPT"](torch.Generator().manual_seed(7))
+    plan = planned("GPT", trace(whole, batch), mesh_of((2,)))
+    losses = []
+    for model in (parallelize(whole, plan, static=True, overlap=False), parallelize(whole, plan)):
+        losses.append(train(model, batch, 3)[0])
+    with pytest.raises(ValueError, match=r"layers\.0: the forward calls torch.nn.functional.dropout\(linear_1, 0"):
+        whole.eval()(*batch)
+    return losses
+
+
+def test_dropout_draws_the_masks_of_the_graph(ranks):
+    for of_graph, found in ranks(2).run(dropping):
+        assert found == of_graph
+        assert len(set(found)) == 3
+
+
+class Checkpointed(MLP):
+    def forward(self, x):
+        return recompute(super().forward, x, use_reentrant=False)
+
+
+def recomputed(group):
+    whole, x = (
+        made(Checkpointed),
+        torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
+    )
+    plan = tensor_parallel(trace(whole, (x,)), mesh_of((2,)))
+    model, ran = parallelize(copy.deepcopy(whole), plan), []
+    model.up.register_forward_hook(lambda module, args, output: ran.append(output.shape))
+    for one in (whole, model):
+        one(x).square().sum().backward()
+    truth = {name: one.grad for name, one in whole.named_parameters()}
+    torch.testing.assert_close(whole_gradients(model), truth, **EXACT)
+    assert len(ran) == 2  # in forward, and again in backward
+
+
+def test_torchs_checkpoint_runs_the_calls_again(ranks):
+    ranks(2).run(recomputed)
+
+
+def hooked(group):
+    model, x = made(MLP), torch.ones(4, 2, 12, dtype=torch.float64)
+    truth = model(x).detach()
+    parallelize(model, tensor_parallel(trace(model, (x,)), mesh_of((2,))))
+    seen = {}
+
+    def look(module, args, output):
+        with torch.no_grad():
+            seen["local"], seen["full"] = output.to_local(), output.full_tensor()
+        seen["shown"] = f"{output}"
+        seen["up"] = (type(args[0]), args[0].shape, output.shape, output.placements, output.requires_grad)
+
+    handles = [model.up.register_forward_hook(look)]
+    torch.testing.assert_close(model(x).detach(), truth, **EXACT)
+    kind, given, shape, placements, wants = seen["up"]
+    assert issubclass(kind, DTensor)
+    assert (given, shape, placements, wants) == ((4, 2, 12), (4, 2, 24), (Shard(2),), True)
+    assert seen["local"].shape == (4, 2, 12)
+    assert seen["full"].shape == (4, 2, 24)
+    assert "[4, 2, 24] as [Shard(dim=2)]" in seen["shown"]
+    handles.append(model.up.register_forward_hook(lambda module, args, output: output * 2))
+    with pytest.raises(ValueError, match=r"the model: the forward calls torch.Tensor.mul\(linear, 2\)"):
+        model(x)
+    handles.pop().remove()
+    model.up.register_full_backward_hook(lambda module, gradients, given: None)
+    with pytest.raises(ValueError, match=r"up: the forward calls torch.Tensor.view_as"):
+        model(x)
+
+
+def test_hooks_see_whole_shapes(ranks):
+    ranks(2).run(hooked)
+
+
+def saved(group, folder):
+    """Save, load into a model seeded otherwise, and clip gradients: torch's own, on the model as it is."""
+    whole, batch = made(small_models.Llama), BATCHES["Llama"](torch.Generator().manual_seed(7))
+    plan = planned("Llama", trace(whole, batch), mesh_of((2, 2)))
+    model, other = copy.deepcopy(whole), copy.deepcopy(whole)
+    parallelize(model, plan)
+    with torch.no_grad():
+        for one in other.parameters():
+            one.mul_(2)
+    parallelize(other, plan)
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    assert other(*batch) == model(*batch)
+    for one in (whole, other):
+        one(*batch).backward()
+    truth, found = (nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (whole, other))
+    torch.testing.assert_close(found.full_tensor(), truth, **EXACT)
+    torch.testing.assert_close(
+        whole_gradients(other), {name: one.grad for name, one in whole.named_parameters()}, **EXACT
+    )
+    placements = {one.grad.placements for one in other.parameters()}
+    assert placements >= {(Shard(1), Shard(0)), (Shard(0), Shard(1))}
+
+
+def test_checkpoints_and_clipping_are_torchs(ranks, tmp_path):
+    ranks(4).run(saved, str(tmp_path))
+
+
+def compiled(group):
+    model, x = made(MLP), torch.ones(4, 2, 12, dtype=torch.float64)
+    plan = tensor_parallel(trace(model, (x,)), mesh_of((2,)))
+    other = copy.deepcopy(parallelize(model, plan))
+    around = torch.compile(nn.Sequential(nn.Identity(), other), backend="aot_eager")
+    for one in (model, torch.compile(other, backend="aot_eager"), around):
+        one(x).square().sum().backward()
+    found = whole_gradients(other)
+    torch.testing.assert_close(found, {name: 2 * one for name, one in whole_gradients(model).items()}, **EXACT)
+    torch._dynamo.reset()
+    return sum(ran_of(model).values()), sum(ran_of(other).values())
+
+
+def test_compile(ranks):
+    for once, twice in ranks(2).run(compiled):
+        assert 0 < 2 * once == twice
+
+
+class Nested(nn.Module):
+    """Tied and unused parameters, buffers, keywords, nested outputs, calls of several operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
+        self.head.weight = self.tokens.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.register_buffer("kept", torch.arange(6.0))
+
+    def forward(self, tokens, *, scale):
+        x = self.tokens(tokens) + self.kept
+        x, weights = self.attention(x, x, x)
+        dead = x * 3
+        first, second = (x * scale).chunk(2, dim=-1)
+        return {
+            "logits": self.head(torch.cat((second, first), -1)),
+            "rest": (weights.contiguous(), 3),
+            "dead": dead.shape,
+        }
+
+
+def nested(group):
+    whole, tokens = made(Nested), torch.arange(8).reshape(4, 2)
+    scale = torch.tensor(1.5, dtype=torch.float64)
+    graph = trace(whole, (tokens,), {"scale": scale})
+    weight = graph.nodes[graph.nodes["embedding"].inputs[0].node].source
+    plan = by_hand(graph, mesh_of((2,)), {weight: S0, "kept": S0, "attention.in_proj_weight": S1})
+    model = parallelize(copy.deepcopy(whole), plan)
+    assert model.head.weight is model.tokens.weight
+    assert model.head.weight.placements == (Shard(0),)
+    assert model.kept.placements == (Shard(0),)
+    assert model.unused.placements == (Replicate(),)
+    found = []
+    for one in (whole, model):
+        y = one(tokens, scale=scale)
+        assert y["rest"][1] == 3
+        assert y["dead"] == (4, 2, 6)
+        (y["logits"].square().sum() + y["rest"][0].sum()).backward()
+        found.append((y["logits"].detach(), y["rest"][0].detach()))
+    torch.testing.assert_close(found[1], found[0], **EXACT)
+    truth = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
+    torch.testing.assert_close(whole_gradients(model), truth, **EXACT)
+    with pytest.raises(ValueError, match="missing a required argument: 'scale'"):
+        model(tokens)
+    with pytest.raises(ValueError, match=r"tokens is \[2, 2\]"):
+        model(tokens[:2], scale=scale)
+
+
+def test_tied_parameters_buffers_and_nested_outputs(ranks):
+    ranks(2).run(nested)
+
+
+def local_inputs(group):
+    model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    truth = model(x).detach()
+    parallelize(model, sequence_parallel(trace(model, (x,)), mesh_of((2,))), local_inputs=True)
+    torch.testing.assert_close(model(x.chunk(2)[group.rank()]).detach(), truth, **EXACT)
+    with pytest.raises(ValueError, match=r"the plan is for \[2, 2, 12\]"):
+        model(x)
+
+
+def test_local_inputs(ranks):
+    ranks(2).run(local_inputs)

@@ -1,0 +1,156 @@
+"""What an eager run refuses: another forward than the traced one, and models that cannot be followed."""
+
+import pytest
+import torch
+from plans import by_hand
+from sharded import GIVEN, MLP, S0, S1, C, made, mesh_of, tensor_parallel
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.tracing.trace import TraceError, trace
+
+
+class Turning(nn.Module):
+    """A forward that can be made to do other things than when it was traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.factor, self.way = MLP(), 2.0, ""
+        self.seen = []
+
+    def forward(self, x):
+        h = self.mlp(x) * self.factor
+        if self.way == "branch":
+            h = h.neg()
+        if self.way == "early":
+            return h
+        if self.way == "swapped":
+            return x - h
+        if self.way == "foreign":
+            return h - torch.ones(2, 12, dtype=torch.float64)
+        self.seen.append(h)
+        return h - x
+
+
+def turned(group):
+    model, x = made(Turning), torch.ones(2, 12, dtype=torch.float64)
+    plan = by_hand(trace(model, (x,)), mesh_of((2,)), {f"mlp.{name}": layout for name, layout in GIVEN.items()})
+    parallelize(model, plan)
+    model(x)
+    for way, said in (
+        (
+            "branch",
+            r"the forward calls torch.Tensor.neg\(mul_1\); when it was traced there was torch.Tensor.sub\(mul_1, x",
+        ),
+        ("early", r"the forward ended where it called torch.Tensor.sub\(mul_1, x"),
+        ("swapped", r"the forward calls torch.Tensor.sub\(x, mul_1"),
+        ("foreign", r"the forward calls torch.Tensor.sub\(mul_1, a tensor of shape \[2, 12\]"),
+    ):
+        model.way = way
+        with pytest.raises(ValueError, match=said):
+            model(x)
+    model.way, model.factor = "", 3.0
+    with pytest.raises(ValueError, match=r"torch.Tensor.mul\(add, 3.0\).* torch.Tensor.mul\(add, 2.0\)"):
+        model(x)
+    model.factor = 2.0
+    model(x)
+    with pytest.raises(ValueError, match=r"torch.Tensor.mul\(mul_1, 2\): a tensor of a parallelized"):
+        model.seen[-1] * 2
+    with pytest.raises(ValueError, match="to_local of a tensor"):
+        model.seen[-1].to_local()
+    with pytest.raises(ValueError, match="parallelized already"):
+        parallelize(model, plan)
+
+
+def test_another_forward_than_the_traced_one_is_refused(ranks):
+    ranks(2).run(turned)
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Aliased(MLP):
+    def forward(self, x):
+        y = x * self.scale
+        z = y.view(-1)
+        y += 1
+        return z
+
+
+class Outside(MLP):
+    def forward(self, x):
+        return x * self.scale * OUTSIDE
+
+
+OUTSIDE = torch.ones(12, dtype=torch.float64)
+
+
+def refused(group):
+    x, mesh = torch.ones(4, 2, 12, dtype=torch.float64), mesh_of((2,))
+    model = made(MLP)
+    plan = tensor_parallel(trace(model, (x,)), mesh)
+    with pytest.raises(ValueError, match="overlap=True is of the graph: give static=True"):
+        parallelize(model, plan, overlap=True)
+    with pytest.raises(ValueError, match=r"settings=.*give static=True"):
+        parallelize(model, plan, settings=Settings(num_chunks=2))
+    with pytest.raises(ValueError, match="ascending"):
+        parallelize(model, tensor_parallel(plan.graph, ProcessMesh([1, 0], ["mp"])))
+    with pytest.raises(ValueError, match="cannot be held as C"):
+        parallelize(made(MLP), by_hand(plan.graph, mesh, {"up.weight": C}))
+    for kind, why in ((Aliased, "it works in place on what has other names too"), (Outside, "register it as a buffer")):
+        graph = trace(made(kind), (x,))
+        with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{why}.*static=True"):
+            parallelize(made(kind), by_hand(graph, mesh))
+
+
+def test_what_cannot_be_followed_is_refused(ranks):
+    ranks(2).run(refused)
+
+
+class Twice(nn.Module):
+    """The same function, checkpointed, twice on one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        def run(y):
+            return self.first(self.second(y))
+
+        h = x * 2
+        return checkpoint(run, h, use_reentrant=False).sin() + checkpoint(run, h, use_reentrant=False).cos()
+
+
+def twice(group):
+    """Cut the first of the two along one dimension, the second along another: which runs again makes a difference."""
+    model, x = made(Twice), torch.arange(64, dtype=torch.float64).view(4, 4, 4) / 64
+    graph = trace(model, (x,))
+    names = [name for name in graph.nodes if name.startswith("linear")]
+    calls = {name: ([cut, C, C], cut) for name, cut in zip(names, (S0, S0, S1, S1), strict=True)}
+    eager = parallelize(model, by_hand(graph, mesh_of((2,)), {}, calls))
+    with pytest.raises(ValueError, match=r"calls this 2 times, and which of them torch\.utils\.checkpoint runs again"):
+        eager(x).sum().backward()
+
+
+def test_the_same_call_in_two_checkpoints_is_refused(ranks):
+    ranks(2).run(twice)
+
+
+def test_a_backward_of_its_own_is_refused():
+    class Straight(MLP):
+        def forward(self, x):
+            return Backward.apply(super().forward(x)).sum()
+
+    with pytest.raises(TraceError, match=r"the autograd.Function Backward has a backward of its own"):
+        trace(Straight(), (torch.ones(2, 12),))

@@ -1,0 +1,397 @@
+"""Gradients of parameters: summed in buckets under backward, held back and summed later; against the whole model."""
+
+import contextlib
+
+import pytest
+import small_models
+import torch
+import torch.distributed as dist
+from allocations import peak_bytes
+from plans import by_hand
+from sharded import BATCHES, EXACT, S0, C, R, gradients, made, mesh_of, planned, tokens_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ascend_parallel.sharding.graph import Value
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.runtime.gradient_plan import Summed, buckets
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
+from ascend_parallel.sharding.tracing.trace import trace
+
+SMALL = 3000  # bytes of a bucket, so that there are several
+
+
+def data_parallel(whole, batch):
+    mesh = ProcessMesh(list(range(dist.get_world_size())), ["dp"])
+    return propagate(trace(whole, batch), mesh, {}, semi_auto="dp")
+
+
+def tokens_and_targets(count):
+    generator = torch.Generator().manual_seed(7)
+    return tokens_of(count, generator), tokens_of(count, generator)
+
+
+def times(factor, found):
+    return {name: None if one is None else factor * one for name, one in found.items()}
+
+
+def losses_of(model, batch):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@contextlib.contextmanager
+def logged(log):
+    """Log the elements of every all-reduce, and every wait for one that was not waited for at once."""
+    kept = dist.all_reduce
+
+    class Work:
+        def __init__(self, work):
+            self._work = work
+
+        def wait(self):
+            log.append("wait")
+            return self._work.wait()
+
+    def all_reduce(tensor, *args, **kwargs):
+        log.append(tensor.numel())
+        work = kept(tensor, *args, **kwargs)
+        return None if work is None else Work(work)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = kept
+
+
+def data_parallel_training(group):
+    whole, batch = made(small_models.GPT), tokens_and_targets(12)
+    plan = data_parallel(whole, batch)
+    models = [ShardedModule(whole, plan, bucket_bytes=bucket_bytes) for bucket_bytes in (0, SMALL, 25 << 20)]
+    losses = losses_of(whole, batch)
+    for model in models:
+        assert losses_of(model, batch) == pytest.approx(losses, rel=1e-10)
+        torch.testing.assert_close(model.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
+    return [len(model.buckets) for model in models]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_data_parallel_training(ranks, count):
+    for none, several, one in ranks(count).run(data_parallel_training):
+        assert none == 0 < one < several
+
+
+def two_dimensions_training(group, name):
+    whole, batch = made(getattr(small_models, name)), BATCHES[name](torch.Generator().manual_seed(7))
+    beside = ShardedModule(whole, planned(name, trace(whole, batch), mesh_of((2, 2))), bucket_bytes=SMALL)
+    losses = losses_of(beside, batch)
+    assert losses == pytest.approx(losses_of(whole, batch), rel=1e-10)
+    torch.testing.assert_close(beside.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["GPT", "ResNet"])
+def test_training_on_two_mesh_dimensions(ranks, name):
+    ranks(4).run(two_dimensions_training, name)
+
+
+def accumulated(group, held):
+    """Two backwards: both outside of no_sync, both inside, one and one."""
+    whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
+    plan = planned("GPT", trace(whole, batch), mesh_of((2, 2)))
+    whole(*batch).backward()
+    twice = times(2, gradients(whole))
+    sharded = ShardedModule(whole, plan, bucket_bytes=SMALL)
+    for inside in ((False, False), (True, True), (True, False)):
+        for one in inside:
+            loss = sharded(*batch)
+            with sharded.no_sync(*held) if one else contextlib.nullcontext():
+                loss.backward()
+        if all(inside):
+            sharded.reduce_gradients()
+        torch.testing.assert_close(sharded.full_gradients(), twice, **EXACT)
+        sharded.reduce_gradients()  # nothing is left
+        torch.testing.assert_close(sharded.full_gradients(), twice, **EXACT)
+        sharded.zero_grad()
+
+
+@pytest.mark.parametrize("held", [(), ("dp",), ("mp",)], ids=str)
+def test_gradients_of_several_backwards(ranks, held):
+    ranks(4).run(accumulated, held)
+
+
+class Sides(nn.Module):
+    """`both` is read by rows and by the whole; `alone` by the whole only, `rows` by rows only."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.alone, self.rows = (nn.Parameter(torch.rand(3) + index) for index in range(3))
+
+    def forward(self, x):
+        return (x * self.both * self.rows).sum(), (self.both * self.alone).square().sum()
+
+
+def sides(mesh):
+    x = torch.arange(12, dtype=torch.float64).reshape(4, 3)
+    model = made(Sides)
+    graph = trace(model, (x,))
+    calls = {"mul": ([S0, C], S0), "mul_1": ([S0, C], S0)}
+    return model, by_hand(graph, mesh, {"x": S0}, calls), x
+
+
+def terms(group):
+    """What no_sync leaves sums to the gradient, also where every rank has the whole of it."""
+    model, plan, x = sides(ProcessMesh(list(range(group.size())), ["dp"]))
+    sum(model(x)).backward()
+    sharded = ShardedModule(model, plan)
+    for factor in (1, 2):
+        with sharded.no_sync():
+            sum(sharded(x)).backward()
+        for name, whole in gradients(model).items():
+            term = sharded.get_parameter(name).grad.clone()
+            if group.rank() and name == "alone":
+                assert not term.any()
+            dist.all_reduce(term)
+            torch.testing.assert_close(term, factor * whole, **EXACT)
+    sharded.reduce_gradients()
+    torch.testing.assert_close(sharded.full_gradients(), times(2, gradients(model)), **EXACT)
+    refused = pytest.raises(RuntimeError, match=r"has a gradient that is summed.*zero_grad\(set_to_none=True\)")
+    with refused, sharded.no_sync():
+        sum(sharded(x)).backward()
+    sharded.zero_grad()
+    with sharded.no_sync():
+        sum(sharded(x)).backward()
+    sum(sharded(x)).backward()
+    torch.testing.assert_close(sharded.full_gradients(), times(2, gradients(model)), **EXACT)
+    with pytest.raises(ValueError, match="'tp' is no dimension of this mesh"), sharded.no_sync("tp"):
+        pass
+    with pytest.raises(ValueError, match="bucket_bytes=0"), ShardedModule(model, plan, bucket_bytes=0).no_sync():
+        pass
+    with pytest.raises(ValueError, match="bucket_bytes=-1"):
+        ShardedModule(model, plan, bucket_bytes=-1)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_terms_of_a_held_back_gradient_sum_to_it(ranks, count):
+    ranks(count).run(terms)
+
+
+def partly(group):
+    """Backward from one output, and then from the other; twice from the same; from both of two forwards at once."""
+    model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))
+    sharded = ShardedModule(model, plan)
+    assert [[one.name for one in bucket.members] for bucket in sharded.buckets] == [["rows", "both"]]
+    for which in ([0], [1], [0, 1], [1, 0], [0, 0], [1, 1, 0]):
+        for one in (model, sharded):
+            one.zero_grad()
+            outputs = one(x)
+            for index in which:
+                outputs[index].backward(retain_graph=True)
+        assert {name: one.grad is None for name, one in sharded.named_parameters()} == {
+            name: one is None for name, one in gradients(model).items()
+        }
+        found = {name: one for name, one in gradients(model).items() if one is not None}
+        torch.testing.assert_close(sharded.full_gradients(), found, **EXACT)
+    for one in (model, sharded):
+        one.zero_grad()
+        (sum(one(x)) + 3 * one(x)[0]).backward()
+    torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
+
+
+def test_outputs_that_are_not_all_differentiated(ranks):
+    ranks(2).run(partly)
+
+
+def other_ways(group):
+    """autograd.grad, some inputs of backward, create_graph, hooks, a parameter frozen later."""
+    model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))
+    sharded = ShardedModule(model, plan)
+    parameters = [list(one.parameters()) for one in (model, sharded)]
+    found = [torch.autograd.grad(sum(one(x)), some) for one, some in zip((model, sharded), parameters, strict=True)]
+    torch.testing.assert_close(found[1], found[0], **EXACT)
+    assert all(one.grad is None for one in sharded.parameters())
+    sum(sharded(x)).backward(inputs=[sharded.rows])
+    torch.testing.assert_close(sharded.rows.grad, found[0][2], **EXACT)
+    assert sharded.both.grad is None
+    with pytest.raises(RuntimeError, match="differentiates once"):
+        sum(sharded(x)).backward(create_graph=True)
+    sharded.zero_grad()
+    sharded.rows.requires_grad_(False)
+    sum(sharded(x)).backward()
+    torch.testing.assert_close(sharded.both.grad, found[0][0], **EXACT)
+    assert sharded.rows.grad is None
+    handle = sharded.both.register_hook(lambda gradient: gradient.clamp(max=1))
+    with pytest.raises(RuntimeError, match=r"both has a hook on its gradient.*bucket_bytes=0"):
+        sum(sharded(x)).backward()
+    handle.remove()
+    at_once, seen = ShardedModule(model, plan, bucket_bytes=0), []
+    at_once.both.register_hook(seen.append)
+    sum(at_once(x)).backward()
+    torch.testing.assert_close(seen, [found[0][0]], **EXACT)
+
+
+def test_other_ways_to_differentiate(ranks):
+    ranks(2).run(other_ways)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers=6, width=8):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def stack():
+    model, x = made(Stack), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
+    graph = trace(model, (x,))
+    calls = {name: ([S0, C, C], S0) for name, node in graph.nodes.items() if "linear" in name and node.call}
+    return model, by_hand(graph, mesh_of((dist.get_world_size(),)), {"x": S0}, calls), x
+
+
+def failing(group):
+    """A backward that fails on every rank leaves nothing to the next."""
+    model, plan, x = stack()
+    sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
+
+    def fail(_gradient):
+        raise ArithmeticError("planted")
+
+    given = x.clone()
+    y = sharded(given)
+    node = y.grad_fn
+    while node.name() != "AddmmBackward0":
+        node = node.next_functions[0][0]
+    for _ in range(3):
+        node = next(one for one, _ in node.next_functions if one is not None and "Addmm" in one.name())
+    node.register_prehook(fail)
+    with pytest.raises(ArithmeticError, match="planted"):
+        y.sum().backward()
+    for one in (model, sharded):
+        one.zero_grad()
+        one(x).sum().backward()
+    torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
+
+
+def test_a_backward_that_fails(ranks):
+    ranks(2).run(failing)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "expected"),
+    [(25 << 20, [1, 5]), (2 << 20, [1, 2, 2, 1]), (1000, [1] * 6)],  # the first, which backward fills first, is small
+)
+def test_the_first_bucket_is_at_most_a_megabyte(bucket_bytes, expected):
+    each = [Summed(Value(str(one)), "", (0,), (), torch.float32, 1 << 20) for one in range(6)]
+    found = buckets(each, bucket_bytes)
+    assert [len(bucket.members) for bucket in found] == expected
+    assert [one.value.node for bucket in found for one in bucket.members] == list("543210")
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self, log):
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "mm" in str(function):
+            self._log.append("mm")
+        return function(*args, **(kwargs or {}))
+
+
+def order(group):
+    """6 layers of 72 numbers in buckets of 2 of them; and as one; and each where it stands."""
+    model, plan, x = stack()
+    logs, results = [], []
+    for bucket_bytes in (2 * 72 * 8, 25 << 20, 0):
+        sharded, log = ShardedModule(model, plan, bucket_bytes=bucket_bytes), []
+        loss = sharded(x).square().sum()
+        with logged(log), Operators(log):
+            loss.backward()
+        logs.append(log)
+        results.append(gradients(sharded))
+        assert sum(sharded.ran.values()) == len([one for one in log if isinstance(one, int)]) + 1  # the output's
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)  # of two ranks: sums in any order are the same
+    torch.testing.assert_close(results[1], results[2], rtol=0, atol=0)
+    return logs
+
+
+def test_buckets_are_summed_under_backward(ranks):
+    for several, one, each in ranks(2).run(order):
+        assert [entry for entry in several if entry != "mm"] == [144] * 3 + ["wait"] * 3
+        assert several.index(144) == several.index("mm") + 4  # two layers' input and weight gradients: then it starts
+        assert several.index("wait") > max(index for index, entry in enumerate(several) if entry == "mm")
+        assert [entry for entry in one if entry != "mm"] == [432, "wait"]
+        assert [entry for entry in each if entry != "mm"] == [8, "wait", 64, "wait"] * 6
+
+
+def memory(group):
+    """Beside the gradients a bucket and its terms, not all of them twice."""
+    model, plan, x = stack()
+    gradient = 6 * 72 * 8
+    sharded = ShardedModule(model, plan, bucket_bytes=72 * 8)
+    loss = sharded(x).square().sum()
+    assert peak_bytes(loss.backward) <= gradient + 4 * 72 * 8
+    return True
+
+
+def test_memory(ranks):
+    assert all(ranks(2).run(memory))
+
+
+def part_of_a_job(group):
+    """Two meshes, each with a plan of its own, as pipeline stages have."""
+    model, x = made(Stack, 4), torch.ones(4, 8, dtype=torch.float64)
+    meshes = [ProcessMesh(ranks, ["of_stage"]) for ranks in ([0, 1], [2, 3])]  # with groups nobody has made
+    groups = [dist.new_group(mesh.process_ids) for mesh in meshes]
+    stage = group.rank() // 2
+    half = nn.Module()
+    half.layers = nn.Sequential()
+    for index in (2 * stage, 2 * stage + 1):
+        half.layers.add_module(str(index), model.layers[index])
+    half.forward = half.layers.forward
+    graph = trace(half, (x,))
+    calls = {name: ([S0, C, C], S0) for name, node in graph.nodes.items() if "linear" in name and node.call}
+    plan = by_hand(graph, meshes[stage], {next(iter(graph.nodes.values())).source: R}, calls)
+    with pytest.raises(RuntimeError, match="has no process groups"):
+        ShardedModule(model, plan, group=groups[stage])
+    for mesh in meshes:
+        mesh.device_mesh()
+    with pytest.raises(ValueError, match=r"group has the ranks \[0, 1, 2, 3\]"):
+        ShardedModule(model, plan, group=group)
+    sharded = ShardedModule(model, plan, group=groups[stage])
+    assert set(sharded.state_dict()) == {f"layers.{name}" for name in half.layers.state_dict()}
+    for one in (half, sharded):
+        one(x).square().sum().backward()
+    found = {name: one.grad for name, one in half.named_parameters()}
+    torch.testing.assert_close(sharded.full_gradients(), found, **EXACT)
+
+
+def test_a_plan_for_a_part_of_the_job(ranks):
+    ranks(4).run(part_of_a_job)
+
+
+def pieces(group):
+    whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
+    sharded = ShardedModule(whole, planned("GPT", trace(whole, batch), mesh_of((2, 2))))
+    found = sharded.pieces()
+    assert set(found) == set(whole.state_dict())
+    for name, tensor in whole.state_dict().items():
+        piece = found[name]
+        assert piece.shape == tensor.shape
+        box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.local.shape, strict=True))
+        assert torch.equal(piece.local, tensor[box])
+    assert found["layers.0.up.weight"].local is sharded.get_parameter("layers.0.up.weight")
+    assert any(piece.local.shape != piece.shape for piece in found.values())
+
+
+def test_pieces(ranks):
+    ranks(4).run(pieces)

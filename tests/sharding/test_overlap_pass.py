@@ -1,0 +1,240 @@
+"""The overlap pass: matmuls run with their collective, values and gradients as the whole model's in float64."""
+
+import itertools
+
+import pytest
+import small_models
+import torch
+from plans import by_hand, planned_collectives
+from sharded import (
+    CHUNKS,
+    EXACT,
+    FORMS,
+    GIVEN,
+    MLP,
+    PARTIAL,
+    S0,
+    S1,
+    S2,
+    C,
+    calls_of,
+    compare,
+    made,
+    mesh_of,
+    planned,
+    seen,
+    sequence_parallel,
+    tokens_of,
+)
+from torch import nn
+
+import ascend_parallel
+from ascend_parallel import Settings
+from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.runtime.overlap_pass import fuse
+from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.tracing.trace import trace
+
+
+def run_mlp(group, form, shape, overlap, settings=(), bias=True):
+    model, x = made(MLP, bias=bias), torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = FORMS[form](trace(model, (x,)), ProcessMesh(list(range(group.size())), ["mp"]))
+    settings = Settings(**dict(settings))
+    sharded = parallelize(model, plan, static=True, overlap=overlap, settings=settings, bucket_bytes=0)
+    ascend_parallel.ops.COUNTS.clear()
+    compare(model, sharded, x)
+    kinds = {}
+    for one, count in sharded.ran.items():
+        kinds[one.kind, one.direction] = kinds.get((one.kind, one.direction), 0) + count
+    return (
+        calls_of(ascend_parallel.ops.COUNTS.as_dict()),
+        kinds,
+        sharded.fused,
+        seen(sharded) == planned_collectives(plan),
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_tensor_parallel_mlp(ranks, count):
+    for bias, settings in itertools.product((True, False), ({}, CHUNKS)):
+        for counts, kinds, fused, _ in ranks(count).run(run_mlp, "tensor", (48, 2, 12), True, settings, bias):
+            assert counts == {"matmul_all_reduce": 2}  # the row layer's in forward, the column layer's in backward
+            assert kinds == {}
+            assert [one.operator for one in fused] == ["matmul_all_reduce"] * 2
+    for counts, kinds, fused, as_planned in ranks(count).run(run_mlp, "tensor", (48, 2, 12), False):
+        assert (counts, fused, as_planned) == ({}, (), True)
+        # in backward the column layer's input, and the row layer's bias, which the first rank alone added
+        assert kinds == {("all_reduce", "forward"): 1, ("all_reduce", "backward"): 2}
+
+
+@pytest.mark.parametrize("form, shape", [("sequence", (96, 2, 12)), ("samples", (1, 96, 12)), ("samples", (2, 48, 12))])
+@pytest.mark.parametrize("count", [2, 3])
+def test_sequence_parallel_mlp(ranks, count, form, shape):
+    # What is left: x is gathered after backward, the output is gathered for the user, `scale` and the row layer's bias
+    # have gradients of their rows only.
+    around = {("all_gather", "forward"): 1, ("all_gather", "backward"): 1, ("all_reduce", "backward"): 2}
+    for settings in ({}, CHUNKS, {"recompute_all_gather": False}):
+        for counts, kinds, fused, _ in ranks(count).run(run_mlp, form, shape, True, settings):
+            assert counts == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+            assert kinds == around
+            assert [one.operator for one in fused] == ["matmul_reduce_scatter", "all_gather_matmul"]
+    for counts, kinds, fused, as_planned in ranks(count).run(run_mlp, form, shape, False):
+        assert (counts, fused, as_planned) == ({}, (), True)
+        own = {("all_gather", "forward"): 1, ("all_gather", "backward"): 1}
+        own |= {("reduce_scatter", "forward"): 1, ("reduce_scatter", "backward"): 1}
+        assert kinds == {key: around.get(key, 0) + own.get(key, 0) for key in around | own}
+
+
+def sequence_parallel_llama(group):
+    """Two samples, the residual stream cut along the sequence; return what ran in operators, and what beside."""
+    model = made(small_models.Llama, length=64)
+    tokens = tokens_of(2, torch.Generator().manual_seed(2), 64)
+    graph, mesh = trace(model, (tokens, tokens)), mesh_of((group.size(),))
+    sharded = parallelize(model, planned("Llama", graph, mesh, rows_cut=True), settings=Settings(**CHUNKS), static=True)
+    ascend_parallel.ops.COUNTS.clear()
+    compare(model, sharded, tokens, tokens)
+    apart = sorted({one.value.node for one in sharded.ran})
+    joined = sharded.fused[4]
+    return calls_of(ascend_parallel.ops.COUNTS.as_dict()), apart, (joined.operator, joined.reason)
+
+
+def test_sequence_parallel_llama(ranks):
+    for counts, apart, joined in ranks(2).run(sequence_parallel_llama):
+        # 4 halves of layers: a gather and a reduce-scatter in forward, and one of each in backward
+        assert counts == {"all_gather_matmul": 8, "matmul_reduce_scatter": 8}
+        # what stays apart are the norms' weights, and the stream before and behind the layers
+        norms = {f"p_layers_{layer}_norm{number}_weight" for layer in (0, 1) for number in (1, 2)}
+        assert set(apart) - norms <= {"embedding", "mul_18"}
+        assert joined == (
+            "all_gather_matmul",
+            "the gather of its rows over mp, transposed for S(1), one matmul with linear_1, linear_2",
+        )
+
+
+class Products(nn.Module):
+    """The three other operators that are a matrix product with a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.first, self.second, self.bias = (nn.Parameter(torch.randn(size)) for size in ((8, 12), (12, 8), (8,)))
+        self.third = nn.Parameter(torch.randn(8, 12))
+
+    def forward(self, x):
+        x = x * self.scale
+        x = torch.addmm(self.bias, torch.mm(x, self.first).relu(), self.second)
+        return torch.matmul(x.unflatten(0, (4, -1)), self.third)
+
+
+def run_products(group):
+    model, x = made(Products), torch.randn(48, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    graph = trace(model, (x,))
+    names = {node.call.name.split(".")[1]: node.name for node in graph.nodes.values() if node.call is not None}
+    calls = {
+        names["mm"]: ([C, S1], S1),
+        names["relu"]: ([S1], S1),
+        names["addmm"]: ([C, S1, S0], PARTIAL),
+        names["matmul"]: ([C, S1], S2),
+    }
+    given = {"first": S1, "second": S0, "third": S1}
+    plan = by_hand(graph, mesh_of((group.size(),)), given, calls, inputs_have_gradients=True)
+    sharded = parallelize(model, plan, settings=Settings(**CHUNKS), static=True)
+    ascend_parallel.ops.COUNTS.clear()
+    compare(model, sharded, x)
+    return calls_of(ascend_parallel.ops.COUNTS.as_dict()), len(sharded.fused)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_products_that_are_not_linear(ranks, count):
+    assert ranks(count).run(run_products) == [({"matmul_all_reduce": 3}, 3)] * count
+
+
+class Siblings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = x * self.scale
+        return self.first(x), self.second(x)
+
+
+def run_siblings(group):
+    """Two column layers whose input is converted for each of them, on two mesh dimensions."""
+    model, x = made(Siblings), torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    r, c, s0, s1 = REPLICATE, COPY, shard(0), shard(1)
+    column = ([(r, c), (r, s0), (r, s0)], (r, s1))
+    calls = {"mul": ([(s0, r), (c, r)], (s0, r)), "linear": column, "linear_1": column}
+    given = {"first.weight": (r, s0), "first.bias": (r, s0), "second.weight": (r, s0), "second.bias": (r, s0)}
+    given["x"] = (s0, r)
+    sharded = parallelize(
+        model, by_hand(trace(model, (x,)), mesh_of((2, 2)), given, calls), settings=Settings(**CHUNKS), static=True
+    )
+    ascend_parallel.ops.COUNTS.clear()
+    for one in (model, sharded):
+        first, second = one(x)
+        (first.square().sum() + second.sin().sum()).backward()
+    torch.testing.assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, **EXACT)
+    gathers = [(one.reader, count) for one, count in sharded.ran.items() if one.kind == "all_gather" and one.reader]
+    return calls_of(ascend_parallel.ops.COUNTS.as_dict()), gathers
+
+
+def test_columns_of_one_input_are_one_matmul_and_convert_it_once(ranks):
+    assert ranks(4).run(run_siblings) == [({"matmul_all_reduce": 1}, [("linear", 1)])] * 4
+
+
+def reasons(plan_of, shape, mesh, **keywords):
+    model = made(MLP, **keywords)
+    graph = trace(model, (torch.zeros(shape, dtype=torch.float64),))
+    return {one.node: (one.operator, one.reason) for one in fuse(plan_of(graph, mesh), Settings()).fused}
+
+
+def test_what_does_not_overlap_has_a_reason():
+    mesh, pair = ProcessMesh([0, 1], ["mp"]), ProcessMesh([[0, 1], [2, 3]], ["dp", "mp"])
+    in_rows = reasons(sequence_parallel, (6, 2, 12), mesh)
+    assert {reason for _, reason in in_rows.values()} == {"its sum over mp", "the gather of its rows over mp"}
+    samples = reasons(FORMS["samples"], (2, 6, 12), mesh)
+    assert samples == {
+        "linear_1": ("matmul_reduce_scatter", "its sum over mp, transposed for S(1)"),
+        "linear": ("all_gather_matmul", "the gather of its rows over mp, transposed for S(1)"),
+    }
+    assert reasons(FORMS["samples"], (1, 6, 12), mesh) == in_rows
+    descending = reasons(sequence_parallel, (6, 2, 12), ProcessMesh([1, 0], ["mp"]))
+    assert {operator for operator, _ in descending.values()} == {""}
+    assert {reason for _, reason in descending.values()} == {"the ranks along mp do not ascend"}
+
+    def features(graph, on):
+        """The sum is cut along its features, the input gathered along its."""
+        calls = {"linear": ([C, S0, S0], S2), "gelu": ([S2], S2), "linear_1": ([S2, S1, C], PARTIAL)}
+        calls |= {"mul": ([S2, S0], S2), "add": ([S2, S2], S2)}
+        return by_hand(graph, on, {**GIVEN, "x": S2, "scale": S0}, calls)
+
+    cut = ("", "S(2) cuts its features, not its rows")
+    assert reasons(features, (6, 2, 12), mesh) == {"linear": cut, "linear_1": cut}
+
+    def nested(graph, on):
+        """Rows cut by dp, features by mp: nothing hinders."""
+        r, c, s0, s1, s2 = REPLICATE, COPY, shard(0), shard(1), shard(2)
+        calls = {
+            "linear": ([(s0, c), (c, s0), (c, s0)], (s0, s2)),
+            "gelu": ([(s0, s2)], (s0, s2)),
+            "linear_1": ([(s0, s2), (c, s1), (c, c)], (s0, SUM)),
+            "add": ([(s0, r), (s0, r)], (s0, r)),
+            "mul": ([(s0, r), (c, r)], (s0, r)),
+        }
+        given = {"up.weight": (r, s0), "up.bias": (r, s0), "down.weight": (r, s1), "x": (s0, r)}
+        return by_hand(graph, on, given, calls)
+
+    assert {operator for operator, _ in reasons(nested, (4, 2, 12), pair).values()} == {"matmul_all_reduce"}
+
+    def twice(graph, on):
+        """Partial sums on both mesh dimensions: the bias would be added by the ranks of one."""
+        c, s1, s2 = COPY, shard(1), shard(2)
+        calls = {"linear_1": ([(s2, s2), (s1, s1), (c, c)], (SUM, SUM))}
+        return by_hand(graph, on, {"down.weight": (s1, s1)}, calls)
+
+    found = reasons(twice, (4, 2, 12), pair)
+    assert found == {"linear_1": ("", "it has a bias, and partial sums on another mesh dimension")}
+    assert reasons(twice, (4, 2, 12), pair, bias=False)["linear_1"][0] == "matmul_all_reduce"

@@ -1,0 +1,103 @@
+"""What autograd keeps beside parameters that are gathered again in backward."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import made, mesh_of
+from torch import nn
+
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
+from ascend_parallel.sharding.tracing.trace import trace
+from ascend_parallel.training.optimizer import sharded_parameters
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(8, 8, bias=False), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return (torch.tanh(self.inner(x)) * self.scale).square().mean()
+
+
+def built():
+    whole, x = made(Scaled), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
+    plan = propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp")
+    sharded = ShardedModule(whole, sharded_parameters(plan, "mp"), local_inputs=True)
+    rank = dist.get_rank()
+    return sharded, x[2 * rank : 2 * rank + 2].clone()
+
+
+def discarded(group):
+    sharded, x = built()
+
+    def tensors():
+        gc.collect()
+        return sum(type(one) is torch.Tensor for one in gc.get_objects())
+
+    sharded(x)
+    before = tensors()
+    for _ in range(3):
+        sharded(x)
+    assert tensors() == before
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_forward_without_backward_keeps_nothing(ranks):
+    ranks(2).run(discarded)
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh()) for _ in range(3)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def recomputed(group, collectives):
+    """Return what of the whole weights is there after forward, how often each is gathered, the gradients' error."""
+    whole, x = made(Deep), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
+    plan = sharded_parameters(propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp"), "mp")
+    recompute = Recompute(modules=["layers.*"], collectives=collectives)
+    sharded = ShardedModule(whole, plan, recompute=recompute)
+    loss = sharded(x)
+    gc.collect()
+    shapes = [tuple(one.shape) for one in gc.get_objects() if type(one) is torch.Tensor]
+    loss.backward()
+    gathers = sum(
+        count for ran, count in sharded.ran.items() if ran.kind == "all_gather" and "weight" in ran.value.node
+    )
+    whole(x).backward()
+    found, expected = sharded.full_gradients(), {name: one.grad for name, one in whole.named_parameters()}
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-12, atol=1e-14)
+    return shapes.count((12, 8)) + shapes.count((8, 12)), gathers
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("collectives", ["keep", "again"])
+def test_what_runs_again_gathers_its_weights_again(ranks, collectives):
+    assert ranks(2).run(recomputed, collectives) == [(0, 12), (0, 12)]
+
+
+def changed(group, what):
+    sharded, x = built()
+    loss = sharded(x)
+    with torch.no_grad():
+        {"input": x, "scale": sharded.scale}[what].mul_(3)
+    with pytest.raises(RuntimeError, match="was changed in place after forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("what", ["input", "scale"])
+def test_what_backward_needs_must_not_change(ranks, what):
+    ranks(2).run(changed, what)

@@ -1,0 +1,231 @@
+"""Every strategy of every rule against the whole, on ranks simulated in one process (tests/support/brute.py)."""
+
+import random
+
+import pytest
+import rule_cases
+import rule_cases_along
+import torch
+from brute import call_of, check, check_all, describe, fits, whole_outputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rule_drawing import CASES, Drawing
+from rule_models import made
+
+from ascend_parallel.sharding.graph import BUFFER, INPUT, Value
+from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
+from ascend_parallel.sharding.rules import Strategy, has_rule, register_rule, registry, run_local, strategies
+from ascend_parallel.sharding.tracing.trace import trace
+
+aten = torch.ops.aten
+assert rule_cases and rule_cases_along  # imported for their entries in CASES
+DRAWS = settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def texts(call):
+    return {describe([one]) for one in strategies(call)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_strategies_of_an_operator_give_the_whole(name):
+    case, seen = CASES[name], set()
+
+    @DRAWS
+    @given(st.data())
+    def every_strategy(data):
+        call, tensors = call_of(case.target, *case.arguments(Drawing(data.draw)), **case.named)
+        assert has_rule(call)
+        for mesh in ((2,), (3,)):
+            seen.update(map(describe, check_all(call, tensors, mesh, case.constants)))
+
+    every_strategy()
+    cut = {one for one in seen if "S(" in one or "P(" in one}
+    assert len(cut) >= case.at_least, f"only {sorted(seen)}"
+
+
+MESHES = ["linear.default 2 bias", "embedding.default", "addmm.default", "convolution.default", "view.default"]
+MESHES += ["expand.default", "mean.dim", "add.Tensor", "mul.Tensor", "layer_norm.default", "gather.default"]
+MESHES += ["scaled_dot_product_attention.default grouped", "cross_entropy_loss.default mean", "cat.default"]
+MESHES += ["cross_entropy_loss.default mean, smoothed", "matmul.default 4-D by 3-D", "repeat_interleave.self_int flat"]
+MESHES += ["_native_batch_norm_legit_functional.default", "index.Tensor", "repeat.default", "mse_loss.default mean"]
+MESHES += [f"cross_entropy_loss.default {one}, 3-D, 6 classes, 0.1" for one in ("none", "mean", "sum")]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_pairs_of_strategies_on_a_mesh_give_the_whole(name):
+    case, seen, chance = CASES[name], set(), random.Random(5)
+
+    @settings(DRAWS, max_examples=3)
+    @given(st.data())
+    def pairs(data):
+        drawing = Drawing(data.draw, sizes=(4, 2, 8))
+        call, tensors = call_of(case.target, *case.arguments(drawing), **case.named)
+        found = check_all(call, tensors, (2, 2), case.constants, limit=25, random=chance)
+        seen.update(describe(one) for one in found if one[0] != one[1])
+
+    pairs()
+    assert len(seen) >= 4
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "wanted"),
+    [
+        (
+            aten.linear.default,
+            (torch.ones(2, 4, 6), torch.ones(8, 6), torch.ones(8)),
+            {
+                "R R R -> R",  # whole everywhere
+                "C C C -> C",
+                "S(0) C C -> S(0)",  # data parallel
+                "S(1) C C -> S(1)",  # sequence parallel
+                "C S(0) S(0) -> S(2)",  # column parallel
+                "S(2) S(1) C -> P(sum)",  # row parallel
+                "P(sum) C C -> P(sum)",
+            },
+        ),
+        (
+            aten.embedding.default,
+            (torch.ones(8, 4), torch.zeros(2, 6, dtype=torch.int64)),
+            {"R R -> R", "C R -> C", "C S(0) -> S(0)", "C S(1) -> S(1)", "S(1) R -> S(2)", "S(0) R -> P(sum)"},
+        ),
+        (
+            aten.add.Tensor,
+            (torch.ones(4), torch.ones(4)),
+            {"R R -> R", "C C -> C", "S(0) S(0) -> S(0)"} | {f"{one} {one} -> {one}" for one in ("P(sum)", "P(avg)")},
+        ),
+        (aten.relu.default, (torch.ones(4, 1),), {"R -> R", "C -> C", "S(0) -> S(0)"}),
+        (
+            aten.view.default,
+            (torch.ones(2, 4, 6), [8, 6]),
+            {"R -> R", "C -> C", "S(0) -> S(0)", "S(2) -> S(1)"} | {f"{one} -> {one}" for one in ("P(sum)", "P(avg)")},
+        ),
+        (
+            aten.cross_entropy_loss.default,
+            (torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)),
+            {"R R -> R", "C R -> C", "S(0) R -> P(sum)", "S(1) R -> R"},
+        ),
+    ],
+)
+def test_strategies_are_all_that_there_are(target, arguments, wanted):
+    call, _ = call_of(target, *arguments)
+    assert texts(call) == wanted
+    assert describe(strategies(call)[:1]).startswith("R")
+
+
+def test_an_operator_without_a_rule_runs_whole():
+    call, tensors = call_of(aten.fft_fft.default, torch.randn(4, dtype=torch.float64))
+    assert not has_rule(call)
+    assert texts(call) == {"R -> R", "C -> C"}
+    check_all(call, tensors, (2,))
+
+
+WRONG = {
+    "a sum that is not one": (aten.sigmoid.default, Strategy((SUM,), (SUM,)), "output 0"),
+    "a slice of another dimension": (aten.t.default, Strategy((shard(0),), (shard(0),)), "output 0"),
+    "a factor whose gradient is only a part": (
+        aten.mul.Tensor,
+        Strategy((shard(0), REPLICATE), (shard(0),)),
+        "should have the same",
+    ),
+    "a gradient added up twice": (aten.neg.default, Strategy((COPY,), (REPLICATE,)), "gradient of input 0"),
+    "a bias added by every rank": (aten.add.Tensor, Strategy((SUM, COPY), (SUM,)), "output 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_caught(name):
+    target, wrong, said = WRONG[name]
+    tensors = [torch.randn(4, 4, dtype=torch.float64) for _ in wrong.inputs]
+    if len(tensors) == 2:
+        tensors[1] = tensors[1][:1]
+    call, tensors = call_of(target, *tensors)
+    with pytest.raises(AssertionError, match=said):
+        check(call, tensors, [wrong], (2,))
+
+
+def test_a_bias_added_by_every_rank_of_a_row_parallel_linear_is_caught(monkeypatch):
+    linear = registry.ENTRIES["aten.linear"]
+    monkeypatch.setitem(registry.ENTRIES, "aten.linear", registry.Entry(linear.rule))
+    drawn = [torch.randn(*shape, dtype=torch.float64) for shape in ((4, 6), (2, 6), (2,))]
+    with pytest.raises(AssertionError, match="output 0"):
+        check_all(*call_of(aten.linear.default, *drawn), (2,))
+
+
+def test_a_user_can_register_a_rule(monkeypatch):
+    monkeypatch.setattr(registry, "ENTRIES", dict(registry.ENTRIES))
+    call, tensors = call_of(aten.cummax.default, torch.randn(4, 2, dtype=torch.float64), 1)
+    by_row = Strategy((shard(0),), (shard(0), shard(0)))
+
+    @register_rule(aten.cummax)
+    def rule(asked):
+        assert asked is call
+        return [by_row]
+
+    assert strategies(call)[2:] == [by_row]
+    check(call, tensors, [by_row], (2,))
+    register_rule("aten.cummax.default", lambda asked: [])
+    assert len(strategies(call)) == 2
+    with pytest.raises(ValueError, match="give an operator"):
+        register_rule("cummax", rule)
+
+
+def dropped(state, coordinate, x):
+    call, _ = call_of(aten.dropout.default, torch.ones(8, 8), 0.5, True)
+    torch.manual_seed(coordinate)  # ranks may be seeded apart
+    return run_local(call, [x], [(state,)], [(state,)], (2,), (coordinate,), stream="one")[0]
+
+
+def test_dropout_differs_between_pieces_and_agrees_between_copies():
+    whole, piece = torch.ones(8, 8), torch.ones(4, 8)
+    assert torch.equal(dropped(REPLICATE, 0, whole), dropped(REPLICATE, 1, whole))
+    assert torch.equal(dropped(COPY, 0, whole), dropped(COPY, 1, whole))
+    pieces = [dropped(shard(0), place, piece) for place in (0, 1)]
+    assert not torch.equal(*pieces)
+    assert all(set(one.unique().tolist()) == {0.0, 2.0} for one in pieces)
+
+
+def test_dropout_follows_its_stream_and_leaves_the_process_generator_alone():
+    call, _ = call_of(aten.dropout.default, torch.ones(8, 8), 0.5, True)
+    cut, before = [(shard(0),)], torch.get_rng_state()
+
+    def drawn(stream):
+        return run_local(call, [torch.ones(4, 8)], cut, cut, (2,), (0,), stream=stream)[0]
+
+    assert torch.equal(drawn("one"), drawn("one"))
+    assert not torch.equal(drawn("one"), drawn("two"))
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match=r"dropout.* draws random numbers: run_local needs stream"):
+        drawn("")
+
+
+def test_uneven_combinations_are_not_checked():
+    call, _ = call_of(aten.relu.default, torch.ones(3))
+    assert fits(call, strategies(call)[2:3], (3,))
+    assert not fits(call, strategies(call)[2:3], (2,))
+
+
+def test_rules_are_of_operators_that_there_are():
+    missing = []
+    for name in registry.ENTRIES:
+        _, packet, *overload = name.split(".")
+        found = getattr(aten, packet, None)
+        if found is None or not set(overload) <= set(found.overloads()):
+            missing.append(name)
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "Block in training", "Block in evaluation"])
+def test_all_operators_of_a_traced_model_give_the_whole(name):
+    model, args = made(name)
+    graph, given = trace(model, args), iter(args)
+    named, values = {**dict(model.named_parameters()), **dict(model.named_buffers())}, {}
+    for node in graph.nodes.values():
+        if node.call is None:
+            values[Value(node.name)] = next(given) if node.kind == INPUT else named[node.source].detach()
+            continue
+        tensors = [values[one] for one in node.inputs]
+        assert has_rule(node.call)
+        constants = [place for place, one in enumerate(node.inputs) if graph.nodes[one.node].kind == BUFFER]
+        assert check_all(node.call, tensors, (2,), constants)
+        outputs = whole_outputs(node.call, tensors)
+        values |= {Value(node.name, index): one.detach() for index, one in enumerate(outputs)}

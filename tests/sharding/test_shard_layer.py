@@ -1,0 +1,129 @@
+"""shard_layer and shard_optimizer against the same training in one process, in float64."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.redistribute.collectives import recorded
+from ascend_parallel.sharding.redistribute.reshard import shard_tensor, unshard
+from ascend_parallel.sharding.redistribute.shard_layer import ShardingStage1, shard_layer, shard_optimizer
+
+STEPS = 4
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def trained():
+    """The truth: losses, parameters and Adam's first moments."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    losses = []
+    for x in data():
+        loss = (net(x) ** 2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, list(net.parameters()), [optimizer.state[one]["exp_avg"] for one in net.parameters()]
+
+
+def column_and_row(path, module, mesh):
+    """Cut the first linear's outputs and the second's inputs along mp."""
+    if isinstance(module, nn.Linear):
+        cut = Shard(0) if path == "0" else Shard(1)
+        module.weight = shard_tensor(module.weight, mesh, [Replicate(), cut])
+        if path == "0":
+            module.bias = shard_tensor(module.bias, mesh, [Replicate(), cut])
+
+
+def training(group, shard_fn):
+    mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+    net = shard_layer(
+        model(),
+        mesh,
+        column_and_row,
+        input_fn=lambda inputs, mesh: (shard_tensor(inputs[0], mesh, [Shard(0), Replicate()]),),
+        output_fn=lambda output, mesh: output**2,
+    )
+    optimizer = shard_optimizer(torch.optim.AdamW(net.parameters(), lr=0.1), shard_fn)
+    losses = []
+    for x in data():
+        loss = unshard(net(x).sum())
+        optimizer.zero_grad()
+        assert all(one.grad is None for one in net.parameters())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    parameters = list(net.parameters())
+    moments = [optimizer.state[one]["exp_avg"] for one in parameters]
+    assert optimizer.param_groups[0]["params"] == parameters
+    assert len(optimizer.state_dict()["state"]) == 4
+    placed = [one.placements for one in (*parameters, *moments)]
+    return losses, [unshard(one.detach()) for one in parameters], [unshard(one) for one in moments], placed
+
+
+@pytest.mark.parametrize("shard_fn", [None, ShardingStage1("dp")], ids=["own placements", "stage 1"])
+def test_training_is_as_in_one_process(ranks, shard_fn):
+    losses, parameters, moments = trained()
+    own = [(Replicate(), Shard(0)), (Replicate(), Shard(0)), (Replicate(), Shard(1)), (Replicate(), Replicate())]
+    for found, held, averages, placed in ranks(4).run(training, shard_fn):
+        torch.testing.assert_close(found, losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(held, [one.detach() for one in parameters], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(averages, moments, rtol=1e-10, atol=1e-12)
+        assert placed[:4] == own
+        if shard_fn is None:
+            assert placed[4:] == own
+        else:
+            # of the first bias, whose only dimension is cut along mp already, the state stays the parameter's
+            cut = [(Shard(1), Shard(0)), own[1], (Shard(0), Shard(1)), (Shard(0), Replicate())]
+            assert placed[4:] == cut
+
+
+def what_a_step_sends(group):
+    """Stage 1: a reduce-scatter of the gradient and an all-gather of the parameter, nothing for the state."""
+    mesh = ProcessMesh([0, 1], dim_names=["dp"])
+    net = shard_layer(nn.Linear(512, 1024, bias=False), mesh)
+    optimizer = shard_optimizer(torch.optim.AdamW(net.parameters()), ShardingStage1("dp"))
+    x = shard_tensor(torch.ones(4, 512), mesh, [Shard(0)])
+    unshard(net(x).sum()).backward()
+    with recorded() as moved:
+        optimizer.step()
+    return [(one.kind, one.nbytes) for one in moved], optimizer.state[net.weight]["exp_avg"].to_local().shape
+
+
+def test_stage_1_reduces_and_gathers_once(ranks):
+    for moved, held in ranks(2).run(what_a_step_sends):
+        assert moved == [("reduce_scatter", 1 << 20), ("all_gather", 1 << 20)]
+        assert held == (512, 512)
+
+
+def tied_and_refused(group):
+    mesh = ProcessMesh([0, 1])
+    net = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4))
+    net[1].weight = net[0].weight
+    shard_layer(net, mesh)
+    assert net[1].weight is net[0].weight
+    assert all(isinstance(one, DTensor) for one in (*net.parameters(), *net.buffers()))
+    assert isinstance(net[0].weight, nn.Parameter)
+    with pytest.raises(ValueError, match="use shard_layer first"):
+        shard_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    plain(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has stepped"):
+        shard_optimizer(optimizer)
+
+
+def test_tied_parameters_and_what_is_refused(ranks):
+    ranks(2).run(tied_and_refused)

@@ -1,0 +1,182 @@
+"""parallelize: a rank's part of a planned model against the whole model in float64, and the collectives that run."""
+
+import pytest
+import small_models
+import torch
+from allocations import peak_bytes
+from plans import by_hand, planned_collectives
+from sharded import (
+    BATCHES,
+    CHUNKS,
+    EXACT,
+    MLP,
+    S0,
+    C,
+    calls_of,
+    compare,
+    made,
+    mesh_of,
+    planned,
+    seen,
+    sequence_parallel,
+    tensor_parallel,
+)
+from torch import nn
+
+import ascend_parallel
+from ascend_parallel import Settings
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.tracing.trace import trace
+
+
+def train(group, name, mesh_shape):
+    """Train the whole model and the rank's part of it, as the plan stands, and with overlap, buckets and all."""
+    whole = made(getattr(small_models, name))
+    batch = BATCHES[name](torch.Generator().manual_seed(7))
+    graph, mesh = trace(whole, batch), mesh_of(mesh_shape)
+    plan = planned(name, graph, mesh)
+    models = [
+        parallelize(whole, plan, static=True, overlap=False, bucket_bytes=0),
+        parallelize(whole, plan, static=True, settings=Settings(**CHUNKS)),
+    ]
+    ascend_parallel.ops.COUNTS.clear()
+    losses = [losses_of(model, batch) for model in (whole, *models)]
+    state = whole.state_dict()
+    for model in models:
+        found = model.full_state_dict()
+        assert list(found) == list(state)
+        torch.testing.assert_close(found, state, rtol=1e-8, atol=1e-10)
+    ran = [{key: count / 10 for key, count in seen(model).items()} for model in models]
+    return losses, ran, planned_collectives(plan), calls_of(ascend_parallel.ops.COUNTS.as_dict())
+
+
+def losses_of(model, batch):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(10):
+        loss = model(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
+def test_training(ranks, name, mesh_shape):
+    halves = {"Llama": 4, "GPT": 4, "Bert": 2, "ResNet": 1}[name]  # of layers: one sum in forward, one in backward
+    for losses, (ran, ran_beside), plan, counts in ranks(2 * len(mesh_shape)).run(train, name, mesh_shape):
+        assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+        assert losses[2] == pytest.approx(losses[0], rel=1e-10)
+        assert losses[0][-1] < losses[0][0]
+        assert ran == plan
+        assert counts == {"matmul_all_reduce": 10 * 2 * halves}
+        sums = [key for key in plan if key[:2] == ("all_reduce", "mp")]
+        assert len(sums) >= 2 * halves
+        assert sum(ran_beside.values()) <= sum(plan.values()) - 2 * halves
+
+
+class Tied(nn.Module):
+    """A tied head, a frozen parameter, a buffer that is kept and one that is not, a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
+        self.head.weight = self.tokens.weight
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.register_buffer("kept", torch.arange(6.0))
+        self.register_buffer("forgotten", torch.arange(6.0), persistent=False)
+
+    def forward(self, tokens, scale):
+        x = self.tokens(tokens) * self.frozen + self.kept - self.forgotten
+        return {"logits": self.head(x * scale), "constant": (x * torch.tensor(2.0, dtype=x.dtype), 3)}
+
+
+def tied(group):
+    model = made(Tied)
+    tokens, scale = torch.arange(8).reshape(4, 2), torch.tensor(1.5, dtype=torch.float64)
+    graph = trace(model, (tokens, scale))
+    weight = graph.nodes[graph.nodes["linear"].inputs[1].node].source  # one of its two names
+    plan = by_hand(graph, mesh_of((group.size(),)), {weight: S0, "kept": S0})
+    sharded = parallelize(model, plan, static=True)
+    assert {name: tuple(one.shape) for name, one in sharded.state_dict().items()} == {
+        "frozen": (6,),
+        "kept": (3,),
+        "tokens.weight": (4, 6),
+        "head.weight": (4, 6),
+    }
+    assert sharded.get_parameter("tokens.weight") is sharded.get_parameter("head.weight")
+    assert [name for name, one in sharded.named_parameters() if not one.requires_grad] == ["frozen"]
+    torch.testing.assert_close(sharded.full_state_dict(), dict(model.state_dict()), rtol=0, atol=0)
+    for one in (model, sharded):
+        y = one(tokens, scale=scale)
+        assert y["constant"][1] == 3
+        (y["logits"].square().sum() + y["constant"][0].sum()).backward()
+    torch.testing.assert_close(sharded.full_gradients(), {"tokens.weight": model.tokens.weight.grad}, **EXACT)
+    doubled = {name: 2 * one for name, one in model.state_dict().items()}
+    sharded.load_full_state_dict(doubled)
+    torch.testing.assert_close(sharded.full_state_dict(), doubled, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="missing a required argument: 'scale'"):
+        sharded(tokens)
+    with pytest.raises(ValueError, match=r"tokens is \[2, 2\] of torch.int64; the plan is for \[4, 2\]"):
+        sharded(tokens[:2], scale)
+    with pytest.raises(ValueError, match="cannot be held as C"):
+        parallelize(model, by_hand(graph, plan.mesh, {weight: C}), static=True)
+    model.plan = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="'plan' of the model would hide ShardedModule"):
+        parallelize(model, plan, static=True)
+    with pytest.raises(ValueError, match="which the model lacks"):
+        parallelize(MLP(), plan, static=True)
+
+
+def test_tied_and_frozen_parameters_buffers_and_nested_outputs(ranks):
+    ranks(2).run(tied)
+
+
+def local_inputs(group):
+    """Every rank gives its own rows; the output is whole."""
+    model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
+    sharded = parallelize(model, plan, local_inputs=True, static=True)
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(x.chunk(2)[group.rank()]), model(x), **EXACT)
+    assert all(one.direction == "forward" for one in sharded.ran)
+    with pytest.raises(ValueError, match=r"the plan is for \[2, 2, 12\]"):
+        sharded(x)
+
+
+def test_local_inputs(ranks):
+    ranks(2).run(local_inputs)
+
+
+def outside(group):
+    model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = tensor_parallel(trace(model, (x,)), ProcessMesh([0, 2], ["mp"]))
+    if group.rank() == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in ProcessMesh"):
+            parallelize(model, plan, static=True)
+    else:
+        compare(model, parallelize(model, plan, static=True), x)
+
+
+def test_some_ranks_only(ranks):
+    ranks(3).run(outside)
+
+
+class Chain(nn.Module):
+    def forward(self, x):
+        for _ in range(12):
+            x = x.cos()
+        return x
+
+
+def chain(group):
+    x = torch.ones(1000, dtype=torch.float64)
+    sharded = parallelize(Chain(), by_hand(trace(Chain(), (x,)), mesh_of((2,))), static=True)
+    with torch.no_grad():
+        return peak_bytes(lambda: sharded(x))
+
+
+def test_tensors_are_freed_after_their_last_reader(ranks):
+    assert max(ranks(2).run(chain)) <= 2 * 8000

@@ -1,0 +1,122 @@
+"""The pickle inside a checkpoint runs nothing, on whichever way it is read."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from checkpoints import model_tensors, pieces
+from typer.testing import CliRunner
+
+from ascend_parallel.cli.app import app
+from ascend_parallel.patches.megatron.checkpoint import load_megatron, megatron_state
+from ascend_parallel.training.checkpoint import (
+    CheckpointError,
+    Saved,
+    load,
+    save,
+    whole_state,
+)
+from ascend_parallel.training.checkpoint import folder as folders
+from ascend_parallel.training.checkpoint.unpickling import unpickle
+
+ONE = "one process"
+
+
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, function, *arguments):
+        self.made = function, arguments
+
+    def __reduce__(self):
+        return self.made
+
+
+def signed(checkpoint):
+    """Give a checkpoint of ours the manifest of the metadata that it has."""
+    path = checkpoint / "manifest.json"
+    told = json.loads(path.read_text())
+    told.pop("digest")
+    told["files"][".metadata"] = list(folders.checksum(checkpoint / ".metadata"))
+    path.write_text(json.dumps({**told, "digest": folders._digest(told)}))
+
+
+@pytest.fixture
+def poisoned(tmp_path):
+    """Checkpoints of ours and of Megatron-core's layout whose metadata makes a file when it is unpickled; the file."""
+    mark = tmp_path / "mark"
+    found = []
+    for name in ("ours", "megatron"):
+        path = save(tmp_path / name, step=1, model=pieces(model_tensors(), ONE, 0)).path
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        metadata.planner_data = Call(os.system, f"touch {mark}")
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        found.append(path)
+    signed(found[0])
+    (found[1] / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return *found, mark
+
+
+def test_no_way_of_reading_a_checkpoint_runs_what_its_metadata_names(poisoned, tmp_path):
+    ours, megatron, mark = poisoned
+    model = pieces(model_tensors(), ONE, 0)
+    for read in (
+        lambda: load(ours, model=model),
+        lambda: whole_state(ours),
+        lambda: Saved.open(ours).values,
+        lambda: load_megatron(megatron, model),
+        lambda: megatron_state(megatron),
+    ):
+        with pytest.raises(CheckpointError, match=r"\.metadata is .*names (posix|os)\.system, which no metadata needs"):
+            read()
+    for path in ours, megatron:
+        for to in ("dcp", "torch", "safetensors"):
+            done = CliRunner().invoke(app, ["checkpoint", "convert", str(path), str(tmp_path / "out"), "--to", to])
+            assert (done.exit_code, "system" in done.output) == (2, True)
+        done = CliRunner().invoke(app, ["checkpoint", "diff", str(path), str(path)])
+        assert (done.exit_code, "system" in done.output) == (2, True)
+    assert CliRunner().invoke(app, ["checkpoint", "show", str(ours)]).exit_code == 2
+    assert not mark.exists()
+    pickle.loads((ours / ".metadata").read_bytes())
+    assert mark.exists()  # the attack is one
+
+
+def test_all_ranks_are_told_by_a_rank_that_meets_such_a_pickle(ranks, poisoned):
+    told = ranks(2).run(load_poisoned, poisoned[0])
+    assert told[0] == told[1]
+    assert "system" in told[0]
+    assert not poisoned[2].exists()
+
+
+def load_poisoned(group, path):
+    with pytest.raises(CheckpointError) as error:
+        load(path, model=pieces(model_tensors(), ONE, 0))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(eval, "1"),
+        Call(getattr, "x", "upper"),
+        Call(torch.load, "x"),
+        Call(torch.serialization.load, "x"),
+        Call(torch.hub.load, "x"),
+        Call(os.path.join, "x"),
+        Call(open, "written", "w"),
+        Call(__import__, "os"),
+    ],
+)
+def test_calls_of_many_kinds_are_refused(call):
+    with pytest.raises(pickle.UnpicklingError, match="which no metadata needs and is not loaded"):
+        unpickle(pickle.dumps(call))
+
+
+def test_dotted_names_do_not_reach_through_what_is_allowed():
+    # protocol 4 names an attribute of an attribute: torch.Size.__class__ and others.
+    for name in ("Size.__class__", "Size.__new__", "float32.__reduce__"):
+        raw = b"\x80\x04\x8c\x05torch\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
+        with pytest.raises(pickle.UnpicklingError, match="which no metadata needs"):
+            unpickle(raw)

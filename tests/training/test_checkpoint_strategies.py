@@ -1,0 +1,103 @@
+"""Training saved under one strategy goes on under another, with the losses of the whole model throughout."""
+
+import gpt
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_parallel.training import PipelineOptions, Recompute, ShardingOptions, Strategy, train_step
+
+COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
+MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}
+TP = {"mode": "semi_auto", "mesh": {"dp": 2, "tp": 2}, "operators": MEGATRON}
+
+
+class Tied(gpt.GPT):
+    """With a second name for the embedding, a parameter that nobody reads, and a frozen norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(32, gpt.VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.unread = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.ones(2))
+        self.norm.requires_grad_(False)
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens) + self.places.weight
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+STRATEGIES = {
+    "zero 1": {**TP, "sharding": ShardingOptions(level=1), "max_norm": 0.5},
+    "zero 2 by parameters": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=2, by="parameters")},
+    "zero 3": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=3), "max_norm": 0.5},
+    "pipeline": {
+        "mode": "data",
+        "mesh": {"dp": 2},
+        "pipeline": PipelineOptions(degree=2, micro_batches=4),
+        "recompute": Recompute(modules=["layers.*"]),
+    },
+    "interleaved": {
+        "mode": "data",
+        "mesh": {"dp": 2},
+        "pipeline": PipelineOptions(degree=2, micro_batches=4, schedule="interleaved_1f1b", virtual_stages=2),
+        "sharding": ShardingOptions(level=1),
+    },
+}
+
+
+def made(options):
+    torch.manual_seed(0)
+    model = Tied().double()
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    return model, optimizer, Strategy(**{**options, "max_norm": 0.5})
+
+
+def change(_group, first, second, folder, static):
+    """Train 4 batches, save, load under another strategy, train 4 more; return the losses."""
+    model, optimizer, strategy = made(first)
+    step = train_step(model, gpt.batch_of(0), optimizer, strategy)
+    losses = [step(*gpt.batch_of(number)).item() for number in range(4)]
+    step.save(folder, {"told": 7}, asynchronous=True)
+    step.close()
+    model, optimizer, strategy = made(second)
+    step = train_step(model, gpt.batch_of(0), optimizer, strategy, static=static)
+    assert step.load(folder) == {"told": 7}
+    losses += [step(*gpt.batch_of(number)).item() for number in range(step.batches, 8)]
+    step.close()
+    return losses
+
+
+def whole():
+    model, optimizer, strategy = made(STRATEGIES["zero 1"])
+    losses = []
+    for number in range(8):
+        loss = model(*gpt.batch_of(number))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), strategy.max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "static"),
+    [
+        ("zero 1", "pipeline", True),
+        ("pipeline", "zero 2 by parameters", True),
+        ("zero 2 by parameters", "interleaved", True),
+        ("interleaved", "zero 3", True),
+        ("zero 3", "zero 1", False),
+    ],
+)
+def test_training_goes_on_under_another_strategy(ranks, tmp_path, first, second, static):
+    found = ranks(4).run(change, STRATEGIES[first], STRATEGIES[second], str(tmp_path), static)
+    expected = whole()
+    for losses in found:
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)

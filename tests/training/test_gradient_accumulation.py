@@ -1,0 +1,139 @@
+"""Gradients of many micro-batches in 16 bits: they add up in fp32, in every way to run, against float64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ascend_parallel.training import (
+    AmpOptions,
+    GradientMerge,
+    OverlapOptions,
+    PipelineOptions,
+    ShardingOptions,
+    Strategy,
+    train_step,
+)
+
+MANY, WIDTH = 1024, 4
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Two(nn.Module):
+    """Two products with the input: the gradient of each weight is the mean of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Scale(), Scale()
+
+    def forward(self, x):
+        y = self.first(x)
+        return (y + self.second(x)).float().sum(-1).mean()
+
+
+def rows():
+    """Return a batch whose numbers bf16 has exactly, of which 1/1024 at a time adds up to 1/4 in bf16."""
+    return 1 + torch.randint(-8, 9, (2 * MANY, WIDTH), generator=torch.Generator().manual_seed(0)) / 64
+
+
+def gradients(_group, options, more, dtype):
+    """Train a step of SGD with learning rate 1 from zero; return how far this rank's gradients are from float64's."""
+    model, batch = Two(), rows()
+    if dtype is None:
+        model, batch = model.bfloat16(), batch.bfloat16()
+    strategy = Strategy(
+        mesh={"dp": dist.get_world_size() // options.get("pipeline", PipelineOptions()).degree}, **options
+    )
+    merge = strategy.gradient_merge.steps
+    batches = [(part,) for part in batch.chunk(merge)]
+    if strategy.mode == "hybrid":
+        batches = [(part.chunk(2)[dist.get_rank()],) for (part,) in batches]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = train_step(model, batches[0], optimizer, strategy, **more)
+    for part in batches:
+        step(*part)
+    truth, worst = -rows().double().mean(0), 0.0
+    if strategy.max_norm is not None:
+        truth *= strategy.max_norm / torch.cat([truth, truth]).norm()
+    masters = {name: piece for name, piece in step.optimizer.pieces().items() if name.endswith(".master")}
+    for piece in (masters or step.pieces()).values():
+        (at,), size = piece.offsets, piece.local.numel()
+        worst = max([worst, *(piece.local.double() / truth[at : at + size] - 1).abs().tolist()])
+    step.close()
+    return worst
+
+
+AMP = {"bfloat16": AmpOptions(dtype="bfloat16"), "float16": AmpOptions(dtype="float16")}
+MICRO = {"mode": "data", "pipeline": PipelineOptions(micro_batches=MANY)}
+MERGE = {"mode": "data", "gradient_merge": GradientMerge(steps=MANY)}
+
+
+def staged(schedule, virtual=1, level=0):
+    return {
+        "mode": "data",
+        "pipeline": PipelineOptions(degree=2, micro_batches=MANY, schedule=schedule, virtual_stages=virtual),
+        "overlap": OverlapOptions(operators=False),
+        "sharding": ShardingOptions(level=level),
+    }
+
+
+@pytest.mark.parametrize("master_weights", [True, False])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_micro_batches_at_every_level(ranks, level, master_weights):
+    options = {
+        **MICRO,
+        "sharding": ShardingOptions(level=level),
+        "amp": AmpOptions(dtype="bfloat16", master_weights=master_weights),
+    }
+    assert max(ranks(2).run(gradients, options, {}, "bfloat16")) < (1e-6 if master_weights else 2**-8)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_micro_batches_of_one_rank(ranks, level):
+    options = {**MICRO, "amp": AMP["bfloat16"], "sharding": ShardingOptions(level=level)}
+    assert max(ranks(1).run(gradients, options, {}, "bfloat16")) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        (MICRO, {}),
+        (MERGE, {}),
+        ({**MICRO, "max_norm": 0.5}, {}),
+        ({**MICRO, "max_norm": 0.5, "sharding": ShardingOptions(level=1)}, {}),
+        ({**MICRO, "overlap": OverlapOptions(gradients=False)}, {}),
+        ({**MICRO, "sharding": ShardingOptions(level=1)}, {"static": False}),
+        ({**MERGE, "mode": "hybrid", "sharding": ShardingOptions(level=1)}, {}),
+        ({**MERGE, "mode": "hybrid", "sharding": ShardingOptions(level=2)}, {}),
+    ],
+)
+def test_every_way_to_accumulate_in_a_model_of_16_bits_itself(ranks, options, more):
+    assert max(ranks(2).run(gradients, options, more, None)) < 2**-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [staged("1f1b"), staged("gpipe", level=2), staged("zero_bubble", 2), staged("zbv", 2)]
+)
+def test_micro_batches_of_a_pipeline(ranks, options):
+    assert max(ranks(4).run(gradients, {**options, "amp": AMP["bfloat16"]}, {}, "bfloat16")) < 1e-6
+
+
+def test_a_clipped_norm_of_masters(ranks):
+    options = {**MICRO, "amp": AMP["bfloat16"], "max_norm": 0.5}
+    for level in (0, 1, 2):
+        more = {"sharding": ShardingOptions(level=level)}
+        assert max(ranks(2).run(gradients, {**options, **more}, {}, "bfloat16")) < 1e-5
+
+
+def test_micro_batches_in_float16(ranks):
+    assert max(ranks(2).run(gradients, {**MICRO, "amp": AMP["float16"]}, {}, "float16")) < 1e-6

@@ -1,0 +1,241 @@
+"""ParallelOptimizer: a parameter's updates divided among ranks, against the whole optimizer in one process."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from optimized import OPTIMIZERS, WAYS, Odd, groups, made, seeds
+from torch import nn
+from torch.optim import lr_scheduler
+
+from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_targets, recipe
+
+
+def compare(group, level, by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
+    """Train beside the whole optimizer on the same gradients: parameters have to come out bit for bit."""
+    whole, mine = Odd(dtype), Odd(dtype)
+    optimizer = OPTIMIZERS[name](groups(whole))
+    parallel = made(mine, OPTIMIZERS[name], level=level, by=by, unreduced=unreduced, bucket_bytes=bucket_bytes)
+    for step in range(steps):
+        ranks = range(group.size())
+        for rank in ranks:
+            whole(seeds(step, rank), step % 2).backward()
+        for rank in [group.rank()] if unreduced else ranks:
+            mine(seeds(step, rank), step % 2).backward()
+        if level == 2:
+            assert all(one.grad is None for one in mine.parameters()) or group.size() == 1
+        optimizer.step()
+        parallel.step()
+        for (key, one), other in zip(whole.named_parameters(), mine.parameters(), strict=True):
+            assert torch.equal(one, other), f"{name} {level} {by} {unreduced}: {key} differs in step {step}"
+            if level < 2 and one.grad is not None:
+                assert torch.equal(one.grad, other.grad), f"gradient of {key}"
+        optimizer.zero_grad()
+        parallel.zero_grad()
+
+
+def all_ways(group):
+    for level, by in WAYS:
+        for unreduced in (True, False) if level < 2 else (True,):
+            compare(group, level, by, unreduced, "AdamW")
+            compare(group, level, by, unreduced, "AdamW", torch.float32, 25 << 20)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_levels_and_ways_of_dividing(ranks, count):
+    ranks(count).run(all_ways)
+
+
+def all_optimizers(group):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in OPTIMIZERS:
+            compare(group, 1, "slices", False, name, torch.float32)
+            compare(group, 2, "slices", True, name)
+
+
+def test_elementwise_optimizers(ranks):
+    ranks(3).run(all_optimizers)
+
+
+def accumulated(group):
+    """Terms of several backwards, also held back, are one gradient; what is dropped leaves no trace."""
+    for level, by in WAYS:
+        whole, mine = Odd(), Odd()
+        optimizer = OPTIMIZERS["AdamW"](groups(whole))
+        parallel = made(mine, OPTIMIZERS["AdamW"], level=level, by=by, unreduced=True, bucket_bytes=150)
+        for step in range(3):
+            mine(9).backward()
+            parallel.zero_grad()
+            with parallel.no_sync():
+                mine(seeds(step, group.rank())).backward()
+            if level == 2:
+                assert mine.bias.grad is not None
+            for micro in (10, 20):
+                mine(seeds(step + micro, group.rank()), True).backward()
+            for micro in (0, 10, 20):
+                for rank in range(group.size()):
+                    whole(seeds(step + micro, rank), micro > 0).backward()
+            with parallel.no_sync():
+                mine(seeds(step + 30, group.rank())).backward()
+            for rank in range(group.size()):
+                whole(seeds(step + 30, rank)).backward()
+            optimizer.step()
+            parallel.step()
+            optimizer.zero_grad()
+            parallel.zero_grad()
+        torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_gradients_accumulate(ranks):
+    ranks(3).run(accumulated)
+
+
+def partly(group):
+    """Some ranks reach a parameter that others do not; what none reaches is not even decayed."""
+    for level, by in WAYS:
+        whole, mine = Odd(), Odd()
+        optimizer = OPTIMIZERS["AdamW"](groups(whole))
+        parallel = made(mine, OPTIMIZERS["AdamW"], level=level, by=by, unreduced=True, bucket_bytes=150)
+        mine(1, group.rank() == 1).backward()
+        for rank in range(group.size()):
+            whole(1, rank == 1).backward()
+        optimizer.step()
+        parallel.step()
+        torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
+        assert torch.equal(mine.unused, torch.ones(3, dtype=torch.float64))
+        assert not torch.equal(mine.sometimes, torch.ones(5, dtype=torch.float64))
+
+
+def test_parameters_that_some_ranks_do_not_reach(ranks):
+    ranks(3).run(partly)
+
+
+def failing(group):
+    """A backward that fails in the middle, and a gradient that would be summed twice."""
+    mine, whole = Odd(), Odd()
+    parallel = made(mine, OPTIMIZERS["AdamW"], level=2, unreduced=True, bucket_bytes=150)
+
+    def fail(gradient):
+        raise RuntimeError("in the middle")
+
+    handle = mine.row.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        mine(1).backward()
+    handle.remove()
+    parallel.zero_grad()
+    optimizer = OPTIMIZERS["AdamW"](groups(whole))
+    mine(seeds(1, group.rank())).backward()
+    for rank in range(group.size()):
+        whole(seeds(1, rank)).backward()
+    parallel.step()
+    optimizer.step()
+    torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    mine = Odd()
+    parallel = made(mine, OPTIMIZERS["AdamW"], unreduced=True)
+    mine(1).backward()
+    parallel.step()
+    mine(1).backward()
+    with pytest.raises(RuntimeError, match=r"would be summed again: call zero_grad\(\)"):
+        parallel.step()
+    mine.zero_grad()
+    mine(1).backward()
+    parallel.step()
+
+
+def test_backward_that_fails_and_gradients_left_from_the_last_step(ranks):
+    ranks(2).run(failing)
+
+
+def scheduled(group):
+    """Learning rate schedulers, a closure, and writing to parameters from outside."""
+    for scheduler in (
+        partial(lr_scheduler.StepLR, step_size=1, gamma=0.5),
+        partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5),
+    ):
+        whole, mine = Odd(), Odd()
+        optimizer = OPTIMIZERS["AdamW"](groups(whole))
+        parallel = made(mine, OPTIMIZERS["AdamW"], unreduced=True)
+        rates = [scheduler(optimizer), scheduler(parallel)]
+        for step in range(4):
+            for rank in range(group.size()):
+                whole(seeds(step, rank)).backward()
+
+            def closure(step=step, mine=mine):
+                loss = mine(seeds(step, group.rank()))
+                loss.backward()
+                return loss
+
+            optimizer.step()
+            assert parallel.step(closure) is not None
+            for one in (optimizer, parallel, *rates):
+                one.step() if one in rates else one.zero_grad()
+            assert rates[0].get_last_lr() == rates[1].get_last_lr()
+            if step == 1:
+                for model in (whole, mine):
+                    model.load_state_dict({name: one + 1 for name, one in model.state_dict().items()})
+            if step == 2:
+                for model in (whole, mine):
+                    model.late.data = model.late.data * 2
+        torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_schedulers_closures_and_parameters_written_from_outside(ranks):
+    ranks(2).run(scheduled)
+
+
+class Matrices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        shapes = [(6, 4), (3, 5), (5, 5), (2, 8)]
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes)
+
+    def forward(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return sum((one * torch.randint(-4, 5, one.shape, generator=generator)).sum() for one in self.all)
+
+
+def of_matrices(group):
+    """Optimizers that look at whole matrices, with whole parameters as shares."""
+    for kind in (partial(torch.optim.Muon, lr=0.01), partial(torch.optim.Adafactor, lr=0.01)):
+        for level, by in ((0, "slices"), (1, "parameters"), (2, "parameters")):
+            whole, mine = Matrices(), Matrices()
+            optimizer = kind(whole.parameters())
+            its = recipe(kind(mine.parameters()), mine)
+            parallel = ParallelOptimizer(data_parallel_targets(mine), its, level=level, by=by, unreduced=True)
+            for step in range(3):
+                mine(seeds(step, group.rank())).backward()
+                for rank in range(group.size()):
+                    whole(seeds(step, rank)).backward()
+                optimizer.step()
+                parallel.step()
+                optimizer.zero_grad()
+                parallel.zero_grad()
+            torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match='Adafactor looks at whole parameters: give by="parameters"'):
+        ParallelOptimizer(data_parallel_targets(mine), its)
+
+
+def test_optimizers_of_whole_matrices(ranks):
+    ranks(2).run(of_matrices)
+
+
+def alone(queue):
+    model, whole = Odd(), Odd()
+    parallel = made(model, OPTIMIZERS["AdamW"], max_norm=1.0, unreduced=True, level=2)
+    optimizer = OPTIMIZERS["AdamW"](groups(whole))
+    for one in (model, whole):
+        one(1).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    optimizer.step()
+    parallel.step()
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=1e-12, atol=1e-12)
+    assert parallel.norm == pytest.approx(norm.item(), rel=1e-12)
+
+
+def test_in_one_process_without_groups():
+    assert not dist.is_initialized()
+    alone(None)

@@ -1,0 +1,104 @@
+"""What ParallelOptimizer refuses, and in which words."""
+
+import pytest
+import torch
+from optimized import Odd
+from torch import nn
+
+from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.training.optimizer import (
+    LossScale,
+    ParallelOptimizer,
+    Recipe,
+    Target,
+    data_parallel_targets,
+    recipe,
+)
+
+
+class Kept(torch.optim.SGD):
+    """Keeps a setting where its groups do not have it."""
+
+    def __init__(self, params, lr=0.1, factor=1.0):
+        super().__init__(params, lr)
+        self.factor = factor
+
+
+def test_recipes_that_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="LBFGS cannot be divided: it looks at all parameters at once"):
+        recipe(torch.optim.LBFGS(model.parameters()), model)
+    with pytest.raises(ValueError, match="Kept is not known: give recipe"):
+        recipe(Kept(model.parameters()), model)
+    with pytest.raises(ValueError, match=r"Kept made again has factor=1.0 and not 2.0"):
+        recipe(Kept(model.parameters(), factor=2.0), model, elementwise=True)
+    assert recipe(Kept(model.parameters()), model, elementwise=True).states() == 0
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"group 0 of the optimizer has a \[2, 2\] that is not of the model"):
+        recipe(optimizer, nn.Linear(2, 2))
+    assert isinstance(recipe(optimizer, model), Recipe)
+    assert recipe(optimizer, model).states() == 2
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps: give a new one"):
+        recipe(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": 4}, "level=4: give 0, 1, 2, 3"),
+        ({"by": "rows"}, "by='rows': give slices or parameters"),
+        ({"level": 3, "by": "parameters"}, "which cuts parameters"),
+        ({"max_norm": 0.0}, "max_norm=0.0: give a number above 0"),
+        ({"master_dtype": torch.int64}, "master_dtype=torch.int64"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=message):
+        ParallelOptimizer(data_parallel_targets(model), recipe(torch.optim.Adam(model.parameters()), model), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"growth": 0.5}, "growth"),
+        ({"backoff": 1.0}, "backoff"),
+        ({"interval": 0}, "inter"),
+    ],
+)
+def test_loss_scales_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LossScale(**options)
+
+
+def refused(group):
+    model = Odd()
+    its, targets = recipe(torch.optim.Adam(model.parameters()), model), data_parallel_targets(model)
+    with pytest.raises(ValueError, match="level=2 sums gradients itself: give unreduced=True"):
+        ParallelOptimizer(targets, its, level=2)
+    with pytest.raises(ValueError, match="bias stands twice among the targets"):
+        ParallelOptimizer([targets[0], *targets], its)
+    with pytest.raises(ValueError, match="other is in no group of the optimizer"):
+        ParallelOptimizer([Target("other", model.bias, Piece(model.bias, (7,), (0,)))], its)
+    with pytest.raises(ValueError, match="copies=1 on groups of 2 replicas"):
+        ParallelOptimizer([Target("bias", model.bias, Piece(model.bias, (7,), (0,)), group)], its)
+    whole = Piece(model.bias, (7,), (0,))
+    wrong, said = (targets, "rank 1: other") if group.rank() == 0 else ([Target("other", model.bias, whole)], "^other")
+    with pytest.raises(ValueError, match=said):  # on both, and nobody waits
+        ParallelOptimizer(wrong, its)
+    with pytest.raises(DisagreementError, match=r"ranks make different optimizers: options is .*level=1.*on rank 0"):
+        ParallelOptimizer(targets, its, level=group.rank() + 1, unreduced=True)
+    with pytest.raises(DisagreementError, match="targets is"):
+        ParallelOptimizer(targets[group.rank() :], its)
+    parallel = ParallelOptimizer(targets, its)
+    with pytest.raises(ValueError, match="takes no more parameters"):
+        parallel.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+
+
+def test_what_is_refused(ranks):
+    ranks(2).run(refused)

@@ -1,0 +1,283 @@
+"""ParallelOptimizer: clipping, master weights, loss scaling, memory, and a state that is kept and loaded elsewhere."""
+
+from functools import partial
+from math import inf, prod
+
+import pytest
+import torch
+from optimized import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, seeds
+from torch import nn
+
+from ascend_parallel.sharding.layout import bounds, shard
+from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.training.optimizer import LossScale, ParallelOptimizer, Target, predicted_memory, recipe
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def backward(model, step, group, rank=None):
+    for one in range(group.size()) if rank is None else [rank]:
+        model(seeds(step, one), step % 2).backward()
+
+
+def clipped(group, norm_type, limit):
+    for level, by in WAYS:
+        whole, mine = Odd(), Odd()
+        optimizer = OPTIMIZERS["momentum"](groups(whole))
+        parallel = made(
+            mine, OPTIMIZERS["momentum"], level=level, by=by, max_norm=limit, norm_type=norm_type, unreduced=True
+        )
+        seen = []
+        for step in range(5):
+            backward(whole, step, group)
+            backward(mine, step, group, group.rank())
+            norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), limit, norm_type)
+            optimizer.step()
+            parallel.step()
+            seen.append(norm.item())
+            assert parallel.norm == pytest.approx(norm.item(), rel=1e-13)
+            optimizer.zero_grad()
+            parallel.zero_grad()
+        torch.testing.assert_close(mine.state_dict(), whole.state_dict(), **CLOSE)
+    assert min(seen) < limit < max(seen)
+    return parallel.norm
+
+
+@pytest.mark.parametrize(("norm_type", "limit"), [(2.0, 102.0), (1.5, 215.0), (inf, 21.5)])
+def test_clipping_by_the_norm_of_all(ranks, norm_type, limit):
+    """Steps above and below the limit; the norm has the same bits on all ranks."""
+    assert len(set(ranks(3).run(clipped, norm_type, limit))) == 1
+
+
+def cut(group):
+    """On 2 x 2 ranks: a matrix cut in columns, replicated along the first dimension; a bias that is everywhere."""
+    torch.manual_seed(1)
+    whole = nn.Linear(6, 5).double()
+    part = nn.Linear(3, 5).double()
+    place = divmod(group.rank(), 2)
+    at = bounds((5, 6), (shard(1),), (2,), place[1:])
+    part.load_state_dict({"weight": whole.weight[:, at[1][0] : at[1][1]], "bias": whole.bias})
+    lines = [[torch.distributed.new_group([first, first + 2])] for first in range(2)]
+    replicas = lines[place[1]][0]
+    targets = [
+        Target("weight", part.weight, Piece(part.weight, (5, 6), (0, at[1][0])), replicas, 2),
+        Target("bias", part.bias, Piece(part.bias, (5,), (0,)), replicas, 4),
+    ]
+    optimizer = OPTIMIZERS["AdamW"](whole.parameters())
+    parallel = ParallelOptimizer(targets, recipe(OPTIMIZERS["AdamW"](whole.parameters()), whole), max_norm=1.0)
+    for _ in range(3):
+        whole.weight.grad, whole.bias.grad = torch.randn_like(whole.weight), torch.randn_like(whole.bias)
+        part.weight.grad, part.bias.grad = whole.weight.grad[:, at[1][0] : at[1][1]].clone(), whole.bias.grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        parallel.step()
+        assert parallel.norm == pytest.approx(norm.item(), rel=1e-13)
+        torch.testing.assert_close(part.weight, whole.weight[:, at[1][0] : at[1][1]], **CLOSE)
+        torch.testing.assert_close(part.bias, whole.bias, **CLOSE)
+    return {name: (tuple(one.local.shape), one.offsets, one.shape) for name, one in parallel.pieces().items()}
+
+
+def test_clipping_and_pieces_where_parameters_are_cut(ranks):
+    found = ranks(4).run(cut)
+    assert [one["weight.exp_avg"] for one in found] == [
+        ((3, 3), (0, 0), (5, 6)),
+        ((3, 3), (0, 3), (5, 6)),
+        ((2, 3), (3, 0), (5, 6)),
+        ((2, 3), (3, 3), (5, 6)),
+    ]
+    assert found[2]["bias.exp_avg_sq"] == ((2,), (3,), (5,))
+    assert found[2]["bias.step"] == ((), (), ())
+
+
+def with_masters(group, dtype):
+    """A 16-bit model with fp32 masters, against an fp32 model that gives the same gradients, then rounded."""
+    kind = OPTIMIZERS["AdamW"]
+    for level, by in WAYS:
+        low, master = Odd(dtype), Odd(dtype).float()
+        optimizer = kind(groups(master))
+        parallel = made(low, kind, level=level, by=by, master_dtype=torch.float32, max_norm=90.0, unreduced=True)
+        for step in range(4):
+            backward(low, step, group, group.rank())
+            backward(master, step, group)
+            torch.nn.utils.clip_grad_norm_(master.parameters(), 90.0)
+            optimizer.step()
+            parallel.step()
+            optimizer.zero_grad()
+            parallel.zero_grad()
+            for (name, one), truth in zip(low.named_parameters(), master.parameters(), strict=True):
+                assert one.dtype == dtype
+                # fp32 steps agree up to the norm's last bits, which may fall on either side of a rounding to 16 bits
+                torch.testing.assert_close(one.float(), truth.to(dtype).float(), rtol=2**-7, atol=0, msg=name)
+                assert (one != truth.to(dtype)).sum() <= 1
+        pieces = parallel.pieces()
+        for name, piece in pieces.items():
+            if name.endswith(".master"):
+                truth = master.get_parameter(name.removesuffix(".master")).detach()
+                at = tuple(slice(a, a + b) for a, b in zip(piece.offsets, piece.local.shape, strict=True))
+                torch.testing.assert_close(piece.local, truth[at], rtol=1e-6, atol=1e-7)
+        assert any(name.endswith(".master") for name in pieces)
+    without = made(low, kind, unreduced=True)
+    assert not any(name.endswith(".master") for name in without.pieces())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_master_weights(ranks, dtype):
+    ranks(3).run(with_masters, dtype)
+
+
+def scaled(group):
+    """An overflow on one rank leaves the step out on all; else scaling by a power of two changes nothing."""
+    for level, by in WAYS:
+        low, twin = Odd(torch.float16), Odd(torch.float16)
+        options = {"level": level, "by": by, "master_dtype": torch.float32, "unreduced": True}
+        scale = LossScale(scale=16.0, interval=2)
+        parallel = made(low, OPTIMIZERS["AdamW"], loss_scale=scale, **options)
+        unscaled = made(twin, OPTIMIZERS["AdamW"], **options)
+        seen = []
+        for step in range(5):
+            parallel.scale(low(step)).backward()
+            if step == 1 and group.rank() == group.size() - 1:
+                parallel.zero_grad()
+                low.row.register_hook(lambda gradient: gradient * inf)
+                with parallel.no_sync():
+                    parallel.scale(low(step)).backward()
+                low.row._backward_hooks.clear()
+            elif step == 1 and level == 2:
+                parallel.zero_grad()
+                with parallel.no_sync():
+                    parallel.scale(low(step)).backward()
+            before = {name: one.clone() for name, one in low.state_dict().items()}
+            parallel.step()
+            assert parallel.skipped == (step == 1)
+            if step == 1:
+                torch.testing.assert_close(low.state_dict(), before, rtol=0, atol=0)
+            else:
+                twin(step).backward()
+                unscaled.step()
+            parallel.zero_grad()
+            unscaled.zero_grad()
+            seen.append(scale.scale)
+        assert seen == [16.0, 8.0, 8.0, 16.0, 16.0]
+        torch.testing.assert_close(low.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+def test_loss_scaling(ranks):
+    ranks(2).run(scaled)
+
+
+def kept(group, kind, steps, level, by, dtype, given=None, states=None):
+    """Train for some steps from a given state; return the model's state and this rank's part of the optimizer's."""
+    mine = Odd(dtype)
+    if given is not None:
+        mine.load_state_dict(given)
+    master = torch.float32 if dtype == torch.bfloat16 else None
+    parallel = made(mine, OPTIMIZERS[kind], level=level, by=by, unreduced=True, master_dtype=master)
+    if states is not None:
+        targets = parallel.empty_pieces()
+        for name, piece in targets.items():
+            at = tuple(slice(a, a + b) for a, b in zip(piece.offsets, piece.local.shape, strict=True))
+            piece.local.copy_(states[name][at])
+        parallel.load_pieces(targets)
+    for step in steps:
+        for rank in range(4):  # as many terms, however many ranks
+            if rank % group.size() == group.rank():
+                mine(seeds(step, rank), step % 2).backward()
+        parallel.step()
+        parallel.zero_grad()
+    pieces = {name: (one.local, one.shape, one.offsets) for name, one in parallel.pieces().items()}
+    return dict(mine.state_dict()), pieces
+
+
+def together(parts):
+    """Return whole tensors, made of every rank's pieces; each element has to be there."""
+    found, filled = {}, {}
+    for part in parts:
+        for name, (local, shape, offsets) in part.items():
+            whole = found.setdefault(name, torch.zeros(shape, dtype=local.dtype))
+            seen = filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            at = tuple(slice(a, a + b) for a, b in zip(offsets, local.shape, strict=True))
+            whole[at], seen[at] = local, True
+    assert all(bool(one.all()) for one in filled.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("AdamW", torch.float64), ("NAdam", torch.bfloat16), ("momentum", torch.float32)]
+)
+def test_state_goes_to_other_numbers_of_ranks_and_levels(ranks, kind, dtype):
+    steps = range(4)
+    straight = ranks(2).run(kept, kind, steps, 1, "slices", dtype)
+    halfway = ranks(4).run(kept, kind, steps[:1], 2, "slices", dtype)
+    states = together([one[1] for one in halfway])
+    assert set(states) >= {"unused.stepped", "sometimes.stepped", "row.stepped"}
+    assert (states["unused.stepped"], states["sometimes.stepped"], states["row.stepped"]) == (0, 0, 1)
+    more = ranks(3).run(kept, kind, steps[1:2], 1, "parameters", dtype, halfway[0][0], states)
+    states = together([one[1] for one in more])
+    for level, by in WAYS:
+        rest = ranks(2).run(kept, kind, steps[2:], level, by, dtype, more[0][0], states)
+        torch.testing.assert_close(rest[0][0], straight[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(
+            together([one[1] for one in rest]), together([one[1] for one in straight]), rtol=0, atol=0
+        )
+
+
+def mismatched(group):
+    mine = Odd()
+    parallel = made(mine, OPTIMIZERS["AdamW"])
+    pieces = parallel.empty_pieces()
+    name = next(iter(pieces))
+    with pytest.raises(ValueError, match=f"{name} is missing among the pieces given"):
+        parallel.load_pieces({other: one for other, one in pieces.items() if other != name})
+    with pytest.raises(ValueError, match="elsewhere is of another rank"):
+        parallel.load_pieces({**pieces, "elsewhere": pieces[name]})
+    wrong = Piece(torch.zeros(1), (1,), (0,))
+    with pytest.raises(ValueError, match=r"is \[1\] at \[0\] of \[1\]; this rank has"):
+        parallel.load_pieces({**pieces, "odd.exp_avg": wrong})
+    backward(mine, 1, group)
+    parallel.step()
+    twin = made(Odd(), OPTIMIZERS["AdamW"])
+    twin.load_state_dict(parallel.state_dict())
+    for name, piece in twin.pieces().items():
+        assert torch.equal(piece.local, parallel.pieces()[name].local)
+    assert twin.plain_state() == parallel.plain_state()
+
+
+def test_states_that_are_not_this_ranks(ranks):
+    ranks(2).run(mismatched)
+
+
+def held(group, level, by):
+    """Return the bytes of parameters, gradients and state between backward and step, by counting tensors."""
+    mine = Odd(torch.bfloat16)
+    parallel = made(mine, OPTIMIZERS["AdamW"], level=level, by=by, unreduced=True, master_dtype=torch.float32)
+    for step in range(2):
+        mine(seeds(step, group.rank()), True).backward()
+        mine.unused.grad = None if level == 2 else torch.zeros_like(mine.unused)
+        gradients = [one.grad for one in mine.parameters()] + [one.inner.grad for one in parallel._owned]
+        sizes = sum(one.nbytes for one in gradients if one is not None)
+        parallel.step()
+        parallel.zero_grad()
+    named = [one for name, one in parallel.pieces().items() if not name.endswith((".step", ".stepped"))]
+    return sum(one.nbytes for one in mine.parameters()), sizes, sum(one.local.nbytes for one in named)
+
+
+@pytest.mark.parametrize(("level", "by"), WAYS)
+def test_memory_is_as_predicted(ranks, level, by):
+    shapes = [*SHAPES.values(), (3,), (5,)]
+    found = ranks(3).run(held, level, by)
+    options = {"level": level, "ranks": 3, "by": by, "itemsize": 2, "master_itemsize": 4, "states": 2}
+    for rank, counted in enumerate(found):
+        told = predicted_memory(shapes, rank=rank, **options)
+        assert (told.parameters, told.gradients, told.optimizer) == counted
+
+
+def test_the_formula_of_zero():
+    """With sizes that divide: arXiv:1910.02054, 16 bytes per element of which 12 are the optimizer's."""
+    shapes, ranks = [(8, 16), (32,)], 4
+    elements = sum(prod(shape) for shape in shapes)
+    told = partial(predicted_memory, shapes, ranks=ranks, itemsize=2, master_itemsize=4)
+    assert told(level=0).total == 16 * elements
+    assert told(level=1).total == (2 + 2 + 12 / ranks) * elements
+    assert told(level=2).total == (2 + (4 + 12) / ranks) * elements  # gradients add up in fp32
+    assert told(level=3).total == 16 / ranks * elements
+    assert predicted_memory(shapes, level=2, ranks=ranks).total == (4 + (4 + 8) / ranks) * elements

@@ -1,0 +1,162 @@
+"""A rank that is killed: the others end and name it, torchrun starts all again, and the losses go on bit for bit."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+from launch import launch
+
+from ascend_parallel.training.heartbeats import PATIENCE, Beats
+
+TRAIN = Path(__file__).parents[2] / "examples" / "strategy" / "train.py"
+STRATEGY = """
+mode = "data"
+[mesh]
+dp = 2
+[pipeline]
+degree = 2
+micro_batches = 4
+[sharding]
+level = 1
+"""
+
+
+def train(folder, *more):
+    """Run the example on 4 ranks; return its output and losses as text, by step."""
+    (folder / "strategy.toml").write_text(STRATEGY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1"]
+    command += ["--standalone", str(TRAIN), "--strategy", str(folder / "strategy.toml")]
+    command += ["--checkpoints", str(folder / "checkpoints"), "--every", "4", *more]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr, re.findall(r"step (\d+)  loss (\S+)", done.stdout)
+
+
+def test_training_goes_on_after_a_rank_was_killed(tmp_path):
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    _, expected = train(folders[0], "--steps", "12")
+    told, found = train(folders[1], "--steps", "12", "--kill", "2:6")
+    assert [int(step) for step, _ in found] == [*range(6), *range(4, 12)]
+    assert dict(found) == dict(expected)  # bit for bit: all digits
+    assert found[:6] == expected[:6]
+    for rank in (0, 1, 3):
+        assert re.search(rf"rank 2 stopped in step 6 of the training \(told on rank {rank}\)", told), told
+
+
+def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
+    store = dist.PrefixStore("job", dist.HashStore())
+    beats = [Beats(store, rank, 3, 0.05) for rank in range(3)]
+    ended = threading.Event()
+
+    def beating():
+        while not ended.wait(0.02):
+            beats[0].beat()
+
+    threads = [threading.Thread(target=beating), threading.Timer(0.01, beats[2].beat)]
+    for thread in threads:
+        thread.start()
+    found = beats[1].stopped()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert found == {2: 1} == beats[0].heard()
+    beats[2].beat()
+    assert not beats[0].heard()
+
+
+WATCHED = """
+import os, signal, sys, time, datetime, torch, torch.distributed as dist
+from ascend_parallel.training.rank_watch import RankLostError, Watch
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+rank, watch = dist.get_rank(), Watch()
+dist.barrier()
+"""
+
+WITHOUT_A_DEATH = """
+try:
+    with watch.naming(3):
+        raise RuntimeError("of its own")
+except RuntimeError as error:
+    print(type(error).__name__, error)
+dist.barrier()
+before = signal.getsignal(signal.SIGTERM)
+watch.stop()
+print(before is not signal.SIG_DFL, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_an_error_without_a_death_stays_what_it_is():
+    for rank in launch(WATCHED + WITHOUT_A_DEATH, [{}] * 2, timeout=60):
+        assert rank.stdout.splitlines() == ["RuntimeError of its own", "True True"], rank.stderr
+
+
+TERMINATED = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+watch.step = 7
+if rank == 2:
+    time.sleep(1)
+    sys.stderr = None  # as torch's hook for uncaught errors takes it for a while
+    os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(15)
+os._exit(0)
+"""
+
+
+def test_a_terminated_rank_says_who_is_gone_whatever_it_waits_for():
+    _, _, terminated = launch(WATCHED + TERMINATED, [{}] * 3, timeout=90)
+    assert terminated.returncode == 128 + signal.SIGTERM
+    assert "ascend_parallel: rank 1 stopped in step 7 of the training (told on rank 2)" in terminated.stderr
+    assert PATIENCE >= 8
+
+
+FIRST_TO_LEAVE = """
+store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+store.set(f"process/{rank}", str(os.getpid()))
+others = [int(store.get(f"process/{other}")) for other in range(4) if other not in (rank, 2)]
+dist.barrier()
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    with watch.naming(5):
+        if rank == 1:
+            raise RuntimeError("the connection was closed")
+        time.sleep(60)
+except RankLostError as error:
+    print(error, flush=True)
+    for other in others:  # as a launcher does that ends all as soon as one has ended
+        os.kill(other, signal.SIGKILL)
+    os._exit(1)
+"""
+
+
+def test_no_survivor_leaves_before_all_have_said_who_died():
+    zero, one, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)
+    assert one.stdout == "rank 2 stopped in step 5 of the training (told on rank 1)\n"
+    for rank, survivor in ((0, zero), (3, three)):
+        assert survivor.returncode == -signal.SIGKILL
+        assert f"rank 2 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr
+
+
+HOST_DIES = """
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+with watch.naming(5):
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_every_survivor_says_so_if_the_host_of_the_store_died():
+    _, *survivors = launch(WATCHED + HOST_DIES, [{}] * 3, timeout=90)
+    for rank, survivor in enumerate(survivors, 1):
+        assert f"RankLostError: rank 0 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr

@@ -1,0 +1,154 @@
+"""What a strategy says of itself: each option's effect, without processes."""
+
+import json
+import re
+
+import gpt
+import pytest
+import torch
+
+from ascend_parallel import Settings
+from ascend_parallel.sharding import explain as explain_plan
+from ascend_parallel.training import (
+    AmpOptions,
+    CommFusion,
+    GradientMerge,
+    OverlapOptions,
+    PipelineOptions,
+    Recompute,
+    ShardingOptions,
+    Strategy,
+    explain,
+    plan_training,
+)
+from ascend_parallel.training.explain import as_dict
+
+COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
+MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}
+BASE = {"mesh": {"dp": 2, "tp": 2}, "operators": MEGATRON, "hardware": "cpu-gloo"}
+
+
+def planned(**options):
+    return plan_training(Strategy(**BASE, **options), gpt.GPT(), gpt.batch_of(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "mode: auto, 4 ranks, a mesh of dp=2, tp=2"),
+        ({}, r"overlap: (\d+) of \1 matmuls next to a collective can overlap; 1 chunk: off"),
+        ({}, r"comm_fusion: \d+ gradients, \S+ KB, are summed in \d buckets under backward"),
+        ({"comm_fusion": CommFusion(bucket_mb=0)}, r"comm_fusion: (\d+) gradients, \S+ KB, are summed in \1 buckets"),
+        ({"overlap": OverlapOptions(gradients=False)}, "after backward"),
+        ({"pipeline": PipelineOptions(micro_batches=4)}, "pipeline: none; the gradients of 4 micro-batches"),
+        (
+            {"pipeline": PipelineOptions(degree=2, micro_batches=4)},
+            r"2 stages on 2 groups of ranks; 1f1b, 4 micro-batches: bubble 20.0 % of a step \(20.0 % by the formula\)",
+        ),
+        ({"pipeline": PipelineOptions(degree=2, micro_batches=4)}, r"stage 0 sends 4.1 KB a rank and micro-batch"),
+        ({"recompute": Recompute(modules=["layers.*"])}, r"recompute: layers.*: \S+ KB kept for backward"),
+        ({"sharding": ShardingOptions(level=2)}, "sharding: level 2 over dp by slices: "),
+        ({"max_norm": 0.5}, "max_norm: gradients are clipped to a global norm of 0.5"),
+        ({"amp": AmpOptions(dtype="bfloat16")}, "amp: bfloat16, fp32 master weights"),
+        (
+            {"gradient_merge": GradientMerge(steps=4)},
+            "gradient_merge: a step of the optimizer with the mean of 4 batches",
+        ),
+    ],
+)
+def test_an_option_says_what_it_does(options, said):
+    assert re.search(said, explain(planned(**options)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (Settings(num_chunks=4), "can overlap; 4 chunks (COC_PARALLEL_NUM=4)"),
+        (Settings(num_chunks=4, mode=1), "can overlap; 1 chunk: off (COC_MODE=1)"),
+        (Settings(auto=True), "can overlap; 1 chunk: off (auto and COC_TUNE choose for Megatron's layers alone"),
+        (Settings(fused=True), "can overlap; fused operators where they can run, else 4 chunks"),
+    ],
+)
+def test_what_runs_is_said_and_not_what_could(settings, said):
+    assert said in explain(planned(), settings=settings)
+
+
+def large(layers, **options):
+    """Plan a GPT of the size of real layers on the meta device."""
+    with torch.device("meta"):
+        model = gpt.GPT(layers=layers, width=4096, heads=32, vocabulary=32768)
+        tokens = torch.zeros(2, gpt.LENGTH, dtype=torch.long)
+    return plan_training(Strategy(mode="data", **options), model, (tokens, tokens))
+
+
+def test_a_plan_that_no_card_holds_is_warned_of():
+    found = large(32, mesh={"dp": 2})
+    said = "a rank holds 105 GB, and Ascend 910B2, 8 cards of an Atlas A2 has 68.7 GB a card: cut more"
+    assert f"warning: {said}" in explain(found)
+    assert f"warning: {said}"[:22] in explain_plan(found.plan)
+    assert said in as_dict(found)["warnings"][0]
+    for fitting in (large(2, mesh={"dp": 2}), large(32, mesh={"dp": 2}, hardware="cpu-gloo")):
+        assert "warning" not in explain(fitting)
+
+
+def test_a_plan_in_which_ranks_repeat_the_same_work_says_so():
+    model, batch = gpt.GPT(), gpt.batch_of(0)
+    all_alike = plan_training(Strategy(mode="data", mesh={"dp": 3}), model, batch)
+    assert re.search(
+        r"warning: each of the 3 ranks along dp repeats [78]\d % of the work: it is not cut", explain(all_alike)
+    )
+    assert "warning: each of the 3 ranks along dp repeats" in explain_plan(all_alike.plan)
+    columns = {"layers.*.up": ([("dp", 1, 1), None], None)}
+    alike = plan_training(Strategy(mode="semi_auto", mesh={"dp": 2, "tp": 2}, operators=columns), model, batch)
+    assert "warning: each of the 2 ranks along tp repeats all of the work: it is not cut there" in explain(alike)
+    assert "warning" not in explain(planned())
+
+
+def test_no_overlap_says_nothing_of_it():
+    assert "overlap:" not in explain(planned(overlap=OverlapOptions(operators=False)))
+
+
+def test_the_levels_divide_what_they_say():
+    held = {}
+    for level in range(4):
+        (stage,) = as_dict(planned(sharding=ShardingOptions(level=level)))["stages"]
+        held[level] = [stage[name] for name in ("parameters", "gradients", "optimizer")]
+    for level, (parameters, gradients, optimizer) in held.items():
+        assert optimizer == pytest.approx(held[0][2] / (2 if level >= 1 else 1), rel=0.02)
+        assert gradients == pytest.approx(held[0][1] / (2 if level >= 2 else 1), rel=0.02)
+        assert parameters == pytest.approx(held[0][0] / (2 if level >= 3 else 1), rel=0.02)
+
+
+def test_gradients_of_several_backwards_take_fp32():
+    told = {}
+    for count in (1, 2):
+        options = {"amp": AmpOptions(dtype="bfloat16"), "pipeline": PipelineOptions(micro_batches=count)}
+        told[count] = planned(**options)
+    (one,), (two,) = (as_dict(told[count])["stages"] for count in (1, 2))
+    assert (one["gradients"], two["gradients"]) == (one["parameters"], 2 * one["parameters"])
+    assert "amp: gradients of 2 backwards add up, and are summed over ranks, in fp32" in explain(told[2])
+    assert "add up" not in explain(told[1])
+
+
+def test_stages_hold_their_part_and_the_embedding_twice():
+    whole = as_dict(planned())["stages"][0]["parameters"]
+    stages = as_dict(planned(pipeline=PipelineOptions(degree=2, micro_batches=4)))["stages"]
+    tied = gpt.VOCABULARY * 32 * 4
+    assert sum(stage["parameters"] for stage in stages) == whole + tied
+
+
+def test_the_plan_is_json_and_says_the_operators_if_asked():
+    found = planned(pipeline=PipelineOptions(degree=2, micro_batches=4))
+    assert json.loads(json.dumps(as_dict(found)))["bubble"] == pytest.approx(0.2)
+    assert "layers.0.up linear" in explain(found, operators=True)
+    assert "layers.0.up linear" not in explain(found)
+
+
+def test_thousands_of_ranks_need_no_memory():
+    strategy = Strategy(mesh={"dp": 128, "tp": 8}, pipeline=PipelineOptions(degree=8, micro_batches=16), mode="auto")
+    with torch.device("meta"):
+        model = gpt.GPT(layers=8, width=1024, heads=16, vocabulary=32768)
+        tokens = torch.zeros(128 * 16, gpt.LENGTH, dtype=torch.long)
+    found = plan_training(strategy, model, (tokens, tokens))
+    assert strategy.ranks == 8192
+    assert len(as_dict(found)["stages"]) == 8

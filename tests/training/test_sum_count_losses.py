@@ -1,0 +1,215 @@
+"""Losses of a sum and a count: the mean over all that counts, exactly, however masks lie, against float64."""
+
+import logging
+
+import gpt
+import pytest
+import torch
+import torch.distributed as dist
+from test_train_step import TP, farthest
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_parallel.training import (
+    GradientMerge,
+    OverlapOptions,
+    PipelineOptions,
+    ShardingOptions,
+    Strategy,
+    train_step,
+)
+
+STEPS, IGNORED = 5, -100
+
+
+class Counted(gpt.GPT):
+    """Returns the logits."""
+
+    def __init__(self):
+        super().__init__(layers=2, width=16, heads=2)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places.weight
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def summed(model, tokens, targets):
+    count = (targets != IGNORED).sum()  # before the model: of a pipeline the first stage makes it
+    logits = model(tokens).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"), count
+
+
+def mean(model, tokens, targets):
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def masked_batch(number):
+    """Return a batch of 16 rows, of which row r counts r + 1 targets: no two parts count as many."""
+    tokens, targets = gpt.batch_of(number)
+    ignored = torch.arange(gpt.LENGTH) > torch.arange(gpt.BATCH)[:, None]
+    return tokens, targets.masked_fill(ignored, IGNORED)
+
+
+def made():
+    torch.manual_seed(0)
+    model = Counted().double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(_group, options, more):
+    """Return this rank's losses, those of one process, and how far its part of the state is from the whole's."""
+    strategy, (model, optimizer) = Strategy(**options), made()
+    merge, replicas = strategy.gradient_merge.steps, strategy.mesh["dp"]
+    own = slice(None)
+    if strategy.mode == "hybrid" or more.get("local_batches"):
+        place, rows = strategy.data_rank(dist.get_rank()), gpt.BATCH // replicas
+        own = slice(place * rows, (place + 1) * rows)
+    given = [tuple(one[own] for one in masked_batch(number)) for number in range(STEPS * merge)]
+    like = given[0] if strategy.mode == "hybrid" else masked_batch(0)
+    step = train_step(model, like, optimizer, strategy, loss=summed, **more)
+    losses = [step(*batch).item() for batch in given]
+    whole, optimizer = made()
+    expected = []
+    for number in range(STEPS):
+        batches = [masked_batch(merge * number + index) for index in range(merge)]
+        expected += [mean(whole, *batch).item() for batch in batches]
+        mean(whole, *(torch.cat(some) for some in zip(*batches, strict=True))).backward()
+        if strategy.max_norm is not None:
+            nn.utils.clip_grad_norm_(whole.parameters(), strategy.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = whole.state_dict()
+    worst = max(farthest(piece, state[name]) for name, piece in step.pieces().items())
+    told = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
+    step.close()
+    return [*losses, told[0]], [*expected, told[1]], worst
+
+
+MICRO = {**TP, "pipeline": PipelineOptions(micro_batches=4)}
+
+
+def staged(schedule, virtual=1):
+    pipeline = PipelineOptions(degree=2, micro_batches=4, schedule=schedule, virtual_stages=virtual)
+    return {"mode": "data", "mesh": {"dp": 2}, "pipeline": pipeline, "overlap": OverlapOptions(operators=False)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        (MICRO, {}),
+        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(level=2)}, {}),
+        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(level=3)}, {}),
+        (MICRO, {"static": False}),
+        ({**MICRO, "gradient_merge": GradientMerge(steps=3)}, {"local_batches": True}),
+        ({"mode": "auto", "mesh": {"dp": 2, "tp": 2}, "hardware": "cpu-gloo"}, {}),
+        ({**staged("1f1b"), "max_norm": 0.3, "sharding": ShardingOptions(level=1)}, {}),
+        (staged("zbv", 2), {}),
+        ({"mode": "hybrid", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=1), "max_norm": 0.3}, {}),
+    ],
+)
+def test_unequal_masks_train_as_one_process(ranks, options, more):
+    for losses, expected, worst in ranks(4).run(trained, options, more):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+        assert worst < 1e-9
+
+
+def wrong(_group, what):
+    """Return what is said of counts that cannot be divided by."""
+    model, optimizer = made()
+    tokens, targets = masked_batch(0)
+    merge = GradientMerge(steps=2, average=False) if what == "sum of means" else GradientMerge()
+    losses = {"three": lambda model, *batch: (*summed(model, *batch), 1), "vector": lambda model, x, _: (x.sum(), x)}
+    strategy = Strategy(mode="data", mesh={"dp": 2}, gradient_merge=merge)
+    try:
+        step = train_step(model, (tokens, targets), optimizer, strategy, loss=losses.get(what, summed))
+    except ValueError as error:
+        return str(error)
+    try:
+        step(tokens, torch.full_like(targets, IGNORED) if what == "nothing" else targets)
+    except ValueError as error:
+        return str(error)
+    finally:
+        step.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nothing", "with a count of 0 in all: give a number above 0"),
+        ("sum of means", "gradient_merge.average=False with steps=2 and a loss that returns (sum, count)"),
+        ("three", "or (sum, count), two of them"),
+        ("vector", "or (sum, count), two of them"),
+    ],
+)
+def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, said):
+    assert all(said in one for one in ranks(2).run(wrong, what))
+
+
+def masked_by_hand(model, tokens, targets):
+    """Return the mean as many write it, of a mask that the labels were shifted for."""
+    mask = (targets != IGNORED).double()
+    losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+LOSSES = {"cross_entropy": mean, "by hand": masked_by_hand, "summed": summed}
+
+
+def warned(_group, options, more, loss, equal):
+    """Return this rank's warnings in two steps."""
+    strategy, (model, optimizer) = Strategy(**options), made()
+    batch = gpt.batch_of(0) if equal else masked_batch(0)
+    if strategy.mode == "hybrid" or more.get("local_batches"):
+        local = tuple(one.chunk(2)[strategy.data_rank(dist.get_rank())] for one in batch)
+    else:
+        local = batch
+    like, said = (local if strategy.mode == "hybrid" else batch), []
+    step = train_step(model, like, optimizer, strategy, loss=LOSSES[loss], **more)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("ascend_parallel")
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            step(*local)
+    finally:
+        logger.removeHandler(handler)
+        step.close()
+    return [one for one in said if "the loss is a mean" in one]
+
+
+DATA = {"mode": "data", "mesh": {"dp": 2}}
+SEVERAL = {**DATA, "pipeline": PipelineOptions(micro_batches=4)}
+STAGES = {"mode": "data", "mesh": {"dp": 1}, "pipeline": PipelineOptions(degree=2, micro_batches=4)}
+COUNTS = "micro-batches count 10, 26, 42, 58: the mean of their means is not the batch's; have the loss return"
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "loss", "said"),
+    [
+        (SEVERAL, {}, "cross_entropy", COUNTS),
+        (SEVERAL, {}, "by hand", COUNTS),
+        (SEVERAL, {"static": False}, "cross_entropy", COUNTS),
+        (SEVERAL, {"local_batches": True}, "cross_entropy", "micro-batches count 3, 7, 11, 15: "),
+        (STAGES, {}, "cross_entropy", COUNTS),
+        ({**DATA, "mode": "hybrid"}, {}, "cross_entropy", "of which replicas have between 36 and 100: "),
+    ],
+)
+def test_a_mean_over_unequal_counts_is_said_once_on_rank_0(ranks, options, more, loss, said):
+    first, second = ranks(2).run(warned, options, more, loss, False)
+    assert len(first) == 1
+    assert said in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "equal"),
+    [(SEVERAL, "cross_entropy", True), (DATA, "cross_entropy", False), (SEVERAL, "summed", False)]
+    + [({**DATA, "mode": "hybrid"}, loss, equal) for loss, equal in (("cross_entropy", True), ("summed", False))],
+)
+def test_equal_counts_one_micro_batch_and_sums_are_not_warned_of(ranks, options, loss, equal):
+    assert ranks(2).run(warned, options, {}, loss, equal) == [[], []]

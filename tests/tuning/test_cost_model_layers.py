@@ -1,0 +1,132 @@
+"""Layers, training steps and what the data files hold."""
+
+import pytest
+
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.tuning.cost_model.calibration import Calibration
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware, read_hardware
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.layers import Layer
+from ascend_parallel.tuning.cost_model.models import Batch, all_models, find_model, layer_linears, read_model
+from ascend_parallel.tuning.cost_model.step import Layout, spread, step_time
+from ascend_parallel.tuning.cost_model.tables import PlanningError
+
+COSTS = {name: CostModel(hardware) for name, hardware in all_hardware().items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", sorted(all_models()))
+def test_schedules_of_a_layer_stand_in_their_order(name, sequence_parallel):
+    batch = Batch(sequence=4096, micro_batch=1, tp=8, sequence_parallel=sequence_parallel)
+    layer = Layer(COSTS["ascend-910b2"], find_model(name), batch)
+    order = [layer.forward(schedule) + layer.backward(schedule) for schedule in (BOUND, BEST, EQUAL, MEGATRON, IN_TURN)]
+    assert order == sorted(order) and order[0] < order[-1]
+    four = Schedule(name="4")
+    assert layer.backward(four, "full") == pytest.approx(layer.backward(four) + layer.forward(four))
+    assert layer.backward(four, "selective") == pytest.approx(layer.backward(four) + layer.attention)
+
+
+def test_operators_of_a_layer_are_those_of_the_overlap_page():
+    for sequence_parallel, expected in (
+        (False, [(None, ALL_REDUCE), (ALL_REDUCE, None)] * 2),
+        (True, [(ALL_GATHER, REDUCE_SCATTER), (REDUCE_SCATTER, ALL_GATHER)] * 2),
+    ):
+        batch = Batch(sequence=128, micro_batch=2, tp=2, sequence_parallel=sequence_parallel)
+        linears = layer_linears(find_model("llama2-7b"), batch)
+        found = [(linear.forward_problem(), linear.backward_problem()) for linear in linears]
+        assert [tuple(problem and problem.operator for problem in pair) for pair in found] == expected
+    up = found[2]
+    assert (up[0].m, up[0].k, up[0].n) == (256, 4096, 11008)
+    assert (up[1].m, up[1].k, up[1].n) == (256, 11008, 4096)
+
+
+def test_one_rank_communicates_nothing():
+    layer = Layer(COSTS["ascend-910b2"], find_model("llama2-7b"), Batch(sequence=1024, micro_batch=1, tp=1))
+    assert layer.forward(BEST) == layer.forward(MEGATRON) == layer.forward(IN_TURN)
+
+
+def test_ten_thousand_ranks():
+    """TP 8 x PP 25 x DP 50 of a model of 405B; more replicas cost gradients' time alone."""
+    costs, model = COSTS["ascend-910b1"], find_model("llama3-405b")
+    batch = Batch(sequence=8192, micro_batch=1, tp=8)
+    few, many = (
+        step_time(costs, model, batch, Layout(dp=dp, pp=25, micro_batches=100, recompute="full"), BEST)
+        for dp in (1, 50)
+    )
+    assert many.pipeline == few.pipeline and few.gradients == 0 < many.gradients
+    assert len(many.stages) == 25 and many.total > few.total
+
+
+@pytest.mark.parametrize("tp", [3, 8, 16, 64, 1000])
+def test_any_number_of_ranks(tp):
+    batch = Batch(sequence=4096, micro_batch=1, tp=tp)
+    step = step_time(COSTS["ascend-910b2"], find_model("gpt3-175b"), batch, Layout(), BEST)
+    assert 0 < step.total < float("inf")
+
+
+def test_stages_share_the_layers():
+    assert spread(80, 3) == [27, 27, 26] and sum(spread(126, 25)) == 126
+    with pytest.raises(PlanningError, match="--pp=33 is not allowed"):
+        step_time(
+            COSTS["cpu-gloo"], find_model("llama2-7b"), Batch(sequence=16, micro_batch=1, tp=1), Layout(pp=33), BEST
+        )
+
+
+# Data
+
+
+@pytest.mark.parametrize("name", sorted(all_hardware()))
+def test_every_number_of_a_hardware_has_a_source(name):
+    hardware = all_hardware()[name]
+    assert len(hardware.numbers) > 20
+    for key, number in hardware.numbers.items():
+        assert number.why if number.assumed else len(number.source) > 20, key
+        assert isinstance(number.value, int | float | list), key
+    assert find_hardware(hardware.aliases[0]) is hardware
+
+
+@pytest.mark.parametrize("name", sorted(all_models()))
+def test_a_preset_has_the_published_size(name):
+    model = find_model(name)
+    assert model.source and model.count_parameters() == pytest.approx(model.parameters, rel=0.03)
+
+
+def test_a_number_without_a_source_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "ascend-910b2"\nname = "mine"\n[matmul]\ncores = 30\n')
+    with pytest.raises(PlanningError, match=r"matmul.cores = 30 needs a value and a source"):
+        read_hardware(path)
+    path.write_text('base = "ascend-910b2"\nname = "mine"\n[matmul]\ncores = { value = 30, source = "hearsay" }\n')
+    with pytest.raises(PlanningError, match="names the source 'hearsay'"):
+        read_hardware(path)
+    path.write_text('base = "ascend-910b2"\n[matmul]\ncores = { value = 30, source = "assumed", why = "a try" }\n')
+    assert read_hardware(path).matmul.cores == 30
+
+
+def test_a_calibration_is_applied_and_kept(tmp_path):
+    measured = Calibration(measured='one "quiet" machine', macs_per_second=1e9, link_rate=5e8, all_reduce=1e-3)
+    base, path = find_hardware("cpu-gloo"), tmp_path / "here.toml"
+    applied = measured.apply(base)
+    measured.write(path)
+    kept = read_hardware(path)
+    assert kept.matmul == applied.matmul and kept.link == applied.link and kept.collectives == applied.collectives
+    assert kept.numbers["link.rate"].source == 'one "quiet" machine'
+    assert CostModel(applied).matmul(100, 100, 100, 4) == pytest.approx(1e-3)
+    with pytest.raises(PlanningError, match="cpu-gloo"):
+        measured.apply(find_hardware("910b"))
+    with pytest.raises(PlanningError, match="calibration: launch=-1"):
+        Calibration(measured="", launch=-1)
+
+
+def test_a_model_of_one_s_own(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text("layers = 2\nhidden = 64\nffn = 256\nheads = 4\nvocab = 1000\n")
+    model = read_model(path)
+    assert (model.name, model.kv_heads, model.head_dim) == ("small", 4, 16)
+    path.write_text("layers = 2\nhiden = 64\nffn = 256\nheads = 4\nvocab = 1000\n")
+    with pytest.raises(PlanningError, match=r"'hiden' is not allowed: give .*hidden"):
+        read_model(path)
+    path.write_text("layers = 2\nffn = 256\nheads = 4\nvocab = 1000\n")
+    with pytest.raises(PlanningError, match=r"missing keys=\['hidden'\]"):
+        read_model(path)

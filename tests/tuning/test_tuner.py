@@ -1,0 +1,346 @@
+"""COC_TUNE and COC_PARALLEL_NUM=auto: what is found in a run, alike on every rank."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from layers import Layers
+
+import ascend_parallel
+from ascend_parallel import Settings
+from ascend_parallel.tuning.measured import chunk_plan, pass_times, tuner
+from ascend_parallel.tuning.measured.pass_parts import Parts, rates, repeats, seconds
+from ascend_parallel.tuning.measured.pass_times import Case
+from ascend_parallel.tuning.measured.tuner import Tuner, decide, predicted
+
+
+@pytest.mark.parametrize(
+    ("ours", "sizes"),
+    [
+        ([0.5, 0.5, 0.5], (32, 32)),
+        ([0.99, 0.99, 0.99], (64,)),
+        ([1.5, 0.5, 1.5], (64,)),
+        ([0.9, 1.2, 0.9], (32, 32)),
+        ([0.5, 0.5, 1.1, 0.5, 1.1], (64,)),
+    ],
+)
+def test_overlap_has_to_win_in_all_rounds_but_one(ours, sizes):
+    times = {(64,): [1.0] * len(ours), (32, 32): ours}
+    found = decide(times, (64,), (32, 32))
+    assert found.sizes == sizes
+    assert found.serial == 1.0
+
+
+CASE = Case(kind="row", rows=1024, n=64, k=64, dtype=torch.float32, device="cpu", sequence_parallel=False)
+
+
+def parts(matmul, collective, latency):
+    """Return parts whose pieces cost what they should."""
+    return Parts(
+        rows=1024,
+        count=8,
+        matmul=matmul,
+        matmul_piece=matmul / 8,
+        latency=latency,
+        collective=collective,
+        pieces=max(collective, 8 * latency),
+    )
+
+
+def test_what_the_model_makes_of_the_parts():
+    (one,) = CASE.passes(2)
+    balanced = predicted(one, parts(10e-3, 10e-3, 50e-6), 2)
+    assert len(balanced.sizes) > 2
+    assert balanced.chosen < 0.7 * balanced.serial
+    assert predicted(one, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
+    assert predicted(one, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
+    bound = predicted(one, parts(10e-3, 30e-3, 50e-6), 2)
+    assert bound.sizes[0] < bound.sizes[-1]  # communication-bound: a short first chunk
+
+
+def test_one_chunk_is_predicted_as_its_parts_in_turn():
+    (one,) = CASE.passes(2)
+    assert seconds(one, parts(10e-3, 4e-3, 50e-6), 2, (1024,)) == pytest.approx(14e-3)
+
+
+def test_lanes_that_slow_each_other_down_hide_less():
+    (one,) = CASE.passes(2)
+    free = parts(10e-3, 10e-3, 50e-6)
+    equal = (256,) * 4
+    slowed = replace(free, compute_rate=0.6, collective_rate=0.8)
+    in_turn = replace(free, compute_rate=0.5, collective_rate=0.5)
+    assert seconds(one, free, 2, equal) < seconds(one, slowed, 2, equal) < seconds(one, in_turn, 2, equal)
+    # Lanes at half their speed move nothing sooner than one after the other.
+    assert seconds(one, in_turn, 2, equal) >= seconds(one, in_turn, 2, (1024,))
+    assert predicted(one, in_turn, 2).sizes == (1024,)
+
+
+@pytest.mark.parametrize(("piece", "pieces"), [(1e-3, 20e-3), (1e-3, 1e-4), (5e-3, 5e-3)])
+@pytest.mark.parametrize(("compute", "collective"), [(0.5, 0.9), (0.7, 0.4), (1.0, 1.0)])
+def test_rates_are_found_from_what_was_timed(piece, pieces, compute, collective):
+    """What two lanes at these rates would take gives the rates back, as long as the collectives outlast the matmuls."""
+    matmuls, collectives = repeats(piece, pieces)
+    alone, whole = matmuls * piece, collectives * pieces
+    beside = alone / compute
+    if beside * collective > whole:
+        return  # more collectives than MOST_AT_ONCE would be needed
+    until = beside + (whole - beside * collective)
+    assert rates(alone, whole, beside, until) == pytest.approx((compute, collective))
+
+
+def cases(group):
+    """Every kind of layer, measured and predicted; the sizes have to be the same on every rank."""
+    found = {}
+    for kind in ("column", "row"):
+        for sequence_parallel in (False, True):
+            for tune in ("nowhere.json", None):
+                settings = Settings(tune=tune, auto=tune is None)
+                one = Tuner(settings)
+                one._save = lambda *_: None
+                case = Case(
+                    kind=kind,
+                    rows=192,
+                    n=48,
+                    k=64,
+                    dtype=torch.float32,
+                    device="cpu",
+                    sequence_parallel=sequence_parallel,
+                )
+                torch.manual_seed(3)
+                before = torch.get_rng_state()
+                chosen = one.settings_for(case, group, backward=True)
+                assert torch.equal(before, torch.get_rng_state())
+                assert one.settings_for(case, group, backward=True) is chosen
+                found[kind, sequence_parallel, tune] = [(e.run, e.operator, e.sizes) for e in chosen.plan.entries]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
+    first, *others = ranks(count).run(cases)
+    assert all(other == first for other in others)
+    runs = {key: [(run, operator) for run, operator, _ in entries] for key, entries in first.items()}
+    assert runs["column", False, None] == [("backward", "matmul_all_reduce")]
+    assert runs["row", True, "nowhere.json"] == [
+        ("forward", "matmul_reduce_scatter"),
+        ("backward", "all_gather_matmul"),
+    ]
+
+
+def decided(group, path, seconds):
+    """What is said of one shape of which each cut takes `seconds(chunks)` each round, and the sizes that run."""
+    kept = pass_times.Layer.time_sizes, tuner.cached_plan
+    pass_times.Layer.time_sizes = lambda self, one, candidates, rounds: {
+        sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
+    }
+    tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
+    lines, sizes = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelno, record.getMessage()))
+    logging.getLogger("ascend_parallel").addHandler(handler)
+    try:
+        for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
+            found = Tuner(settings).settings_for(CASE, group, backward=False)
+            sizes.append(found.plan.entries[0].sizes)
+    finally:
+        pass_times.Layer.time_sizes, tuner.cached_plan = kept
+        logging.getLogger("ascend_parallel").removeHandler(handler)
+    return lines, sizes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tuned"),
+    [
+        ({1: 0.004, 2: 0.003}, "2 chunks of 512 rows, 3.000 ms (whole 4.000 ms)"),
+        (
+            {1: 0.003, 2: 0.004},
+            "kept whole (one chunk of 1024 rows), because no cut that was timed is faster; 3.000 ms",
+        ),
+        (
+            {1: 0.00300, 2: 0.00298},
+            "2 chunks, wins 0.7 % and loses 0 of 7 rounds, which may be noise",
+        ),
+    ],
+)
+def test_what_was_found_is_said_in_words_once_and_on_rank_0(ranks, tmp_path, seconds, tuned):
+    (lines, sizes), (others, _) = ranks(2).run(decided, str(tmp_path / "plan.json"), seconds)
+    assert others == []
+    assert {level for level, _ in lines} == {logging.WARNING}
+    asked = ("COC_TUNE", "COC_TUNE", "COC_PARALLEL_NUM=auto")
+    for (_, text), variable, cut in zip(lines, asked, sizes, strict=True):
+        assert text.startswith(f"{variable}: forward matmul_all_reduce [1024, 64] x [64, 64]: ")
+        assert (f"{len(cut)} chunks of " if len(cut) > 1 else "kept whole (one chunk of 1024 rows), because ") in text
+    measured, known, auto = (text for _, text in lines)
+    assert tuned in measured
+    assert f"(known from {tmp_path / 'plan.json'})" in known
+    assert "known from" not in measured + auto
+
+
+def overlap_always_wins(group, path):
+    """A run of a real layer with COC_TUNE, in which every chunked call is made to look faster."""
+    kept = pass_times.Layer.time_sizes
+    pass_times.Layer.time_sizes = lambda self, one, candidates, rounds: {
+        sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
+    }
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ascend_parallel").addHandler(handler)
+    try:
+        with Layers(group.size()) as layers:
+            ascend_parallel.configure(tune=path)
+            layer = layers.make("RowParallelLinear", (64, 96))
+            torch.manual_seed(1)
+            x = torch.randn(256, 32, requires_grad=True)
+            ascend_parallel.ops.COUNTS.clear()
+            y = layer(x)[0]
+            tuned = ascend_parallel.ops.COUNTS.as_dict()
+            ascend_parallel.configure(plan=path)
+            ascend_parallel.ops.COUNTS.clear()
+            again = layer(x)[0]
+            planned = ascend_parallel.ops.COUNTS.as_dict()
+            ascend_parallel.configure(num_chunks=1)
+            plain = layer(x)[0]
+    finally:
+        pass_times.Layer.time_sizes = kept
+        logging.getLogger("ascend_parallel").removeHandler(handler)
+    return tuned, planned, torch.equal(y, again) and torch.equal(y, plain)
+
+
+def test_a_run_writes_a_plan_and_the_next_one_uses_it(ranks, tmp_path):
+    path = tmp_path / "plan.json"
+    for tuned, planned, equal in ranks(2).run(overlap_always_wins, str(path)):
+        assert equal
+        assert tuned["matmul_all_reduce"]["calls"] == 1  # the run's own, and none of those that were measured
+        assert planned["matmul_all_reduce"]["calls"] == 1
+        assert planned["matmul_all_reduce"]["chunks"] >= 8
+    raw = json.loads(path.read_text())
+    assert [entry["operator"] for entry in raw["entries"]] == ["matmul_all_reduce"]
+    assert raw["machine"]["ranks"] == 2
+    assert sum(raw["entries"][0]["sizes"]) == 256
+
+
+def foreign(group, path):
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(tune=path)
+        layer = layers.make("RowParallelLinear", (64, 96))
+        with pytest.raises(chunk_plan.PlanError) as error:
+            layer(torch.randn(256, 32))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_foreign_or_broken_file_is_neither_used_nor_overwritten(ranks, tmp_path, broken):
+    path = tmp_path / "plan.json"
+    machine = chunk_plan.Machine(hardware="another", torch="2.0", backend="gloo", threads=1, ranks=2)
+    chunk_plan.Plan(machine).save(path)
+    if broken:
+        path.write_text("{")
+    before = path.read_text()
+    messages = ranks(2).run(foreign, str(path))
+    assert messages[0] == messages[1]
+    assert ("not valid JSON" if broken else "hardware is") in messages[0]
+    assert path.read_text() == before
+
+
+def test_the_cache_has_a_file_for_each_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = chunk_plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=2)
+    other = chunk_plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=4)
+    assert tuner.cached_plan(machine) != tuner.cached_plan(other)
+    assert tuner.cached_plan(machine).is_relative_to(tmp_path)
+
+
+def alone(group):
+    """A forward that communicates nothing is no reason to ask the other ranks."""
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(num_chunks="auto")
+        if group.rank() == 0:
+            with torch.no_grad():
+                layers.make("ColumnParallelLinear")(torch.randn(64, 96))
+        torch.distributed.barrier(group)
+        none = layers.make("RowParallelLinear")(torch.randn(0, 96 // group.size()))[0]
+    return tuple(none.shape)
+
+
+def test_what_does_not_communicate_is_not_measured(ranks):
+    assert ranks(2).run(alone) == [(0, 96)] * 2
+
+
+def checkpointed(group):
+    """torch's checkpoint counts the tensors that are saved: none of those are the tuner's."""
+    from torch.utils.checkpoint import checkpoint
+
+    found = []
+    with Layers(group.size()) as layers:
+        for settings in ({"num_chunks": 1, "mode": 2}, {"num_chunks": "auto"}):
+            ascend_parallel.configure(**settings)
+            layer = layers.make("RowParallelLinear", (64, 96))
+            torch.manual_seed(group.rank())
+            x = torch.randn(256, 32, requires_grad=True)
+            checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False).square().sum().backward()
+            found.append((x.grad, layer.weight.grad))
+    return all(map(torch.equal, *found))
+
+
+def test_a_checkpoint_does_not_see_what_is_measured(ranks):
+    assert ranks(2).run(checkpointed) == [True, True]
+
+
+def unlike(group):
+    """Ranks that come to a layer with different needs of gradients would measure different passes."""
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(num_chunks="auto")
+        layer = layers.make("RowParallelLinear", (64, 96))
+        with pytest.raises(ascend_parallel.DisagreementError) as error, torch.set_grad_enabled(group.rank() == 0):
+            layer(torch.randn(256, 32))
+    return str(error.value)
+
+
+def test_ranks_that_come_to_different_calls_are_told_apart(ranks):
+    first, second = ranks(2).run(unlike)
+    assert first == second
+    assert "rank 0: Case(kind='row', rows=256" in first
+    assert "with gradients; rank 1: Case" in first
+
+
+def no_home(group):
+    kept = tuner.cached_plan
+
+    def missing(machine):
+        raise RuntimeError("Could not determine home directory.")
+
+    tuner.cached_plan = missing
+    try:
+        with pytest.raises(chunk_plan.PlanError, match="Could not determine home directory"):
+            Tuner(Settings(auto=True)).settings_for(CASE, group, backward=False)
+    finally:
+        tuner.cached_plan = kept
+    return True
+
+
+def test_a_failure_of_one_rank_is_told_to_all(ranks):
+    assert ranks(2).run(no_home) == [True, True]
+
+
+def test_stages_keep_each_others_entries(tmp_path):
+    machine = chunk_plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=2)
+    entry = chunk_plan.Entry(
+        run="forward",
+        operator="matmul_all_reduce",
+        m=32,
+        k=8,
+        n=8,
+        dtype="float32",
+        sizes=(32,),
+        serial=1.0,
+        chosen=1.0,
+    )
+    path = tmp_path / "plan.json"
+    for k in (8, 16):  # two stages, each of which knows its own shapes alone
+        own = chunk_plan.Plan(machine, (chunk_plan.Entry(**{**vars(entry), "k": k}),))
+        Tuner(Settings(tune=str(path)))._save(own)
+    assert [found.k for found in chunk_plan.load_plan(str(path)).entries] == [8, 16]
