@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from ascend_parallel.ops.rows import ROW_TILE
-from ascend_parallel.overlap.choices import Pass
+from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.launch.link import LinkError, shaped_link
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
@@ -52,7 +52,7 @@ class Line:
 
     rate: str
     layer: str
-    one: Pass
+    one: LayerOperator
     name: str
     sizes: tuple[int, ...]
     parts: Parts
@@ -150,7 +150,7 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
 def lines_of(rate: str, found: dict[str, Any]) -> list[Line]:
     """Predict each variant of a pass from its parts."""
     parts = Parts(**found["parts"])
-    one = Pass(*(found[name] for name in ("run", "operator", "m", "k", "n")))
+    one = LayerOperator(*(found[name] for name in ("run", "operator", "m", "k", "n")))
     layer = found["kind"] + (", sequence" if found["sequence_parallel"] else ", all-reduce")
     return [
         Line(
@@ -250,7 +250,7 @@ def summary(lines: list[Line], finals: list[Final]) -> str:
 
 def _best_e_bounds(lines: list[Line]) -> list[tuple[float, float]]:
     """Return T_comm / T_mm and the best E_bound of every pass."""
-    best: dict[tuple[str, str, Pass], tuple[float, float]] = {}
+    best: dict[tuple[str, str, LayerOperator], tuple[float, float]] = {}
     for line in lines:
         key = (line.rate, line.layer, line.one)
         if line.e_bound is not None and (key not in best or line.e_bound > best[key][1]):

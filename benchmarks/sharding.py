@@ -41,7 +41,7 @@ STRATEGIES = {
     "*.down": ([None, (1, "mp")], None),
     "*:add": (None, [[Replicate()]]),
 }
-Step = Callable[[], float]
+RedistributeStep = Callable[[], float]
 
 
 class Block(nn.Module):

@@ -28,7 +28,7 @@ T = TypeVar("T")
 MATMUL, BESIDE, COMM, WAIT, FUSED, CLOCKS = "matmul", "beside", "comm", "wait", "fused", "clocks"
 
 
-class Span:
+class RecordedSpan:
     """Something that ran from `begin` to `end`, which is None until it is known."""
 
     __slots__ = ("begin", "end", "index", "kind", "name", "workers")
@@ -41,7 +41,7 @@ class Span:
         self.workers = 0
 
 
-class Pass:
+class RecordedPass:
     """One forward or backward of a layer, or one operator called by itself, with its spans."""
 
     __slots__ = ("begin", "calls", "clock", "direction", "end", "group", "kind", "layer", "matmuls", "spans")
@@ -51,14 +51,14 @@ class Pass:
         self.clock, self.kind, self.direction, self.layer = clock, kind, direction, layer
         self.group: list[int] = []
         self.calls: list[dict[str, object]] = []
-        self.spans: list[Span] = []
+        self.spans: list[RecordedSpan] = []
         self.matmuls = 0
         self.begin = clock.mark()
         self.end: Any = None
 
-    def span(self, kind: str, name: str, index: int) -> Span:
+    def span(self, kind: str, name: str, index: int) -> RecordedSpan:
         """Begin a span."""
-        span = Span(kind, name, index, self.clock.mark())
+        span = RecordedSpan(kind, name, index, self.clock.mark())
         self.spans.append(span)
         return span
 
@@ -72,10 +72,10 @@ class Communication:
 
     __slots__ = ("_kept", "_operator", "_pass", "_recorder", "_spans", "_workers")
 
-    def __init__(self, recorder: Recorder, in_pass: Pass, operator: str, workers: int) -> None:
+    def __init__(self, recorder: Recorder, in_pass: RecordedPass, operator: str, workers: int) -> None:
         """Record in `in_pass`, also what is waited for after it; `workers` collectives of the group run at a time."""
         self._recorder, self._pass, self._operator, self._workers = recorder, in_pass, operator, workers
-        self._spans: list[Span] = []
+        self._spans: list[RecordedSpan] = []
         self._kept: list[object] = []
 
     def launch(self, start: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -98,7 +98,7 @@ class Communication:
             self._spans[index].end = span.end
         self._kept[index] = None
 
-    def _watch(self, span: Span, works: list[Any]) -> list[Any]:
+    def _watch(self, span: RecordedSpan, works: list[Any]) -> list[Any]:
         # Sends and receives share a connection, which carries them one after the other.
         span.workers = self._workers if len(works) == 1 else 1
         return self._pass.clock.watch(functools.partial(setattr, span, "end"), works)
@@ -112,16 +112,16 @@ class Recorder:
 
         `modules` names the modules whose forwards are running, innermost last.
         """
-        self.passes: deque[Pass] = deque(maxlen=limit)
+        self.passes: deque[RecordedPass] = deque(maxlen=limit)
         self.total = 0
         self.modules = modules
-        self._open: list[Pass] = []
+        self._open: list[RecordedPass] = []
         self._met: WeakSet[dist.ProcessGroup] = WeakSet()
         self._meet = meet
         self._clocks: dict[str, Clock] = {}
 
     @property
-    def current(self) -> Pass | None:
+    def current(self) -> RecordedPass | None:
         """The pass that is running."""
         return self._open[-1] if self._open else None
 
@@ -140,14 +140,14 @@ class Recorder:
     @contextmanager
     def layer(self, kind: str, direction: str, name: str, device: str) -> Iterator[None]:
         """Record what runs inside as one pass of a layer."""
-        with self._running(self._begin(Pass(self._clock(device), kind, direction, name))):
+        with self._running(self._begin(RecordedPass(self._clock(device), kind, direction, name))):
             yield
 
     @contextmanager
     def call(self, call: dict[str, object], device: str, group: dist.ProcessGroup, fused: bool) -> Iterator[None]:
         """Record one operator: in the running pass, or in one of its own; a fused one as a single span."""
         current = self.current
-        running = current or self._begin(Pass(self._clock(device), str(call["operator"]), "", ""))
+        running = current or self._begin(RecordedPass(self._clock(device), str(call["operator"]), "", ""))
         running.calls.append(call)
         running.matmuls = 0
         running.group = dist.get_process_group_ranks(group)
@@ -158,7 +158,7 @@ class Recorder:
             if span is not None:
                 span.end = running.clock.mark()
 
-    def wait(self, in_pass: Pass, index: int, wait: Callable[[], object]) -> Span:
+    def wait(self, in_pass: RecordedPass, index: int, wait: Callable[[], object]) -> RecordedSpan:
         """Record waiting, and what is computed meanwhile, in a pass that may have ended."""
         span = in_pass.span(WAIT, "wait", index)
         with self._running(in_pass):
@@ -166,13 +166,13 @@ class Recorder:
             span.end = in_pass.clock.mark()
         return span
 
-    def _begin(self, begun: Pass) -> Pass:
+    def _begin(self, begun: RecordedPass) -> RecordedPass:
         self.passes.append(begun)
         self.total += 1
         return begun
 
     @contextmanager
-    def _running(self, running: Pass) -> Iterator[None]:
+    def _running(self, running: RecordedPass) -> Iterator[None]:
         self._open.append(running)
         try:
             yield
@@ -185,7 +185,7 @@ class Recorder:
             self._clocks[device] = HostClock() if device == "cpu" else DeviceClock(torch.get_device_module(device))
         return self._clocks[device]
 
-    def _meet_once(self, group: dist.ProcessGroup, running: Pass) -> None:
+    def _meet_once(self, group: dist.ProcessGroup, running: RecordedPass) -> None:
         if group not in self._met and group.size() > 1:
             self._met.add(group)
             span = running.span(CLOCKS, "clocks compared", 0)

@@ -13,7 +13,7 @@ from ascend_parallel.settings import Settings
 
 
 @dataclass(frozen=True)
-class Pass:
+class LayerOperator:
     """One operator of a layer: in which pass it runs, "forward" or "backward", and its matmul ``[m, k] x [k, n]``."""
 
     run: str
@@ -45,18 +45,21 @@ def column_backward_settings(settings: Settings) -> Settings:
     return backward_settings(settings)
 
 
-def column_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[Pass]:
+def column_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
     """Return the operators of a column-parallel layer of weight [n, k] on m rows of one rank's input."""
     if not sequence_parallel:
-        return [Pass("backward", ALL_REDUCE, m, n, k)]
-    return [Pass("forward", ALL_GATHER, m * ranks, k, n), Pass("backward", REDUCE_SCATTER, m * ranks, n, k)]
+        return [LayerOperator("backward", ALL_REDUCE, m, n, k)]
+    return [
+        LayerOperator("forward", ALL_GATHER, m * ranks, k, n),
+        LayerOperator("backward", REDUCE_SCATTER, m * ranks, n, k),
+    ]
 
 
-def row_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[Pass]:
+def row_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
     """Return the operators of a row-parallel layer of weight [n, k] on m rows of one rank's input."""
     if not sequence_parallel:
-        return [Pass("forward", ALL_REDUCE, m, k, n)]
-    return [Pass("forward", REDUCE_SCATTER, m, k, n), Pass("backward", ALL_GATHER, m, n, k)]
+        return [LayerOperator("forward", ALL_REDUCE, m, k, n)]
+    return [LayerOperator("forward", REDUCE_SCATTER, m, k, n), LayerOperator("backward", ALL_GATHER, m, n, k)]
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:

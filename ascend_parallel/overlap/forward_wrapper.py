@@ -1,4 +1,4 @@
-"""The door through which a layer's forward runs, so that a second run can take over what the first gave."""
+"""Forward wrappers of overlapped layers, for selective recompute."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 
 Products = tuple[torch.Tensor, torch.Tensor | None]
-"""What a layer gives, and what it saves for backward and would have to communicate for again, if that is kept."""
-Once = Callable[[Callable[[], Products]], Products]
+"""A layer's output, and the gathered input that its backward needs, if the layer keeps it."""
+ForwardWrapper = Callable[[Callable[[], Products]], Products]
+"""``forward_wrapper(forward)`` runs `forward`, or returns its saved products during recompute."""
 
 
-def at_once(run: Callable[[], Products]) -> Products:
-    """Run it."""
-    return run()
+def run_directly(forward: Callable[[], Products]) -> Products:
+    """Return ``forward()``."""
+    return forward()

@@ -36,7 +36,7 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, operand_dtype
-from ascend_parallel.overlap.forward_wrapper import Once, Products, at_once
+from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
 from ascend_parallel.overlap.selective_checkpoint import unseen
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
@@ -50,7 +50,7 @@ class _Layer:
     reduce_input_grad: bool = False
     weight_gradient: WeightGradient = field(default_factory=WeightGradient)
     before_communicating: Callable[[], None] | None = None
-    once: Once = at_once
+    forward_wrapper: ForwardWrapper = run_directly
 
     def about_to_communicate(self) -> None:
         if self.before_communicating is not None:
@@ -68,7 +68,7 @@ def column_linear(
     reduce_input_grad: bool = True,
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
-    once: Once = at_once,
+    forward_wrapper: ForwardWrapper = run_directly,
 ) -> torch.Tensor:
     """Run a column-parallel linear layer on one rank of `group`.
 
@@ -78,8 +78,8 @@ def column_linear(
     returns         [..., N / R]; with sequence_parallel [S, ..., N / R]
 
     reduce_input_grad=False leaves the gradient of x as this rank's part of the sum (sequence parallelism always
-    scatters it). before_communicating is called before each pass's first collective; once is given what runs the
-    forward, and may return what that gave before (y, and the gathered rows if they are kept). Whether x and the weight
+    scatters it). before_communicating is called before each pass's first collective;
+    ``forward_wrapper(fn)`` runs `fn`, or returns its saved products during recompute. Whether x and the weight
     need gradients has to be the same on every rank. Raises `ValueError` for operands that do not fit,
     `CollectiveError` if a rank fails.
     """
@@ -90,7 +90,7 @@ def column_linear(
         reduce_input_grad=reduce_input_grad,
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
-        once=once,
+        forward_wrapper=forward_wrapper,
     )
     y: torch.Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
         cast_by_autocast(x), cast_by_autocast(weight_shard_n), bias_shard_n, layer
@@ -107,7 +107,7 @@ def row_linear(
     sequence_parallel: bool = False,
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
-    once: Once = at_once,
+    forward_wrapper: ForwardWrapper = run_directly,
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -123,7 +123,7 @@ def row_linear(
         sequence_parallel=sequence_parallel,
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
-        once=once,
+        forward_wrapper=forward_wrapper,
     )
     y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
         cast_by_autocast(x_shard_k), cast_by_autocast(weight_shard_k), layer
@@ -140,7 +140,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
     ) -> torch.Tensor:
         keeps = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
-        y, gathered_m = layer.once(lambda: _column_forward(x, weight, bias, layer, keeps))
+        y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keeps))
         _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
         return y
 
@@ -177,7 +177,7 @@ class _RowLinear(torch.autograd.Function):
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
-        y, _ = layer.once(lambda: (_row_forward(x, weight, layer), None))
+        y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         return y
 

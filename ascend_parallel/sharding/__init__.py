@@ -20,11 +20,11 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
 from ascend_parallel.sharding.redistribute.shard_layer import ShardingStage1, shard_layer, shard_optimizer
 from ascend_parallel.sharding.rules import register_rule
-from ascend_parallel.sharding.runtime.eager_module import ran_of
+from ascend_parallel.sharding.runtime.eager_module import collective_counts
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.randomness import manual_seed
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
 from ascend_parallel.sharding.visualize.advice import Advice, advise
 from ascend_parallel.sharding.visualize.explain import diff, explain
@@ -36,7 +36,6 @@ __all__ = [
     "MemoryLimitError",
     "OperatorStrategy",
     "Partial",
-    "Piece",
     "ProcessMesh",
     "Replicate",
     "Shard",
@@ -44,16 +43,17 @@ __all__ = [
     "ShardingPlan",
     "ShardingStage1",
     "StrategyError",
+    "TensorShard",
     "TraceError",
     "advise",
     "annotated",
+    "collective_counts",
     "diff",
     "dtensor_from_fn",
     "explain",
     "manual_seed",
     "parallelize",
     "propagate",
-    "ran_of",
     "read_strategies",
     "register_rule",
     "reshard",

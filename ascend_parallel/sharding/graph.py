@@ -45,7 +45,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """An operator and its arguments, tensors replaced by `Ref`s: what a rule is asked about.
 
     target
@@ -101,7 +101,7 @@ class Node:
     name: str
     kind: str
     outputs: tuple[TensorMeta, ...]
-    call: Call | None = None
+    call: OpCall | None = None
     inputs: tuple[Value, ...] = ()
     module: str = ""
     source: str = ""
@@ -116,7 +116,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Unused:
+class UntracedTensor:
     """Stands for a tensor that nothing of the graph is made of."""
 
     name: str
@@ -129,7 +129,7 @@ class FunctionCall:
     function
         What a TorchFunctionMode is told, such as F.linear or torch.Tensor.add.
     arguments, results
-        The leaves of (args, kwargs) and of what it returned: `Value`, `Held` or `Unused` for tensors.
+        The leaves of (args, kwargs) and of what it returned: `Value`, `Held` or `UntracedTensor` for tensors.
     changed
         For results that are an argument to which the call wrote: the argument's place, by the result's.
     nodes

@@ -1,15 +1,15 @@
-"""The state of a tensor on each dimension of a mesh, and what of it a rank then holds. Pure: no process is asked.
+"""The placement of a tensor on each dimension of a mesh, and the part that a rank holds. Pure: no process is asked.
 
-A state is a placement and, for a tensor that every rank holds whole, where its gradient is:
+A placement says what each rank holds of the tensor, and of its gradient:
 
-    state       each rank holds                          its gradient on each rank
-    replicate   the whole                                the whole
-    copy        the whole                                a part of a sum
-    shard(d)    its slice of dimension d                 its slice
-    partial     a part of a sum (or average)             the whole
+    placement      the tensor                     its gradient
+    replicate      the whole                      the whole
+    partial_grad   the whole                      a term of a sum
+    shard(d)       its slice of dimension d       its slice
+    partial        a term of a sum or average     the whole
 
-With this second column a graph's backward communication follows from its forward states. "copy" is Megatron-core's
-copy_to_tensor_model_parallel_region and what JAX calls reduced.
+The second column makes a graph's backward communication follow from its forward placements. "partial_grad" is the
+input of Megatron-core's copy_to_tensor_model_parallel_region; JAX calls it reduced.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed import tensor as dtensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class State:
-    """A tensor's state on one mesh dimension.
+class Placement:
+    """The placement of a tensor and its gradient on one mesh dimension.
 
     kind
-        "replicate", "copy", "shard" or "partial".
+        "replicate", "partial_grad", "shard" or "partial".
     dim
         The tensor dimension that is cut, from 0; shard only.
     op
@@ -41,42 +42,42 @@ class State:
     op: str = ""
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> dtensor.Placement:
         """The placement, in torch's words."""
         if self.kind == "shard":
             return Shard(self.dim)
         return Partial(self.op) if self.kind == "partial" else Replicate()
 
     @cached_property
-    def gradient(self) -> Placement:
+    def gradient(self) -> dtensor.Placement:
         """The placement of the gradient."""
-        if self.kind == "copy":
+        if self.kind == "partial_grad":
             return Partial("sum")
         return Shard(self.dim) if self.kind == "shard" else Replicate()
 
     def __str__(self) -> str:
-        """Return R, C, S(0) or P(sum)."""
-        short = {"replicate": "R", "copy": "C"}
+        """Return R, R/P (the gradient is partial), S(0) or P(sum)."""
+        short = {"replicate": "R", "partial_grad": "R/P"}
         return short.get(self.kind) or (f"S({self.dim})" if self.kind == "shard" else f"P({self.op})")
 
 
-REPLICATE = State("replicate")
-COPY = State("copy")
-SUM = State("partial", op="sum")
-AVERAGE = State("partial", op="avg")
+REPLICATE = Placement("replicate")
+PARTIAL_GRAD = Placement("partial_grad")
+SUM = Placement("partial", op="sum")
+AVERAGE = Placement("partial", op="avg")
 
-Layout = tuple[State, ...]
-"""One state per mesh dimension."""
+Layout = tuple[Placement, ...]
+"""One placement per mesh dimension."""
 
 
-def shard(dim: int) -> State:
+def shard(dim: int) -> Placement:
     """Return the state of a tensor cut along `dim`."""
-    return State("shard", dim)
+    return Placement("shard", dim)
 
 
 def forward(layout: Layout) -> Layout:
-    """Return the layout of the tensor itself: a copy is a replica."""
-    return tuple(REPLICATE if state.kind == "copy" else state for state in layout)
+    """Return the layout of the tensor alone, without its gradient's."""
+    return tuple(REPLICATE if state.kind == "partial_grad" else state for state in layout)
 
 
 def backward(layout: Layout) -> Layout:
@@ -84,8 +85,8 @@ def backward(layout: Layout) -> Layout:
     return tuple(_gradient(state) for state in layout)
 
 
-def _gradient(state: State) -> State:
-    if state.kind == "copy":
+def _gradient(state: Placement) -> Placement:
+    if state.kind == "partial_grad":
         return SUM
     return REPLICATE if state.kind == "partial" else state
 

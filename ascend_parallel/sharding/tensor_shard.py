@@ -10,7 +10,7 @@ from ascend_parallel.sharding.layout import Shape
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A box of a whole tensor.
 
     local

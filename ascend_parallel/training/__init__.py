@@ -6,7 +6,7 @@ batches, masked      batches that differ on one replica; means over unequal coun
 watch                which ranks are still there
 """
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.explain import explain
 from ascend_parallel.training.options import (
     AmpOptions,
@@ -27,12 +27,12 @@ __all__ = [
     "CommFusion",
     "GradientMerge",
     "OverlapOptions",
-    "Piece",
     "PipelineOptions",
     "Recompute",
     "ShardingOptions",
     "Strategy",
     "StrategyOptionError",
+    "TensorShard",
     "TrainStep",
     "TrainingPlan",
     "explain",

@@ -19,7 +19,7 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets, read_as_copies
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
-from ascend_parallel.sharding.runtime.prefetch import Ahead, start_ahead
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, start_ahead
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.recompute_regions import regions
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
@@ -82,7 +82,7 @@ class _Stage:
     live: float
     fused: tuple[Fusion, ...]
     buckets: tuple[Bucket, ...]
-    ahead: tuple[Ahead, ...]
+    ahead: tuple[PrefetchGroup, ...]
 
     @property
     def activations(self) -> float:
@@ -230,7 +230,7 @@ class _Explained:
         return self._strategy.recompute if self._strategy.recompute.modules else Recompute.of(self._planned.model)
 
     def _stage(self, name: str, plan: ShardingPlan, live: float) -> _Stage:
-        schedule = Schedule(plan.layouts, plan.inputs, plan.via)
+        schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
         if self._strategy.overlap.operators:
             schedule = fuse(plan, self._settings)
         schedule, summed = read_as_copies(schedule, plan)

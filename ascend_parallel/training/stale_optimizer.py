@@ -35,7 +35,7 @@ def check_all_updated(made: Recipe, model: nn.Module) -> None:
             raise ValueError(f"{name} wants a gradient, and the optimizer has it not: add it, or requires_grad_(False)")
 
 
-class Unused:
+class StaleOptimizerGuard:
     """The optimizer that a step was made with, whose settings were taken over: what it does later has no effect."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.runtime import randomness
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.batch_checks import EVERY, BatchesLike, SameBatches
 from ascend_parallel.training.checkpoint.loading import load
 from ascend_parallel.training.checkpoint.saving import Saving, save
@@ -27,12 +27,17 @@ from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimi
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.rank_watch import Watch
-from ascend_parallel.training.runners.eager_runner import Eagerly
-from ascend_parallel.training.runners.graph_runner import Whole
-from ascend_parallel.training.runners.hybrid_runner import AsWritten
-from ascend_parallel.training.runners.pipeline_runner import Staged
+from ascend_parallel.training.runners.eager_runner import EagerRunner
+from ascend_parallel.training.runners.graph_runner import GraphRunner
+from ascend_parallel.training.runners.hybrid_runner import HybridRunner
+from ascend_parallel.training.runners.pipeline_runner import PipelineRunner
 from ascend_parallel.training.runners.runner import Runner
-from ascend_parallel.training.stale_optimizer import Unused, check_all_updated, check_training_mode, random_numbers_kept
+from ascend_parallel.training.stale_optimizer import (
+    StaleOptimizerGuard,
+    check_all_updated,
+    check_training_mode,
+    random_numbers_kept,
+)
 from ascend_parallel.training.strategy import Strategy, confirm_same_strategy
 from ascend_parallel.training.training_plan import TrainingPlan, cast, plan_training
 
@@ -103,13 +108,15 @@ def train_step(
     runner: Runner
     if strategy.mode == "hybrid":
         model = model if strategy.amp.dtype is None else model.to(getattr(torch, strategy.amp.dtype))
-        runner = AsWritten(model, loss, strategy)
+        runner = HybridRunner(model, loss, strategy)
     else:
         planned = plan_training(strategy, model, batch, loss)
         check_training_mode(planned)
         for said in warned(planned) if dist.get_rank() == 0 else ():
             log.warning("train_step: %s", said)
-        runner = _runner(planned, settings, local_batches, timeout) if static else Eagerly(planned, loss, local_batches)
+        runner = (
+            _runner(planned, settings, local_batches, timeout) if static else EagerRunner(planned, loss, local_batches)
+        )
     master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
     parallel = ParallelOptimizer(
         runner.targets(),
@@ -129,8 +136,8 @@ def train_step(
 
 def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:
     if planned.stages:
-        return Staged(planned, settings, local_batches, timeout)
-    return Whole(planned, settings, local_batches)
+        return PipelineRunner(planned, settings, local_batches, timeout)
+    return GraphRunner(planned, settings, local_batches)
 
 
 class TrainStep:
@@ -165,7 +172,7 @@ class TrainStep:
         self._runner, self._watch, self._settings = runner, Watch(), settings
         self._saving: Saving | None = None
         self._divisor = Divisor(strategy.gradient_merge)
-        self._like, self._same, self._unused, self._failed = like, same, Unused(unused), False
+        self._like, self._same, self._unused, self._failed = like, same, StaleOptimizerGuard(unused), False
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch. Every rank calls it alike, with the same batch or with local_batches its part.
@@ -191,7 +198,7 @@ class TrainStep:
             factor *= self.optimizer.loss_scale.scale
         with self._watch.naming(self.batches):
             # In a pipeline terms are summed over stages first, and only then over replicas.
-            with self.optimizer.no_sync() if isinstance(self._runner, Staged) else nullcontext():
+            with self.optimizer.no_sync() if isinstance(self._runner, PipelineRunner) else nullcontext():
                 found = self._runner.accumulate(given, factor, last)
             self._divisor.add(found)
             if last:
@@ -236,7 +243,7 @@ class TrainStep:
             return 'mode "hybrid": the model runs as it is written'
         return explain(self.planned, operators, self._settings)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return this rank's part of the model's parameters and buffers."""
         return self._runner.pieces()
 
@@ -288,7 +295,7 @@ class TrainStep:
     def close(self) -> None:
         """Wait for a checkpoint under way, and end the watch over the other ranks.
 
-        Call it before torch.distributed.destroy_process_group.
+        OpCall it before torch.distributed.destroy_process_group.
         """
         if self._saving is not None:
             self._saving.wait()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_parallel import Settings, column_linear, row_linear
-from ascend_parallel.sharding import Piece
+from ascend_parallel.sharding import TensorShard
 from ascend_parallel.training import Strategy, train_step
 
 STEPS = 5
@@ -45,12 +45,12 @@ class ParallelMLP(nn.Module):
         options = {"group": self._group, "settings": Settings(num_chunks=2)}
         return row_linear(F.gelu(column_linear(x, self.up, **options)), self.down, **options)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Say what of the whole weights this rank has: for norms and checkpoints."""
         up, down, ranks, rank = self.up.detach(), self.down.detach(), self._group.size(), self._group.rank()
         return {
-            "up": Piece(up, (up.shape[0] * ranks, up.shape[1]), (rank * up.shape[0], 0)),
-            "down": Piece(down, (down.shape[0], down.shape[1] * ranks), (0, rank * down.shape[1])),
+            "up": TensorShard(up, (up.shape[0] * ranks, up.shape[1]), (rank * up.shape[0], 0)),
+            "down": TensorShard(down, (down.shape[0], down.shape[1] * ranks), (0, rank * down.shape[1])),
         }
 
 

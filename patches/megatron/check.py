@@ -28,7 +28,7 @@ from ascend_parallel.ops.operators import choice_for
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import (
-    Pass,
+    LayerOperator,
     backward_settings,
     column_backward_settings,
     column_passes,
@@ -47,7 +47,7 @@ Pair = tuple[torch.Tensor, torch.Tensor, float]  # found, expected, and how far 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class LayerCall:
     """One call of a patched layer.
 
     path
@@ -77,7 +77,7 @@ class Call:
 class Check:
     """One call, checked: its forward now and, if one comes, its backward."""
 
-    def __init__(self, call: Call, group: dist.ProcessGroup, number: int, limit: float | None) -> None:
+    def __init__(self, call: LayerCall, group: dist.ProcessGroup, number: int, limit: float | None) -> None:
         """Check `call`, the layer's `number`-th; errors may be up to `limit`, None: what its dtype allows."""
         self._layer, self._path, self._group, self._number = call.layer, call.path, group, number
         self._weight: Any = call.weight  # to which Megatron attaches main_grad
@@ -97,7 +97,7 @@ class Check:
         self._found: dict[str, Gradient | None] = {}
         LEDGER.rank = dist.get_rank()
 
-    def forward(self, call: Call) -> Output:
+    def forward(self, call: LayerCall) -> Output:
         """Run both forwards and compare them; return what the patched one returned."""
         self._meet()
         y, bias = call.patched(watched(self._begin) if self._graded else unwatched)
@@ -105,7 +105,7 @@ class Check:
             self._compare(call, y)
         return y, bias
 
-    def _compare(self, call: Call, y: torch.Tensor) -> None:
+    def _compare(self, call: LayerCall, y: torch.Tensor) -> None:
         """Compare the patched layer's output with the original's, and have its backward come here."""
         self._settings = call.settings()
         original = Original(call.layer, call.x, call.weight, self._group.rank())
@@ -257,7 +257,7 @@ class Check:
         ran = [self._operator(one, settings) for one in passes if one.run == direction]
         return f"Its {direction} ran {', '.join(ran) or 'no operator'}"
 
-    def _operator(self, one: Pass, settings: Settings) -> str:
+    def _operator(self, one: LayerOperator, settings: Settings) -> str:
         problem = Problem(one.operator, one.m, one.k, one.n, self._dtype, self._device, self._group.size())
         int8 = int8_weight(self._layer)
         if int8 is not None and one.operator == ALL_REDUCE:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_files import Reader, read_metadata, read_whole
 from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, kinds, saved_kinds
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences, in_words, refuse
@@ -63,7 +63,7 @@ def megatron_state(path: str | Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def load_megatron(path: str | Path, model: Mapping[str, Piece]) -> None:
+def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     """Fill the pieces of a GPTModel in place, by its module names; every rank of the default group calls it.
 
     path
@@ -75,7 +75,7 @@ def load_megatron(path: str | Path, model: Mapping[str, Piece]) -> None:
     Raises `CheckpointError` on every rank when a tensor is missing here or there, or of another shape or dtype.
     """
     group, fault = everybody(), ""
-    wanted: dict[str, list[Piece]] = {}
+    wanted: dict[str, list[TensorShard]] = {}
     try:
         checkpoint = _opened(path)
         saved = _model_kinds(read_metadata(checkpoint))
@@ -113,9 +113,11 @@ def _model_kinds(metadata: Metadata) -> dict[str, Kind]:
     return {name: kind for name, kind in saved_kinds(metadata).items() if not _OPTIMIZER.match(name)}
 
 
-def _keyed(model: Mapping[str, Piece], saved: Mapping[str, Kind]) -> tuple[dict[str, list[Piece]], list[str]]:
+def _keyed(
+    model: Mapping[str, TensorShard], saved: Mapping[str, Kind]
+) -> tuple[dict[str, list[TensorShard]], list[str]]:
     """Return the pieces by the checkpoint's names, and the names that they have there with the layer's number."""
-    wanted: dict[str, list[Piece]] = {}
+    wanted: dict[str, list[TensorShard]] = {}
     names: list[str] = []
     here, there = kinds(model), {}
     for name, piece in model.items():
@@ -128,7 +130,7 @@ def _keyed(model: Mapping[str, Piece], saved: Mapping[str, Kind]) -> tuple[dict[
             names.append(key)
         else:
             there[name] = shape[1:], dtype
-            stacked = Piece(piece.local.detach().unsqueeze(0), (shape[0], *piece.shape), (layer, *piece.offsets))
+            stacked = TensorShard(piece.local.detach().unsqueeze(0), (shape[0], *piece.shape), (layer, *piece.offsets))
             names.append(f"{key}[{layer}]")
         wanted.setdefault(key, []).append(stacked)
     refuse(differences(here, there), "the checkpoint is of another model")

@@ -27,7 +27,7 @@ from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.selective_checkpoint import unseen
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.announcement import Announcement
-from ascend_parallel.patches.megatron.check import Call
+from ascend_parallel.patches.megatron.check import LayerCall
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts
 from ascend_parallel.patches.megatron.originals import Originals
 from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan, tuner_of
@@ -70,7 +70,7 @@ class Megatron:
         return state()  # type: ignore[no-any-return]
 
     def region(self, name: str, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Call one of Megatron's mappings, which take their group as an argument since 0.13."""
+        """LayerCall one of Megatron's mappings, which take their group as an argument since 0.13."""
         mapping = getattr(self.layers, name)
         y: torch.Tensor = mapping(x, group=group) if self.groups_handed_down else mapping(x)
         return y
@@ -171,7 +171,7 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
         used = self.weight if weight is None else weight
         if megatron.verifier is None:
             return _column(self, input_, used, runtime_gather_output, megatron, original)
-        call = Call(
+        call = LayerCall(
             layer=self,
             path="column",
             x=input_,
@@ -199,7 +199,7 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
         if megatron.verifier is None:
             return _row(self, input_, megatron, original)
         used = self.weight
-        call = Call(
+        call = LayerCall(
             layer=self,
             path="row",
             x=input_,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.verify import LEDGER
-from ascend_parallel.patches.megatron.check import Call, Check
+from ascend_parallel.patches.megatron.check import Check, LayerCall
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.watching import unwatched
 from ascend_parallel.settings import Settings
@@ -42,7 +42,7 @@ class Verifier:
         self._group_of, self._confirm = group_of, confirm
         self._calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
-    def run(self, call: Call) -> Output:
+    def run(self, call: LayerCall) -> Output:
         """Run the call, and beside it the original if the call is due.
 
         Calls with gradients are counted apart from those without: recomputation of activations makes

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
 from ascend_parallel.sharding import propagate, unshard
-from ascend_parallel.sharding.runtime.eager_module import ran_of
+from ascend_parallel.sharding.runtime.eager_module import collective_counts
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.tracing.trace import trace
 
@@ -80,7 +80,7 @@ def three_ways(group, name, mesh_shape):
     assert list(state) == list(whole.state_dict())
     torch.testing.assert_close(state, static.full_state_dict(), rtol=0, atol=0)
     ran, kinds = Counter(), Counter()
-    for one, count in ran_of(eager).items():
+    for one, count in collective_counts(eager).items():
         ran[one.kind, one.mesh_dim, one.value, one.reader, one.direction] += count / 10
         kinds[one.kind] += count
     assert ran == planned_collectives(plan)
@@ -246,7 +246,7 @@ def compiled(group):
     found = whole_gradients(other)
     torch.testing.assert_close(found, {name: 2 * one for name, one in whole_gradients(model).items()}, **EXACT)
     torch._dynamo.reset()
-    return sum(ran_of(model).values()), sum(ran_of(other).values())
+    return sum(collective_counts(model).values()), sum(collective_counts(other).values())
 
 
 def test_compile(ranks):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_parallel.sharding.planner.elimination import Problem, TooWideError, solve
+from ascend_parallel.sharding.planner.elimination import AssignmentProblem, TooWideError, solve
 from ascend_parallel.sharding.planner.integer_program import optimum
 
 COSTS = st.floats(0, 10, allow_nan=False).map(lambda cost: round(cost, 3))
@@ -15,7 +15,7 @@ COSTS = st.floats(0, 10, allow_nan=False).map(lambda cost: round(cost, 3))
 
 @st.composite
 def problems(draw, choices=6, options=3):
-    problem, rng = Problem(), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    problem, rng = AssignmentProblem(), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     names = [f"n{index}" for index in range(draw(st.integers(1, choices)))]
     for name in names:
         problem.add(name, rng.integers(0, 50, draw(st.integers(1, options))).astype(float))
@@ -46,7 +46,7 @@ def test_elimination_and_the_integer_program_agree(problem):
 
 
 def test_an_infinite_cost_is_avoided():
-    problem = Problem()
+    problem = AssignmentProblem()
     problem.add("a", np.array([0.0, 1.0]))
     problem.add("b", np.array([0.0, 1.0]))
     problem.add_pair("a", "b", np.array([[np.inf, np.inf], [np.inf, 0.0]]))
@@ -54,7 +54,7 @@ def test_an_infinite_cost_is_avoided():
 
 
 def test_tables_that_would_not_fit_are_not_made():
-    problem = Problem()
+    problem = AssignmentProblem()
     for index in range(8):
         problem.add(f"n{index}", np.zeros(10))
     for first in range(8):
@@ -66,7 +66,7 @@ def test_tables_that_would_not_fit_are_not_made():
 
 def test_a_long_chain_takes_as_many_tables_as_choices():
     """Growth has to be linear in the layers: a chain of 20,000 choices, whose answer is known."""
-    problem, count = Problem(), 20_000
+    problem, count = AssignmentProblem(), 20_000
     for index in range(count):
         problem.add(f"n{index}", np.array([0.0, 1.0]))
     for index in range(count - 1):

@@ -231,9 +231,9 @@ def other_ways(group):
     with pytest.raises(RuntimeError, match=r"both has a hook on its gradient.*bucket_bytes=0"):
         sum(sharded(x)).backward()
     handle.remove()
-    at_once, seen = ShardedModule(model, plan, bucket_bytes=0), []
-    at_once.both.register_hook(seen.append)
-    sum(at_once(x)).backward()
+    run_directly, seen = ShardedModule(model, plan, bucket_bytes=0), []
+    run_directly.both.register_hook(seen.append)
+    sum(run_directly(x)).backward()
     torch.testing.assert_close(seen, [found[0][0]], **EXACT)
 
 
@@ -318,7 +318,9 @@ def order(group):
             loss.backward()
         logs.append(log)
         results.append(gradients(sharded))
-        assert sum(sharded.ran.values()) == len([one for one in log if isinstance(one, int)]) + 1  # the output's
+        assert (
+            sum(sharded.collective_counts.values()) == len([one for one in log if isinstance(one, int)]) + 1
+        )  # the output's
     torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)  # of two ranks: sums in any order are the same
     torch.testing.assert_close(results[1], results[2], rtol=0, atol=0)
     return logs

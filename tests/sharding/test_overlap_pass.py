@@ -30,7 +30,7 @@ from torch import nn
 
 import ascend_parallel
 from ascend_parallel import Settings
-from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.runtime.overlap_pass import fuse
 from ascend_parallel.sharding.runtime.parallelize import parallelize
@@ -45,7 +45,7 @@ def run_mlp(group, form, shape, overlap, settings=(), bias=True):
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
     kinds = {}
-    for one, count in sharded.ran.items():
+    for one, count in sharded.collective_counts.items():
         kinds[one.kind, one.direction] = kinds.get((one.kind, one.direction), 0) + count
     return (
         calls_of(ascend_parallel.ops.COUNTS.as_dict()),
@@ -94,7 +94,7 @@ def sequence_parallel_llama(group):
     sharded = parallelize(model, planned("Llama", graph, mesh, rows_cut=True), settings=Settings(**CHUNKS), static=True)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, tokens, tokens)
-    apart = sorted({one.value.node for one in sharded.ran})
+    apart = sorted({one.value.node for one in sharded.collective_counts})
     joined = sharded.fused[4]
     return calls_of(ascend_parallel.ops.COUNTS.as_dict()), apart, (joined.operator, joined.reason)
 
@@ -164,7 +164,7 @@ class Siblings(nn.Module):
 def run_siblings(group):
     """Two column layers whose input is converted for each of them, on two mesh dimensions."""
     model, x = made(Siblings), torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    r, c, s0, s1 = REPLICATE, COPY, shard(0), shard(1)
+    r, c, s0, s1 = REPLICATE, PARTIAL_GRAD, shard(0), shard(1)
     column = ([(r, c), (r, s0), (r, s0)], (r, s1))
     calls = {"mul": ([(s0, r), (c, r)], (s0, r)), "linear": column, "linear_1": column}
     given = {"first.weight": (r, s0), "first.bias": (r, s0), "second.weight": (r, s0), "second.bias": (r, s0)}
@@ -177,7 +177,11 @@ def run_siblings(group):
         first, second = one(x)
         (first.square().sum() + second.sin().sum()).backward()
     torch.testing.assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, **EXACT)
-    gathers = [(one.reader, count) for one, count in sharded.ran.items() if one.kind == "all_gather" and one.reader]
+    gathers = [
+        (one.reader, count)
+        for one, count in sharded.collective_counts.items()
+        if one.kind == "all_gather" and one.reader
+    ]
     return calls_of(ascend_parallel.ops.COUNTS.as_dict()), gathers
 
 
@@ -216,7 +220,7 @@ def test_what_does_not_overlap_has_a_reason():
 
     def nested(graph, on):
         """Rows cut by dp, features by mp: nothing hinders."""
-        r, c, s0, s1, s2 = REPLICATE, COPY, shard(0), shard(1), shard(2)
+        r, c, s0, s1, s2 = REPLICATE, PARTIAL_GRAD, shard(0), shard(1), shard(2)
         calls = {
             "linear": ([(s0, c), (c, s0), (c, s0)], (s0, s2)),
             "gelu": ([(s0, s2)], (s0, s2)),
@@ -231,7 +235,7 @@ def test_what_does_not_overlap_has_a_reason():
 
     def twice(graph, on):
         """Partial sums on both mesh dimensions: the bias would be added by the ranks of one."""
-        c, s1, s2 = COPY, shard(1), shard(2)
+        c, s1, s2 = PARTIAL_GRAD, shard(1), shard(2)
         calls = {"linear_1": ([(s2, s2), (s1, s1), (c, c)], (SUM, SUM))}
         return by_hand(graph, on, {"down.weight": (s1, s1)}, calls)
 

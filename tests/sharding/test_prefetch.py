@@ -48,7 +48,7 @@ def watched(log):
                 log.append("compute")
             return function(*args, **(kwargs or {}))
 
-    begin, wait = collectives.Request.start, collectives.Joint.wait
+    begin, wait = collectives.Request.start, collectives.CoalescedCollective.wait
 
     def logged_start(request):
         log.append((request.kind, request.x.numel()))
@@ -59,12 +59,12 @@ def watched(log):
             log.append("wait")
         wait(joint)
 
-    collectives.Request.start, collectives.Joint.wait = logged_start, logged_wait
+    collectives.Request.start, collectives.CoalescedCollective.wait = logged_start, logged_wait
     try:
         with Operators():
             yield
     finally:
-        collectives.Request.start, collectives.Joint.wait = begin, wait
+        collectives.Request.start, collectives.CoalescedCollective.wait = begin, wait
 
 
 LAYER = (12 * 12 + 12) * 8  # bytes of a weight and its bias, gathered
@@ -77,7 +77,7 @@ def gathered(group, bucket_bytes):
         compare(model, sharded, x)
         model.zero_grad()
         sharded.zero_grad()
-    sharded.ran.clear()
+    sharded.collective_counts.clear()
     logs = [[], []]
     given = x.clone().requires_grad_()
     with watched(logs[0]):

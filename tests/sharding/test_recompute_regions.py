@@ -150,12 +150,12 @@ def sent(group, options, keywords):
     _, plain, again, batch = models("Llama", (2,), options, **keywords, bucket_bytes=0)
     found = []
     for model in (plain, again):
-        model.ran.clear()
+        model.collective_counts.clear()
         with Sent() as forward:
             loss = model(*batch)
         with Sent() as backward:
             loss.backward()
-        found.append((dict(forward.counts), dict(backward.counts), sum(model.ran.values())))
+        found.append((dict(forward.counts), dict(backward.counts), sum(model.collective_counts.values())))
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from states import STATES, of_gradient, parts_of, together
 
-from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, shard
+from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import recorded
 from ascend_parallel.sharding.redistribute.costs import LinkCosts, MeshCosts
@@ -78,20 +78,20 @@ def test_every_pair_of_layouts_on_two_dimensions(ranks):
 
 # Collectives of forward and backward; pairs that are not named have none.
 COLLECTIVES = {
-    (REPLICATE, COPY): ("", "all_reduce"),
+    (REPLICATE, PARTIAL_GRAD): ("", "all_reduce"),
     (REPLICATE, S0): ("", "all_gather"),
-    (COPY, REPLICATE): ("", ""),
-    (COPY, S0): ("", ""),
-    (COPY, SUM): ("", ""),
+    (PARTIAL_GRAD, REPLICATE): ("", ""),
+    (PARTIAL_GRAD, S0): ("", ""),
+    (PARTIAL_GRAD, SUM): ("", ""),
     (S0, REPLICATE): ("all_gather", ""),
-    (S0, COPY): ("all_gather", "reduce_scatter"),
+    (S0, PARTIAL_GRAD): ("all_gather", "reduce_scatter"),
     (S0, S1): ("all_to_all", "all_to_all"),
     (S0, SUM): ("", ""),
     (SUM, REPLICATE): ("all_reduce", ""),
-    (SUM, COPY): ("all_reduce", "all_reduce"),
+    (SUM, PARTIAL_GRAD): ("all_reduce", "all_reduce"),
     (SUM, S0): ("reduce_scatter", "all_gather"),
     (SUM, AVERAGE): ("", ""),
-    (AVERAGE, COPY): ("all_reduce", "all_reduce"),
+    (AVERAGE, PARTIAL_GRAD): ("all_reduce", "all_reduce"),
     (REPLICATE, SUM): ("", ""),
 }
 
@@ -115,7 +115,7 @@ def odd_cases(group):
     found["integers"] = ids.tolist() == [[0, 1], [2, 3]][group.rank()]
     found["memory"] = ids.untyped_storage().nbytes() == 16
     half = torch.ones(4, 3, dtype=torch.bfloat16, requires_grad=True)
-    total = convert(half, (4, 3), mesh, (SUM,), (COPY,), costs)
+    total = convert(half, (4, 3), mesh, (SUM,), (PARTIAL_GRAD,), costs)
     total.sum().backward()  # an expanded gradient, of stride 0
     found["bfloat16"] = total.dtype == half.grad.dtype == torch.bfloat16 and bool(
         (total == 2).all() & (half.grad == 2).all()

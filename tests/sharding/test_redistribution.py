@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, State, cuts, is_even, shard
+from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, Placement, cuts, is_even, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import KINDS, MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import all_pairs, plan_redistribution
@@ -15,7 +15,7 @@ from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
 S0, S1, S2 = shard(0), shard(1), shard(2)
-MAX = State("partial", op="max")
+MAX = Placement("partial", op="max")
 # A slow first dimension, a fast second; latency that matters and none.
 COSTS = {
     "rate": MeshCosts.of_links((2, 4), 0.0, (4e-10, 1e-10)),
@@ -115,7 +115,7 @@ def test_the_plan_in_words():
     plan = plan_redistribution((2048, 2048), 4, (2, 4), (REPLICATE, S0), (S1, REPLICATE), costs)
     assert plan.text(["dp", "mp"]) == "slice(dim 1, dp); all_gather(dim 0, mp) 6.29 MB 0.066 ms"
     assert str(plan) == "slice(dim 1, d0); all_gather(dim 0, d1) 6.29 MB 0.066 ms"
-    assert str(plan_redistribution((4,), 4, (2, 4), (S0, REPLICATE), (S0, COPY), costs)) == "nothing"
+    assert str(plan_redistribution((4,), 4, (2, 4), (S0, REPLICATE), (S0, PARTIAL_GRAD), costs)) == "nothing"
     across = plan_redistribution((2048, 2048), 4, (2, 4), (SUM, S1), (S0, S0), costs)
     assert [step.kind for step in across.steps] == ["reduce_scatter", "all_to_all"]
     assert across.nbytes == 2048 * 2048 // 4 * 4 // 2 + 2048 * 2048 // 8 * 4 * 3 // 4

@@ -74,7 +74,9 @@ def recomputed(group, collectives):
     shapes = [tuple(one.shape) for one in gc.get_objects() if type(one) is torch.Tensor]
     loss.backward()
     gathers = sum(
-        count for ran, count in sharded.ran.items() if ran.kind == "all_gather" and "weight" in ran.value.node
+        count
+        for ran, count in sharded.collective_counts.items()
+        if ran.kind == "all_gather" and "weight" in ran.value.node
     )
     whole(x).backward()
     found, expected = sharded.full_gradients(), {name: one.grad for name, one in whole.named_parameters()}

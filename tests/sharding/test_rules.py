@@ -13,8 +13,8 @@ from rule_drawing import CASES, Drawing
 from rule_models import made
 
 from ascend_parallel.sharding.graph import BUFFER, INPUT, Value
-from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
-from ascend_parallel.sharding.rules import Strategy, has_rule, register_rule, registry, run_local, strategies
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
+from ascend_parallel.sharding.rules import OpPlacements, has_rule, register_rule, registry, run_local, strategies
 from ascend_parallel.sharding.tracing.trace import trace
 
 aten = torch.ops.aten
@@ -120,15 +120,15 @@ def test_an_operator_without_a_rule_runs_whole():
 
 
 WRONG = {
-    "a sum that is not one": (aten.sigmoid.default, Strategy((SUM,), (SUM,)), "output 0"),
-    "a slice of another dimension": (aten.t.default, Strategy((shard(0),), (shard(0),)), "output 0"),
+    "a sum that is not one": (aten.sigmoid.default, OpPlacements((SUM,), (SUM,)), "output 0"),
+    "a slice of another dimension": (aten.t.default, OpPlacements((shard(0),), (shard(0),)), "output 0"),
     "a factor whose gradient is only a part": (
         aten.mul.Tensor,
-        Strategy((shard(0), REPLICATE), (shard(0),)),
+        OpPlacements((shard(0), REPLICATE), (shard(0),)),
         "should have the same",
     ),
-    "a gradient added up twice": (aten.neg.default, Strategy((COPY,), (REPLICATE,)), "gradient of input 0"),
-    "a bias added by every rank": (aten.add.Tensor, Strategy((SUM, COPY), (SUM,)), "output 0"),
+    "a gradient added up twice": (aten.neg.default, OpPlacements((PARTIAL_GRAD,), (REPLICATE,)), "gradient of input 0"),
+    "a bias added by every rank": (aten.add.Tensor, OpPlacements((SUM, PARTIAL_GRAD), (SUM,)), "output 0"),
 }
 
 
@@ -154,7 +154,7 @@ def test_a_bias_added_by_every_rank_of_a_row_parallel_linear_is_caught(monkeypat
 def test_a_user_can_register_a_rule(monkeypatch):
     monkeypatch.setattr(registry, "ENTRIES", dict(registry.ENTRIES))
     call, tensors = call_of(aten.cummax.default, torch.randn(4, 2, dtype=torch.float64), 1)
-    by_row = Strategy((shard(0),), (shard(0), shard(0)))
+    by_row = OpPlacements((shard(0),), (shard(0), shard(0)))
 
     @register_rule(aten.cummax)
     def rule(asked):
@@ -178,7 +178,7 @@ def dropped(state, coordinate, x):
 def test_dropout_differs_between_pieces_and_agrees_between_copies():
     whole, piece = torch.ones(8, 8), torch.ones(4, 8)
     assert torch.equal(dropped(REPLICATE, 0, whole), dropped(REPLICATE, 1, whole))
-    assert torch.equal(dropped(COPY, 0, whole), dropped(COPY, 1, whole))
+    assert torch.equal(dropped(PARTIAL_GRAD, 0, whole), dropped(PARTIAL_GRAD, 1, whole))
     pieces = [dropped(shard(0), place, piece) for place in (0, 1)]
     assert not torch.equal(*pieces)
     assert all(set(one.unique().tolist()) == {0.0, 2.0} for one in pieces)

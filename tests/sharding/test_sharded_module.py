@@ -141,7 +141,7 @@ def local_inputs(group):
     sharded = parallelize(model, plan, local_inputs=True, static=True)
     with torch.no_grad():
         torch.testing.assert_close(sharded(x.chunk(2)[group.rank()]), model(x), **EXACT)
-    assert all(one.direction == "forward" for one in sharded.ran)
+    assert all(one.direction == "forward" for one in sharded.collective_counts)
     with pytest.raises(ValueError, match=r"the plan is for \[2, 2, 12\]"):
         sharded(x)
 

@@ -25,8 +25,8 @@ from ascend_parallel.sharding import (
     trace,
 )
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Ref, Value
-from ascend_parallel.sharding.layout import REPLICATE, State
-from ascend_parallel.sharding.rules import Strategy
+from ascend_parallel.sharding.layout import REPLICATE, Placement
+from ascend_parallel.sharding.rules import OpPlacements
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sharding"
@@ -167,7 +167,7 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
         def forward(self, x):
             return torch.ops.sharding_test.twice(self.up(x)).sum()
 
-    mesh, cut = ProcessMesh([0, 1], ["mp"]), State("shard", 1)
+    mesh, cut = ProcessMesh([0, 1], ["mp"]), Placement("shard", 1)
     graph = trace(Twice(), (torch.zeros(512, 512),))
     wanted = {"up": ([None, ("mp", 1)], None)}
     plan = propagate(graph, mesh, wanted)
@@ -176,7 +176,7 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
     caplog.clear()
     register_rule(
         torch.ops.sharding_test.twice.default,
-        lambda call: [Strategy((REPLICATE,), (REPLICATE,)), Strategy((cut,), (cut,))],
+        lambda call: [OpPlacements((REPLICATE,), (REPLICATE,)), OpPlacements((cut,), (cut,))],
     )
     plan = propagate(graph, mesh, wanted)
     assert plan.inputs["twice"] == ((cut,),)

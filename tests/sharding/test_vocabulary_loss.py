@@ -72,8 +72,8 @@ def test_class_weights_and_probabilities_are_gathered():
             propagate(trace(model, (ids, given)), ProcessMesh([0, 1], ["mp"]), CUT)
 
 
-def ran_inside(model):
-    return sum(count for one, count in model.ran.items() if one.reader == "inside")
+def op_collective_event(model):
+    return sum(count for one, count in model.collective_counts.items() if one.reader == "inside")
 
 
 def trained(model, given):
@@ -100,7 +100,7 @@ def same(group, shape, names, wanted, options):
     graph = parallelize(graph, plan, static=True)
     eager = parallelize(eager, plan)
     losses = [trained(model, batch()) for model in (whole, graph, eager)]
-    assert ran_inside(graph) == 10 * len(plan.inside["cross_entropy_loss"])
+    assert op_collective_event(graph) == 10 * len(plan.inside["cross_entropy_loss"])
     for found in losses[1:]:
         torch.testing.assert_close(found, losses[0], rtol=1e-10, atol=1e-12)
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}

@@ -12,8 +12,8 @@ from itertools import product
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Call, Ref, TensorMeta
-from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, is_even
+from ascend_parallel.sharding.graph import OpCall, Ref, TensorMeta
+from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, is_even
 from ascend_parallel.sharding.rules import own_reductions, run_local, strategies
 
 SEED = 11
@@ -21,7 +21,7 @@ DIVIDED = "divided"  # the gradient of a partial average: the whole one by the n
 
 
 def call_of(target, *args, **kwargs):
-    """Return the `Call` of an operator on whole tensors, and these tensors."""
+    """Return the `OpCall` of an operator on whole tensors, and these tensors."""
     tensors = []
 
     def replaced(argument):
@@ -29,8 +29,8 @@ def call_of(target, *args, **kwargs):
         return Ref(len(tensors) - 1)
 
     own, named = pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
-    outputs = whole_outputs(Call(target, own, named, (), ()), tensors)
-    return Call(target, own, named, tuple(map(meta_of, tensors)), tuple(map(meta_of, outputs))), tensors
+    outputs = whole_outputs(OpCall(target, own, named, (), ()), tensors)
+    return OpCall(target, own, named, tuple(map(meta_of, tensors)), tuple(map(meta_of, outputs))), tensors
 
 
 def meta_of(tensor):
@@ -94,7 +94,9 @@ def join_all(parts, layout, mesh_shape):
 
 def gradient_layout(layout):
     """Return the states in which the gradient of a tensor is on the ranks."""
-    return tuple({REPLICATE: REPLICATE, COPY: SUM, SUM: REPLICATE, AVERAGE: DIVIDED}.get(one, one) for one in layout)
+    return tuple(
+        {REPLICATE: REPLICATE, PARTIAL_GRAD: SUM, SUM: REPLICATE, AVERAGE: DIVIDED}.get(one, one) for one in layout
+    )
 
 
 def close(found, expected, what):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ascend_parallel.sharding.layout import REPLICATE, bounds, shard
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
 def model_tensors():
@@ -64,7 +64,7 @@ def pieces(tensors, layout, rank, *, optimizer=False, blank=False):
         local = tensor[tuple(slice(*span) for span in spans)].clone()
         if blank:
             local = torch.ones_like(local) if local.dtype is torch.bool else local.zero_() - 77
-        found[name] = Piece(local, tuple(tensor.shape), tuple(start for start, _ in spans))
+        found[name] = TensorShard(local, tuple(tensor.shape), tuple(start for start, _ in spans))
     return found
 
 

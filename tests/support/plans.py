@@ -33,7 +33,7 @@ def by_hand(graph, mesh, given=None, calls=None, via=None, inputs_have_gradients
         objective="redistribution",
         layouts=layouts,
         inputs=inputs,
-        via={Value(name): layout for name, layout in (via or {}).items()},
+        shared_layouts={Value(name): layout for name, layout in (via or {}).items()},
         differentiable=frozenset(differentiable),
         configured={},
         single=set(),
@@ -47,7 +47,9 @@ def planned_collectives(plan):
     returned = set(pytree.tree_leaves(plan.graph.outputs))
     for one in plan.conversions:
         reader = (
-            "via" if plan.via.get(one.value) == one.target and one.source == plan.layouts[one.value] else one.reader
+            "shared"
+            if plan.shared_layouts.get(one.value) == one.target and one.source == plan.layouts[one.value]
+            else one.reader
         )
         if one.reader == "":
             assert one.value in returned

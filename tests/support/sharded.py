@@ -5,11 +5,11 @@ from plans import by_hand
 from torch import nn
 from torch.nn import functional as F
 
-from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, shard
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 
-R, C, S0, S1, S2 = (REPLICATE,), (COPY,), (shard(0),), (shard(1),), (shard(2),)
+R, C, S0, S1, S2 = (REPLICATE,), (PARTIAL_GRAD,), (shard(0),), (shard(1),), (shard(2),)
 PARTIAL = (SUM,)
 CHUNKS = {"num_chunks": 2}
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -80,7 +80,7 @@ def seen(sharded):
     """Return what ran, as `planned_collectives` has it; a plan knows no gradients of what the user gives."""
     return {
         (one.kind, one.mesh_dim, one.value, one.reader, one.direction): count
-        for one, count in sharded.ran.items()
+        for one, count in sharded.collective_counts.items()
         if one.reader != one.value.node
     }
 

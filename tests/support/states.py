@@ -7,9 +7,9 @@ import itertools
 
 import torch
 
-from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, shard
+from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, shard
 
-STATES = [REPLICATE, COPY, shard(0), shard(1), SUM, AVERAGE]
+STATES = [REPLICATE, PARTIAL_GRAD, shard(0), shard(1), SUM, AVERAGE]
 
 
 def parts_of(whole, layout, mesh_shape, seed=0):
@@ -28,7 +28,7 @@ def parts_of(whole, layout, mesh_shape, seed=0):
 
 
 def _pieces(tensor, state, count, generator):
-    if state.kind in ("replicate", "copy"):
+    if state.kind in ("replicate", "partial_grad"):
         return [tensor] * count
     if state.kind == "shard":
         size = tensor.shape[state.dim]
@@ -63,5 +63,5 @@ def of_gradient(layout, mesh_shape):
     factor = 1.0
     for state, size in zip(layout, mesh_shape, strict=True):
         factor /= size if state == AVERAGE else 1
-    states = {"copy": SUM, "partial": REPLICATE}
+    states = {"partial_grad": SUM, "partial": REPLICATE}
     return tuple(states.get(state.kind, state) for state in layout), factor

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import LAYOUTS, are_as_in, model_tensors, optimizer_tensors, pieces, ranks_of
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     latest,
@@ -67,7 +67,7 @@ def test_a_replica_is_written_once_and_the_work_is_spread(ranks, tmp_path):
 
 
 def save_copies(group, path):
-    held = {f"layer {number}": Piece(torch.full((65536,), number), (65536,), (0,)) for number in range(8)}
+    held = {f"layer {number}": TensorShard(torch.full((65536,), number), (65536,), (0,)) for number in range(8)}
     save(path, step=1, model={name: replace(piece, local=piece.local.int()) for name, piece in held.items()})
 
 
@@ -78,7 +78,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(ranks, tmp_path, co
 
 def save_and_change(group, path):
     rows = torch.full((2, 300_000), float(group.rank()))
-    model = {"w": Piece(rows, (2 * group.size(), 300_000), (2 * group.rank(), 0))}
+    model = {"w": TensorShard(rows, (2 * group.size(), 300_000), (2 * group.rank(), 0))}
     begun = save(path, step=1, model=model, asynchronous=True)
     for _ in range(3):  # training goes on, with collectives of its own
         rows.add_(100.0)
@@ -104,7 +104,7 @@ def test_the_error_of_an_asynchronous_save_is_raised_by_wait_and_by_the_next_cal
 
 
 def fail_in_background(group, path):
-    model = {"w": Piece(torch.ones(1), (2,), (group.rank(),))}
+    model = {"w": TensorShard(torch.ones(1), (2,), (group.rank(),))}
     with pytest.MonkeyPatch.context() as patch:
         if group.rank() == 1:
             patch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", _disk_full)
@@ -123,9 +123,16 @@ def _disk_full(*_):
 
 def test_pieces_may_be_views_of_any_stride(tmp_path):
     whole = torch.arange(24.0).view(4, 6)
-    save(tmp_path, step=1, model={"w": Piece(whole.t(), (6, 4), (0, 0)), "half": Piece(whole[:, ::2], (4, 3), (0, 0))})
+    save(
+        tmp_path,
+        step=1,
+        model={"w": TensorShard(whole.t(), (6, 4), (0, 0)), "half": TensorShard(whole[:, ::2], (4, 3), (0, 0))},
+    )
     wide = torch.zeros(4, 12)
-    load(tmp_path, model={"w": Piece(wide[:, :6].t(), (6, 4), (0, 0)), "half": Piece(wide[:, 6::2], (4, 3), (0, 0))})
+    load(
+        tmp_path,
+        model={"w": TensorShard(wide[:, :6].t(), (6, 4), (0, 0)), "half": TensorShard(wide[:, 6::2], (4, 3), (0, 0))},
+    )
     assert torch.equal(wide[:, :6], whole)
     assert torch.equal(wide[:, 6::2], whole[:, ::2])
     assert not wide[:, 7::2].any()
@@ -133,7 +140,7 @@ def test_pieces_may_be_views_of_any_stride(tmp_path):
 
 
 def test_the_last_ones_are_kept(tmp_path):
-    model = {"w": Piece(torch.ones(1), (1,), (0,))}
+    model = {"w": TensorShard(torch.ones(1), (1,), (0,))}
     for step in (1, 2, 9, 10):
         save(tmp_path, step=step, model=model, keep=2)
     assert steps(tmp_path) == [9, 10]

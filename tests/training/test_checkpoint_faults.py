@@ -83,11 +83,11 @@ KILLED = textwrap.dedent("""
     import torch, torch.distributed as dist
     from torch.distributed.checkpoint import FileSystemWriter
     from ascend_parallel.training.checkpoint import save
-    from ascend_parallel.sharding.tensor_shard import Piece
+    from ascend_parallel.sharding.tensor_shard import TensorShard
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     rank = dist.get_rank()
-    model = {{"w": Piece(torch.arange(6.0)[2 * rank : 2 * rank + 2], (6,), (2 * rank,))}}
+    model = {{"w": TensorShard(torch.arange(6.0)[2 * rank : 2 * rank + 2], (6,), (2 * rank,))}}
     save({path!r}, step=1, model=model)
     if rank == 1:
         FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -100,9 +100,9 @@ KILLED = textwrap.dedent("""
 
 
 def continue_on_two(group, path):
-    from ascend_parallel.sharding.tensor_shard import Piece
+    from ascend_parallel.sharding.tensor_shard import TensorShard
 
-    model = {"w": Piece(torch.zeros(3), (6,), (3 * group.rank(),))}
+    model = {"w": TensorShard(torch.zeros(3), (6,), (3 * group.rank(),))}
     step = load(path, model=model).step
     assert torch.equal(model["w"].local, torch.arange(6.0)[3 * group.rank() :][:3])
     save(path, step=2, model=model)
@@ -166,13 +166,13 @@ ABSENT = textwrap.dedent("""
     import torch, torch.distributed as dist
     from ascend_parallel.training.checkpoint import CheckpointError, save
     from ascend_parallel.training.checkpoint.storage import everybody
-    from ascend_parallel.sharding.tensor_shard import Piece
+    from ascend_parallel.sharding.tensor_shard import TensorShard
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     everybody()
     if dist.get_rank() == 0:
         try:
-            save({path!r}, step=1, model={{"w": Piece(torch.ones(1), (1,), (0,))}})
+            save({path!r}, step=1, model={{"w": TensorShard(torch.ones(1), (1,), (0,))}})
         except CheckpointError as error:
             print(error)
     else:

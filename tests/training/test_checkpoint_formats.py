@@ -234,12 +234,14 @@ def load_gpt(group, path, options):
 
 
 def load_rows(group, path, wanted):
-    from ascend_parallel.sharding.tensor_shard import Piece
+    from ascend_parallel.sharding.tensor_shard import TensorShard
 
     def rows(name, tensor):
         at = tensor.shape[0] // 3  # uneven, and not Megatron's
         start, stop = ((0, at), (at, tensor.shape[0]))[group.rank()]
-        return Piece(torch.full_like(tensor[start:stop], -1), tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1))
+        return TensorShard(
+            torch.full_like(tensor[start:stop], -1), tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1)
+        )
 
     model = {name: rows(name, tensor) for name, tensor in wanted.items()}
     load_megatron(path, model)
@@ -255,9 +257,9 @@ def test_what_does_not_fit_megatrons_checkpoint_is_refused(megatron, tmp_path):
     whole = pieces_of(torch.nn.ParameterDict())
     with pytest.raises(CheckpointError, match=r"in the checkpoint, not here\n  and \d+ more"):
         load_megatron(megatron["plain"], whole)
-    from ascend_parallel.sharding.tensor_shard import Piece
+    from ascend_parallel.sharding.tensor_shard import TensorShard
 
-    model = {name: Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in state.items()}
+    model = {name: TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in state.items()}
     model["decoder.layers.3.mlp.linear_fc2.bias"] = model.pop("decoder.layers.1.mlp.linear_fc2.bias")
     with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.linear_fc2\.bias: here, not in the checkpoint"):
         load_megatron(megatron["plain"], model)

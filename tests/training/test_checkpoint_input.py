@@ -12,7 +12,7 @@ from checkpoints import are_as_in, model_tensors, pieces
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import CheckpointError, load, read_safetensors, save, steps
 from ascend_parallel.training.checkpoint import folder as folders
 
@@ -162,7 +162,7 @@ CONVERT = textwrap.dedent("""
 
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
 def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path, to):
-    whole = {"w": Piece(torch.arange(100_000.0), (100_000,), (0,))}
+    whole = {"w": TensorShard(torch.arange(100_000.0), (100_000,), (0,))}
     path = save(tmp_path / "from", step=4, model=whole).path
     out = tmp_path / "to" / "out"
     out.parent.mkdir()
@@ -183,7 +183,7 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path, to):
 def test_a_conversion_does_not_overwrite(checkpoint, tmp_path, to):
     out = tmp_path / "out"
     if to == "dcp":
-        save(out, step=4, model={"w": Piece(torch.ones(1), (1,), (0,))})
+        save(out, step=4, model={"w": TensorShard(torch.ones(1), (1,), (0,))})
     else:
         out.mkdir()
         (out / "mine").write_text("kept")

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import CheckpointError, Saved, load, lock, save, steps, whole_state
 from ascend_parallel.training.checkpoint.folder import prepare
 
@@ -22,13 +22,14 @@ JOB = textwrap.dedent("""
     import sys
     import torch, torch.distributed as dist
     from ascend_parallel.training.checkpoint import CheckpointError, save
-    from ascend_parallel.sharding.tensor_shard import Piece
+    from ascend_parallel.sharding.tensor_shard import TensorShard
 
     store, rank, seed, rows, asynchronous = sys.argv[1], *map(int, sys.argv[2:])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(seed)
     whole = {name: torch.randn(2 * rows, 8) for name in ("a", "b", "c")}
-    model = {name: Piece(w[rank * rows :][:rows].clone(), (2 * rows, 8), (rank * rows, 0)) for name, w in whole.items()}
+    parts = {name: w[rank * rows :][:rows].clone() for name, w in whole.items()}
+    model = {name: TensorShard(part, (2 * rows, 8), (rank * rows, 0)) for name, part in parts.items()}
     print("ready", flush=True)
     for path in sys.stdin:
         try:
@@ -110,7 +111,7 @@ def test_many_races_are_each_won_by_one(tmp_path, asynchronous):
 # The lock
 
 
-MODEL = {"w": Piece(torch.arange(6.0), (6,), (0,))}
+MODEL = {"w": TensorShard(torch.arange(6.0), (6,), (0,))}
 
 
 def owned(path, **changes):
@@ -199,7 +200,7 @@ def test_a_save_whose_lock_was_taken_cannot_overwrite_the_others(tmp_path, monke
     """What two savers that both believe to hold the lock leave is of one of them."""
     from ascend_parallel.training.checkpoint import storage
 
-    real, ones = storage.complete, {"w": Piece(torch.ones(6), (6,), (0,))}
+    real, ones = storage.complete, {"w": TensorShard(torch.ones(6), (6,), (0,))}
 
     def late(*arguments):
         monkeypatch.undo()
@@ -210,7 +211,7 @@ def test_a_save_whose_lock_was_taken_cannot_overwrite_the_others(tmp_path, monke
     monkeypatch.setattr(storage, "complete", late)
     with pytest.raises(CheckpointError, match=r"not a file system that all ranks share|by another job meanwhile"):
         save(tmp_path, step=5, model=MODEL)
-    filled = {"w": Piece(torch.zeros(6), (6,), (0,))}
+    filled = {"w": TensorShard(torch.zeros(6), (6,), (0,))}
     load(tmp_path, model=filled)
     assert torch.equal(filled["w"].local, torch.ones(6))
 

@@ -10,7 +10,7 @@ from test_checkpoint import save_as
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     load,
@@ -28,7 +28,7 @@ def refused(group, path, layout, change):
     if change == "names":
         model["one.wait"] = model.pop("one.weight")
     elif change == "shape on one rank" and group.rank() == 1:
-        model["one.weight"] = Piece(torch.zeros(3, 10), (9, 10), (3, 0))
+        model["one.weight"] = TensorShard(torch.zeros(3, 10), (9, 10), (3, 0))
     elif change == "dtype":
         model["two.weight"] = replace(model["two.weight"], local=model["two.weight"].local.float())
     elif change == "box":
@@ -80,7 +80,7 @@ def load_less(group, path):
 
 
 def test_more_than_ten_differences_are_counted(tmp_path):
-    whole = {f"w{number:02}": Piece(torch.ones(1), (1,), (0,)) for number in range(14)}
+    whole = {f"w{number:02}": TensorShard(torch.ones(1), (1,), (0,)) for number in range(14)}
     save(tmp_path, step=0, model=whole)
     with pytest.raises(CheckpointError, match=r"w09: in the checkpoint, not here\n  and 4 more"):
         load(tmp_path, model={})
@@ -130,12 +130,12 @@ def save_wrongly(group, path, fault):
     elif fault == "keep":
         options["keep"] = 0
     with pytest.raises(CheckpointError) as error:
-        save(path, model={"w": Piece(w, shape, offset)}, values=values, **options)
+        save(path, model={"w": TensorShard(w, shape, offset)}, values=values, **options)
     return str(error.value)
 
 
 def test_a_step_is_not_saved_over(tmp_path):
-    model = {"w": Piece(torch.ones(1), (1,), (0,))}
+    model = {"w": TensorShard(torch.ones(1), (1,), (0,))}
     save(tmp_path, step=3, model=model)
     with pytest.raises(CheckpointError, match="step-00000003 is there already: remove it, or save to another folder"):
         save(tmp_path, step=3, model=model)

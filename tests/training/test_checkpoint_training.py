@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
     load,
     pieces_of,
@@ -34,13 +34,13 @@ def draw_after_saving(group, path):
     for seed in torch.manual_seed, random.seed, np.random.seed:
         seed(100 + group.rank())
     _draw()
-    save(path, step=1, model={"w": Piece(torch.ones(1), (1,), (0,))})
+    save(path, step=1, model={"w": TensorShard(torch.ones(1), (1,), (0,))})
     return _draw()
 
 
 def draw_after_loading(group, path):
     torch.manual_seed(0)
-    load(path, model={"w": Piece(torch.ones(1), (1,), (0,))})
+    load(path, model={"w": TensorShard(torch.ones(1), (1,), (0,))})
     return _draw()
 
 

@@ -6,7 +6,7 @@ from optimized import Odd
 from torch import nn
 
 from ascend_parallel.consistency import DisagreementError
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import (
     LossScale,
     ParallelOptimizer,
@@ -84,10 +84,10 @@ def refused(group):
     with pytest.raises(ValueError, match="bias stands twice among the targets"):
         ParallelOptimizer([targets[0], *targets], its)
     with pytest.raises(ValueError, match="other is in no group of the optimizer"):
-        ParallelOptimizer([Target("other", model.bias, Piece(model.bias, (7,), (0,)))], its)
+        ParallelOptimizer([Target("other", model.bias, TensorShard(model.bias, (7,), (0,)))], its)
     with pytest.raises(ValueError, match="copies=1 on groups of 2 replicas"):
-        ParallelOptimizer([Target("bias", model.bias, Piece(model.bias, (7,), (0,)), group)], its)
-    whole = Piece(model.bias, (7,), (0,))
+        ParallelOptimizer([Target("bias", model.bias, TensorShard(model.bias, (7,), (0,)), group)], its)
+    whole = TensorShard(model.bias, (7,), (0,))
     wrong, said = (targets, "rank 1: other") if group.rank() == 0 else ([Target("other", model.bias, whole)], "^other")
     with pytest.raises(ValueError, match=said):  # on both, and nobody waits
         ParallelOptimizer(wrong, its)

@@ -9,7 +9,7 @@ from optimized import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, seeds
 from torch import nn
 
 from ascend_parallel.sharding.layout import bounds, shard
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import LossScale, ParallelOptimizer, Target, predicted_memory, recipe
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -60,8 +60,8 @@ def cut(group):
     lines = [[torch.distributed.new_group([first, first + 2])] for first in range(2)]
     replicas = lines[place[1]][0]
     targets = [
-        Target("weight", part.weight, Piece(part.weight, (5, 6), (0, at[1][0])), replicas, 2),
-        Target("bias", part.bias, Piece(part.bias, (5,), (0,)), replicas, 4),
+        Target("weight", part.weight, TensorShard(part.weight, (5, 6), (0, at[1][0])), replicas, 2),
+        Target("bias", part.bias, TensorShard(part.bias, (5,), (0,)), replicas, 4),
     ]
     optimizer = OPTIMIZERS["AdamW"](whole.parameters())
     parallel = ParallelOptimizer(targets, recipe(OPTIMIZERS["AdamW"](whole.parameters()), whole), max_norm=1.0)
@@ -230,7 +230,7 @@ def mismatched(group):
         parallel.load_pieces({other: one for other, one in pieces.items() if other != name})
     with pytest.raises(ValueError, match="elsewhere is of another rank"):
         parallel.load_pieces({**pieces, "elsewhere": pieces[name]})
-    wrong = Piece(torch.zeros(1), (1,), (0,))
+    wrong = TensorShard(torch.zeros(1), (1,), (0,))
     with pytest.raises(ValueError, match=r"is \[1\] at \[0\] of \[1\]; this rank has"):
         parallel.load_pieces({**pieces, "odd.exp_avg": wrong})
     backward(mine, 1, group)

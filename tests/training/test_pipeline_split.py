@@ -82,8 +82,8 @@ def test_the_layout_in_which_a_tensor_travels(made_as, read_as, travels):
 
 def test_a_hub_goes_with_its_readers():
     """chunk is read by all stages, converted once in each of them that has it as it was made."""
-    parts = crossing(via={"chunk": C}, calls={"chunk": ([R], S0)})
-    assert [part.plan.via.get(Value("chunk")) for part in parts] == [C, C, C]
+    parts = crossing(shared_layouts={"chunk": C}, calls={"chunk": ([R], S0)})
+    assert [part.plan.shared_layouts.get(Value("chunk")) for part in parts] == [C, C, C]
     assert [part.plan.layouts[Value("chunk")] for part in parts] == [S0, S0, S0]
 
 

@@ -20,7 +20,7 @@ from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.recompute import Recomputable, recompute
 
 
-class Ran(TorchDispatchMode):
+class CollectiveEvent(TorchDispatchMode):
     """Counts operators."""
 
     def __init__(self):
@@ -101,11 +101,11 @@ def test_a_module(stack, keep):
 
 def test_what_is_kept_is_not_computed_twice(stack):
     model, x = stack
-    with Ran() as plain:
+    with CollectiveEvent() as plain:
         step(model, x)
     for block in model.blocks:
         block.recompute(keep=("mlp.3", ":*scaled_dot_product*"))
-    with Ran() as again:
+    with CollectiveEvent() as again:
         step(model, x)
     assert again.counts["_scaled_dot_product_flash_attention_for_cpu"] == 3
     assert again.counts["silu"] == 2 * plain.counts["silu"] == 6

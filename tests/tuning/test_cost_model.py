@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE, split_rows
-from ascend_parallel.tuning.cost_model.chunk_pipeline import Call, makespan, makespan_beside, tasks
+from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan, makespan_beside, tasks
 from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
@@ -29,7 +29,7 @@ COSTS = {name: CostModel(hardware) for name, hardware in all_hardware().items()}
 @st.composite
 def calls(draw):
     chunks, first = draw(CHUNKS), draw(st.booleans())
-    return Call(
+    return ChunkedCall(
         compute=tuple(compute for compute, _ in chunks),
         collective=tuple(collective for _, collective in chunks),
         communicate_first=first,
@@ -139,7 +139,7 @@ def test_a_longer_chunk_never_shortens_a_call(call, index, more):
 def test_the_formula_of_the_overlap_page():
     """A = 2, B = 1, four chunks of 1 : 2 : 2 : 1: the last collective is exposed."""
     shares = [1 / 6, 2 / 6, 2 / 6, 1 / 6]
-    call = Call(compute=tuple(2 * share for share in shares), collective=tuple(shares))
+    call = ChunkedCall(compute=tuple(2 * share for share in shares), collective=tuple(shares))
     assert makespan(call) == pytest.approx(2 + 1 / 6)
 
 
@@ -211,7 +211,7 @@ def test_uneven_chunks_beat_the_best_equal_ones_where_overlap_pays(ratio):
     def seconds(sizes):
         fixed = 1e-3
         compute = tuple(size / 4096 + fixed for size in sizes)
-        return makespan(Call(compute=compute, collective=tuple(ratio * size / 4096 + fixed for size in sizes)))
+        return makespan(ChunkedCall(compute=compute, collective=tuple(ratio * size / 4096 + fixed for size in sizes)))
 
     best = best_sizes(4096, seconds)
     assert len(best.sizes) > 1 and best.seconds < best.equal_seconds

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.diagnostics.timeline import clocks, files
 from ascend_parallel.diagnostics.timeline.modules import ModuleNames
-from ascend_parallel.ops.record import RECORDING, Pass, Recorder
+from ascend_parallel.ops.record import RECORDING, RecordedPass, Recorder
 from ascend_parallel.settings import MOST_PASSES
 from ascend_parallel.version import __version__
 
@@ -166,7 +166,7 @@ class Variable:
         session.say()
 
 
-def _plain(one: Pass) -> dict[str, Any]:
+def _plain(one: RecordedPass) -> dict[str, Any]:
     """One pass as plain values, with times in ns."""
 
     def ns(mark: Any) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ascend_parallel.sharding.graph import Call, TensorMeta
+from ascend_parallel.sharding.graph import OpCall, TensorMeta
 from ascend_parallel.sharding.layout import Layout, Shape, cuts
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -14,7 +14,7 @@ MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum")
 PASSES = 3
 
 
-def seconds(call: Call, option: Option, mesh_shape: tuple[int, ...], model: CostModel) -> float:
+def seconds(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: CostModel) -> float:
     """Return the time of a rank's part of `call` under `option`, forward and backward, without its collectives."""
     inputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.inputs, option.inputs, strict=True)]
     outputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.outputs, option.outputs, strict=True)]
@@ -36,7 +36,7 @@ def seconds(call: Call, option: Option, mesh_shape: tuple[int, ...], model: Cost
     return PASSES * model.stream(moved)
 
 
-def amount(call: Call) -> float:
+def amount(call: OpCall) -> float:
     """Return how much a whole operator computes: multiply-adds of matmuls and attention, else elements."""
     inputs, outputs, name = [one.shape for one in call.inputs], [one.shape for one in call.outputs], _name(call)
     if name in MATMULS and inputs and outputs:
@@ -48,7 +48,7 @@ def amount(call: Call) -> float:
     return float(sum(map(prod, outputs)))
 
 
-def _name(call: Call) -> str:
+def _name(call: OpCall) -> str:
     return call.name.split(".")[1]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ascend_parallel.sharding.graph import INPUT, PARAMETER, Graph, Node
 from ascend_parallel.sharding.planner.options import Option, is_cut, is_whole
 
-WHOLE = ("replicate", "copy")
+WHOLE = ("replicate", "partial_grad")
 
 
 def data_parallel_options(

@@ -29,7 +29,7 @@ class TooWideError(RuntimeError):
 
 
 @dataclass
-class Problem:
+class AssignmentProblem:
     """Choices by name and costs between them.
 
     sizes
@@ -74,7 +74,7 @@ class _Table:
     costs: Costs
 
 
-def solve(problem: Problem, most_numbers: int = MOST_NUMBERS, most_sums: int = MOST_SUMS) -> dict[str, int]:
+def solve(problem: AssignmentProblem, most_numbers: int = MOST_NUMBERS, most_sums: int = MOST_SUMS) -> dict[str, int]:
     """Return the option of every choice in a least sum.
 
     Raises `TooWideError` before a table of more than `most_numbers` numbers is made, out of more than `most_sums` sums.
@@ -107,7 +107,7 @@ def solve(problem: Problem, most_numbers: int = MOST_NUMBERS, most_sums: int = M
 class _Order:
     """Which choice goes next: one whose neighbours' table is smallest, earlier names first."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: AssignmentProblem) -> None:
         self._sizes = problem.sizes
         self._near: dict[str, set[str]] = {name: set() for name in problem.sizes}
         for first, second in problem.pairs:

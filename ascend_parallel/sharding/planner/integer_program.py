@@ -13,7 +13,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from ascend_parallel.sharding.planner.elimination import Problem
+from ascend_parallel.sharding.planner.elimination import AssignmentProblem
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Optimum:
     bound: float
 
 
-def optimum(problem: Problem, *, seconds: float = 60.0) -> Optimum:
+def optimum(problem: AssignmentProblem, *, seconds: float = 60.0) -> Optimum:
     """Solve the integer program; `bound` is below `cost` where `seconds` were not enough.
 
     Raises `TimeoutError` if no options at all were found.

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ascend_parallel.sharding.graph import Call
-from ascend_parallel.sharding.layout import REPLICATE, Layout, State
+from ascend_parallel.sharding.graph import OpCall
+from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts, sent
-from ascend_parallel.sharding.redistribute.shortest_path import Step
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import own_reductions
 
 
-def steps_inside(call: Call, layouts: Sequence[Layout], costs: MeshCosts) -> tuple[Step, ...]:
+def steps_inside(call: OpCall, layouts: Sequence[Layout], costs: MeshCosts) -> tuple[RedistributeStep, ...]:
     """Return the all-reduces of an operator's forward that reads its inputs in these layouts."""
     return tuple(
         step_inside(one.mesh_dim, one.nbytes, one.op, costs) for one in own_reductions(call, layouts, costs.shape)
     )
 
 
-def step_inside(mesh_dim: int, nbytes: float, op: str, costs: MeshCosts) -> Step:
+def step_inside(mesh_dim: int, nbytes: float, op: str, costs: MeshCosts) -> RedistributeStep:
     """Return the all-reduce of `nbytes` that each rank gives along a mesh dimension."""
     seconds, moved = costs.seconds(ALL_REDUCE, nbytes, mesh_dim), sent(ALL_REDUCE, nbytes, costs.shape[mesh_dim])
-    return Step(ALL_REDUCE, mesh_dim, State("partial", op=op), REPLICATE, moved, seconds)
+    return RedistributeStep(ALL_REDUCE, mesh_dim, Placement("partial", op=op), REPLICATE, moved, seconds)

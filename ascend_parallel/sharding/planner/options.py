@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ascend_parallel.sharding.graph import CALL, Call, Node, TensorMeta
-from ascend_parallel.sharding.layout import REPLICATE, Layout, State, forward, is_even, shard
-from ascend_parallel.sharding.rules import Strategy, strategies
+from ascend_parallel.sharding.graph import CALL, Node, OpCall, TensorMeta
+from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, forward, is_even, shard
+from ascend_parallel.sharding.rules import OpPlacements, strategies
 
 Signature = tuple[object, ...]
 
@@ -48,7 +48,7 @@ class Options:
         layouts = product(states, repeat=len(self._mesh_shape))
         return (Option((), (layout,)) for layout in layouts if is_even(meta.shape, layout, self._mesh_shape))
 
-    def _on_mesh(self, call: Call, single: list[Strategy]) -> Iterable[Option]:
+    def _on_mesh(self, call: OpCall, single: list[OpPlacements]) -> Iterable[Option]:
         """Combine one strategy per mesh dimension where every tensor is cut evenly."""
         single = list(dict.fromkeys(single))
         fitting = [[one for one in single if self._fits(call, one, size)] for size in self._mesh_shape]
@@ -61,7 +61,7 @@ class Options:
                 yield option
 
     @staticmethod
-    def _fits(call: Call, one: Strategy, size: int) -> bool:
+    def _fits(call: OpCall, one: OpPlacements, size: int) -> bool:
         pairs = (*zip(call.inputs, one.inputs, strict=True), *zip(call.outputs, one.outputs, strict=True))
         return all(state.kind != "shard" or meta.shape[state.dim] % size == 0 for meta, state in pairs)
 
@@ -70,7 +70,7 @@ class Options:
 
 
 def _plain(option: Option, gradients: Sequence[bool]) -> Option:
-    """Call a copy whose gradient nobody computes a replica."""
+    """OpCall a copy whose gradient nobody computes a replica."""
     *of_inputs, of_outputs = gradients
     inputs = tuple(one if has else forward(one) for one, has in zip(option.inputs, of_inputs, strict=True))
     return Option(inputs, option.outputs if of_outputs else tuple(map(forward, option.outputs)))
@@ -98,7 +98,7 @@ def is_cut(option: Option, data: int, first: bool) -> bool:
 def is_whole(option: Option, data: int, also_there: bool) -> bool:
     """Tell whether nothing is cut or partial but along one mesh dimension, or not even there."""
     return all(
-        state.kind in ("replicate", "copy") or (index == data and not also_there)
+        state.kind in ("replicate", "partial_grad") or (index == data and not also_there)
         for layout in (*option.inputs, *option.outputs)
         for index, state in enumerate(layout)
     )
@@ -112,6 +112,6 @@ def signature(node: Node) -> Signature:
     return (call.name, repr(call.args), repr(dict(call.kwargs)), call.inputs, call.outputs)
 
 
-def _layouts(count: int, states: list[tuple[State, ...]]) -> tuple[Layout, ...]:
+def _layouts(count: int, states: list[tuple[Placement, ...]]) -> tuple[Layout, ...]:
     """Turn states by mesh dimension and tensor into layouts by tensor."""
     return tuple(tuple(one[index] for one in states) for index in range(count))

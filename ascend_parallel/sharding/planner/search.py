@@ -18,7 +18,7 @@ from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, cuts
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.data_parallel import data_parallel_options
-from ascend_parallel.sharding.planner.elimination import Costs, Problem, TooWideError, solve
+from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.integer_program import optimum
 from ascend_parallel.sharding.planner.op_collectives import steps_inside
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
@@ -123,18 +123,18 @@ class Search:
         whole, *rest = (self._own_cost(node, option) for option in self.options[node.name])
         return bool(rest) and whole > WORTH_CUTTING
 
-    def problem(self, price: float = 0.0) -> Problem:
-        """Return the choices and their costs; a hub's name is its tensor's with "via" before it.
+    def problem(self, price: float = 0.0) -> AssignmentProblem:
+        """Return the choices and their costs; a shared's name is its tensor's with "shared" before it.
 
         price: seconds per byte that a rank holds in a training step, on top of all others.
         """
-        problem = Problem()
+        problem = AssignmentProblem()
         for node in self.graph.nodes.values():
             costs = self._own_costs(node)
             problem.add(node.name, costs + price * self.bytes_held(node) if price else costs)
         for value, readers in self.readers.items():
-            if self._has_hub(value, readers):
-                self._add_hub(problem, value, readers)
+            if self._has_shared(value, readers):
+                self._add_shared(problem, value, readers)
                 continue
             for name, index in readers:
                 targets = [option.inputs[index] for option in self.options[name]]
@@ -154,7 +154,7 @@ class Search:
                 found += [times * self._held(meta, option.outputs[index]) for option in self.options[node.name]]
         return found
 
-    def solved(self, problem: Problem) -> tuple[dict[str, int], float]:
+    def solved(self, problem: AssignmentProblem) -> tuple[dict[str, int], float]:
         """Return the best choices, and what no choices cost less than: their own cost, but where that is not proven."""
         try:
             chosen = solve(problem)
@@ -170,16 +170,18 @@ class Search:
         cost = problem.cost(chosen)
         return self.plan_of(problem, chosen, None if cost <= bound * (1 + 1e-9) else bound)
 
-    def plan_of(self, problem: Problem, chosen: Mapping[str, int], bound: float | None = None) -> ShardingPlan:
+    def plan_of(
+        self, problem: AssignmentProblem, chosen: Mapping[str, int], bound: float | None = None
+    ) -> ShardingPlan:
         """Return the plan of these choices."""
         picked = {name: self.options[name][chosen[name]] for name in self.graph.nodes}
         layouts = {
             Value(name, index): layout for name, option in picked.items() for index, layout in enumerate(option.outputs)
         }
         via = {
-            value: self._hub(value, readers)[chosen[_hub_name(value)]]
+            value: self._shared(value, readers)[chosen[_hub_name(value)]]
             for value, readers in self.readers.items()
-            if self._has_hub(value, readers)
+            if self._has_shared(value, readers)
         }
         return ShardingPlan(
             graph=self.graph,
@@ -188,7 +190,7 @@ class Search:
             objective=self.objective,
             layouts=layouts,
             inputs={name: option.inputs for name, option in picked.items()},
-            via=via,
+            shared_layouts=via,
             differentiable=self.differentiable,
             configured=self.configured,
             single={name for name, options in self.options.items() if len(options) == 1},
@@ -205,7 +207,7 @@ class Search:
         outputs = any(Value(node.name, index) in self.differentiable for index in range(len(node.outputs)))
         return (*(value in self.differentiable for value in node.inputs), outputs)
 
-    def _has_hub(self, value: Value, readers: Sequence[tuple[str, int]]) -> bool:
+    def _has_shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> bool:
         """Tell whether converting a tensor once for all of its readers can save anything."""
         return len(readers) > 1 and value.node not in self._fixed
 
@@ -213,17 +215,17 @@ class Search:
         """Return the layouts in which a tensor can be produced."""
         return [option.outputs[value.index] for option in self.options[value.node]]
 
-    def _add_hub(self, problem: Problem, value: Value, readers: Sequence[tuple[str, int]]) -> None:
+    def _add_shared(self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]) -> None:
         """Convert a tensor once for several readers."""
-        layouts, hub = self._hub(value, readers), _hub_name(value)
+        layouts, shared = self._shared(value, readers), _hub_name(value)
         held = [TIE_BREAK * self._held(self.graph.meta(value), layout) for layout in layouts]
-        problem.add(hub, np.array(held))
-        problem.add_pair(value.node, hub, self._matrix(value, self.produced(value), layouts))
+        problem.add(shared, np.array(held))
+        problem.add_pair(value.node, shared, self._matrix(value, self.produced(value), layouts))
         for name, index in readers:
             targets = [option.inputs[index] for option in self.options[name]]
-            problem.add_pair(hub, name, self._matrix(value, layouts, targets))
+            problem.add_pair(shared, name, self._matrix(value, layouts, targets))
 
-    def _hub(self, value: Value, readers: Sequence[tuple[str, int]]) -> list[Layout]:
+    def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> list[Layout]:
         """Return the layouts a tensor may be converted to for its readers: what it is produced or read in."""
         found = dict.fromkeys(self.produced(value))
         for name, index in readers:

@@ -16,7 +16,7 @@ from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, f
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.op_collectives import steps_inside
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.shortest_path import Redistribution, Step, plan_redistribution
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
 # Bytes of optimizer state per parameter: Adam's two moments in fp32.
 ADAM = 8
@@ -78,7 +78,7 @@ class ShardingPlan:
         In which layout every tensor is produced.
     inputs
         In which layouts each node reads its inputs.
-    via
+    shared_layouts
         The layout to which a tensor with several readers is converted once, and from which for each of them.
     configured
         Pattern of the strategy that fixed a node, by node.
@@ -99,7 +99,7 @@ class ShardingPlan:
     objective: str
     layouts: Mapping[Value, Layout]
     inputs: Mapping[str, tuple[Layout, ...]]
-    via: Mapping[Value, Layout]
+    shared_layouts: Mapping[Value, Layout]
     differentiable: Set[Value]
     configured: Mapping[str, str]
     single: Set[str]
@@ -124,7 +124,7 @@ class ShardingPlan:
         return tuple(self._conversions())
 
     @cached_property
-    def inside(self) -> dict[str, tuple[Step, ...]]:
+    def inside(self) -> dict[str, tuple[RedistributeStep, ...]]:
         """Return the collectives that operators run themselves, in forward, by node."""
         calls = {name: node.call for name, node in self.graph.nodes.items() if node.call is not None}
         found = {name: steps_inside(call, self.inputs[name], self.costs) for name, call in calls.items()}
@@ -137,7 +137,9 @@ class ShardingPlan:
         for name, node in self.graph.nodes.items():
             outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
             told.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
-        told.update(repr((sorted(self.via.items(), key=repr), sorted(self.returned.items(), key=repr))).encode())
+        told.update(
+            repr((sorted(self.shared_layouts.items(), key=repr), sorted(self.returned.items(), key=repr))).encode()
+        )
         told.update(repr(sorted(self.regathered, key=repr)).encode())
         return told.hexdigest()[:16]
 
@@ -184,10 +186,10 @@ class ShardingPlan:
     def _conversions(self) -> Iterator[Conversion]:
         for value, readers in self.graph.readers().items():
             at = self.layouts[value]
-            if value in self.via:
+            if value in self.shared_layouts:
                 names = ", ".join(dict.fromkeys(name for name, _ in readers))
-                yield from self._conversion(value, names, at, self.via[value])
-                at = self.via[value]
+                yield from self._conversion(value, names, at, self.shared_layouts[value])
+                at = self.shared_layouts[value]
             for name, index in readers:
                 yield from self._conversion(value, name, at, self.inputs[name][index])
         for one in pytree.tree_leaves(self.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value)):

@@ -19,7 +19,7 @@ def narrowed(plan: ShardingPlan) -> ShardingPlan:
     """Return the plan with such operators cut; its conversions cost the same. What is given stays as it is."""
     layouts, inputs, moved = dict(plan.layouts), dict(plan.inputs), set()
     readers, options = plan.graph.readers(), Options(tuple(plan.mesh.shape))
-    kept = plan.graph.kept | set(plan.via)
+    kept = plan.graph.kept | set(plan.shared_layouts)
     for node in reversed(list(plan.graph.nodes.values())):
         if not _is_free(plan, node):
             continue

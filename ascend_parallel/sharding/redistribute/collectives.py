@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, sent
-from ascend_parallel.sharding.redistribute.shortest_path import Step
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 
 REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -77,11 +77,11 @@ class Request:
     """
 
     kind: str
-    step: Step
+    step: RedistributeStep
     group: dist.ProcessGroup
     x: torch.Tensor
     op: str = ""
-    observer: Callable[[Step], None] | None = None
+    observer: Callable[[RedistributeStep], None] | None = None
     result: torch.Tensor = field(init=False)
 
     @property
@@ -132,7 +132,7 @@ class _Extreme:
         self._request.result = extreme
 
 
-class Joint:
+class CoalescedCollective:
     """Requests that are alike, run as one."""
 
     def __init__(self, requests: Sequence[Request]) -> None:

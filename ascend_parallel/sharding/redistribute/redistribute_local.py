@@ -16,9 +16,16 @@ from ascend_parallel.sharding.layout import Shape, local_shape
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import Request
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from ascend_parallel.sharding.redistribute.shortest_path import HOLD, PAD, SCALE, SLICE, Redistribution, Step
+from ascend_parallel.sharding.redistribute.shortest_path import (
+    HOLD,
+    PAD,
+    SCALE,
+    SLICE,
+    RedistributeStep,
+    Redistribution,
+)
 
-Observer = Callable[[Step], None]
+Observer = Callable[[RedistributeStep], None]
 Moving = Generator[Request, None, torch.Tensor]
 """Yields the collectives that it wants, one after the other, and returns what the rank then has."""
 
@@ -115,7 +122,7 @@ def moving(
     return local
 
 
-def _all_gather(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+def _all_gather(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
     dim = step.source.dim
     size = line.after[dim]
     x_piece = _padded(local.movedim(dim, 0), line.piece(size))
@@ -127,7 +134,7 @@ def _all_gather(local: torch.Tensor, step: Step, line: _Line) -> Moving:
     return whole[:size].movedim(0, dim)
 
 
-def _all_reduce(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+def _all_reduce(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
     if local.numel() and line.ranks > 1:
         request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, line.observer)
         yield request
@@ -137,7 +144,7 @@ def _all_reduce(local: torch.Tensor, step: Step, line: _Line) -> Moving:
     return _averaged(total, step, line)
 
 
-def _reduce_scatter(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+def _reduce_scatter(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
     dim = step.target.dim
     piece = line.piece(line.before[dim])
     x = _padded(local.movedim(dim, 0), line.ranks * piece)
@@ -151,7 +158,7 @@ def _reduce_scatter(local: torch.Tensor, step: Step, line: _Line) -> Moving:
     return _averaged(own[: line.after[dim]].movedim(0, dim), step, line)
 
 
-def _all_to_all(local: torch.Tensor, step: Step, line: _Line) -> Moving:
+def _all_to_all(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
     joined, cut = step.source.dim, step.target.dim
     size, piece = line.after[joined], line.piece(line.before[cut])
     # [cut, joined, ...]: the rows of `cut` that each rank receives lie together
@@ -166,17 +173,17 @@ def _all_to_all(local: torch.Tensor, step: Step, line: _Line) -> Moving:
     return whole[: line.after[cut], :size].movedim((0, 1), (cut, joined))
 
 
-def _slice(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _slice(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
     dim = step.target.dim
     size = line.before[dim]
     return local.narrow(dim, min(line.place * line.piece(size), size), line.after[dim])
 
 
-def _hold(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _hold(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
     return torch.zeros_like(local) if step.target.op == "sum" and line.place else local
 
 
-def _pad(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _pad(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
     dim, op = step.source.dim, step.target.op
     whole = local.new_full(line.after, neutral(op, local.dtype))
     start = min(line.place * line.piece(line.after[dim]), line.after[dim])
@@ -184,17 +191,17 @@ def _pad(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
     return whole
 
 
-def _scale(local: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _scale(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
     return local * line.ranks if step.target.op == "avg" else local / line.ranks
 
 
-TOGETHER: dict[str, Callable[[torch.Tensor, Step, _Line], Moving]] = {
+TOGETHER: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], Moving]] = {
     ALL_GATHER: _all_gather,
     ALL_REDUCE: _all_reduce,
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
 }
-ALONE: dict[str, Callable[[torch.Tensor, Step, _Line], torch.Tensor]] = {
+ALONE: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], torch.Tensor]] = {
     SLICE: _slice,
     HOLD: _hold,
     PAD: _pad,
@@ -220,5 +227,5 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
-def _averaged(total: torch.Tensor, step: Step, line: _Line) -> torch.Tensor:
+def _averaged(total: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
     return total / line.ranks if step.source.op == "avg" else total

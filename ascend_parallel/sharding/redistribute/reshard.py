@@ -17,11 +17,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ascend_parallel.sharding.layout import REPLICATE, SUM, Layout, State, shard
+from ascend_parallel.sharding.layout import REPLICATE, SUM, Layout, Placement, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.across_meshes import exchange, nothing
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -35,7 +36,7 @@ OPS = ("sum", "avg", "max", "min")
 HARDWARE = {"cpu": "cpu-gloo", "cuda": "h100-nvlink"}
 
 
-def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[dtensor.Placement]) -> DTensor:
     """Return a tensor that every rank has whole, the same on all of them, as a DTensor; nothing is sent.
 
     A parameter stays an nn.Parameter and a leaf a leaf; to the result of a computation gradients flow back. A DTensor
@@ -57,14 +58,14 @@ def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[Placement]) -> DT
 
 
 def dtensor_from_fn(
-    fn: Callable[..., torch.Tensor], mesh: Mesh, placements: Sequence[Placement], *args: Any, **kwargs: Any
+    fn: Callable[..., torch.Tensor], mesh: Mesh, placements: Sequence[dtensor.Placement], *args: Any, **kwargs: Any
 ) -> DTensor:
     """Return ``shard_tensor(fn(*args, **kwargs), mesh, placements)``; `fn` has to return the same on every rank."""
     return shard_tensor(fn(*args, **kwargs), mesh, placements)
 
 
 def reshard(
-    dtensor: DTensor, mesh: Mesh, placements: Sequence[Placement], *, costs: MeshCosts | None = None
+    dtensor: DTensor, mesh: Mesh, placements: Sequence[dtensor.Placement], *, costs: MeshCosts | None = None
 ) -> DTensor:
     """Return the tensor with other placements, on the same mesh or on another; gradients flow back.
 
@@ -100,7 +101,7 @@ def unshard(dtensor: DTensor) -> torch.Tensor:
     return reshard(dtensor, mesh, [Replicate()] * mesh.ndim).to_local()
 
 
-def layout_of(placements: Sequence[Placement], mesh: ProcessMesh, dims: int) -> Layout:
+def layout_of(placements: Sequence[dtensor.Placement], mesh: ProcessMesh, dims: int) -> Layout:
     """Return the layout of placements; raises `ValueError` for what does not fit a tensor of `dims` dimensions."""
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
         raise TypeError(f"placements={placements!r}: give a list with one for each mesh dimension, such as [Shard(0)]")
@@ -111,7 +112,7 @@ def layout_of(placements: Sequence[Placement], mesh: ProcessMesh, dims: int) -> 
     return tuple(_state(placement, dims) for placement in placements)
 
 
-def _sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DTensor:
+def _sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[dtensor.Placement]) -> DTensor:
     device_mesh, layout = mesh.device_mesh(), layout_of(placements, mesh, whole.ndim)
     if mesh.coordinate(dist.get_rank()) is None:
         held = nothing(whole.detach().to(device_mesh.device_type), whole.ndim)
@@ -120,13 +121,13 @@ def _sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placem
     return reshard(replicated, mesh, placements)
 
 
-def _state(placement: Placement, dims: int) -> State:
+def _state(placement: dtensor.Placement, dims: int) -> Placement:
     if type(placement) is Replicate:
         return REPLICATE
     if type(placement) is Shard and -dims <= placement.dim < dims:
         return shard(placement.dim % dims)
     if type(placement) is Partial and placement.reduce_op in OPS:
-        return State("partial", op=str(placement.reduce_op))
+        return Placement("partial", op=str(placement.reduce_op))
     ops = ", ".join(repr(op) for op in OPS)
     cut = f"Shard({-dims}) to Shard({dims - 1})" if dims else "no Shard for a scalar"
     raise ValueError(f"{placement!r}: give Replicate(), {cut}, or Partial with one of {ops}")
@@ -200,7 +201,7 @@ def _share(local: torch.Tensor, shape: Sequence[int], way: _Way) -> torch.Tensor
     return is_it / _Way(mesh, parts, mesh, reached, None).go(is_it, shape)
 
 
-def _dual(layout: Sequence[State]) -> Layout:
+def _dual(layout: Sequence[Placement]) -> Layout:
     """Return the layout of the gradient."""
     return tuple(state if state.kind == "shard" else REPLICATE for state in layout)
 

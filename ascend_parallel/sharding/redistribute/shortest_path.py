@@ -28,7 +28,17 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, Shape, State, is_even, local_shape, shard
+from ascend_parallel.sharding.layout import (
+    AVERAGE,
+    REPLICATE,
+    SUM,
+    Layout,
+    Placement,
+    Shape,
+    is_even,
+    local_shape,
+    shard,
+)
 from ascend_parallel.sharding.redistribute.costs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -45,7 +55,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 @dataclass(frozen=True)
-class Step:
+class RedistributeStep:
     """One mesh dimension's state changed.
 
     nbytes
@@ -56,8 +66,8 @@ class Step:
 
     kind: str
     mesh_dim: int
-    source: State
-    target: State
+    source: Placement
+    target: Placement
     nbytes: float = 0.0
     seconds: float = 0.0
 
@@ -80,7 +90,7 @@ class Redistribution:
 
     source: Layout
     target: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[RedistributeStep, ...]
 
     @property
     def seconds(self) -> float:
@@ -109,7 +119,7 @@ def plan_redistribution(
     shape, itemsize
         Of the whole tensor, and bytes of one element.
     source, target
-        One state per mesh dimension; "copy" counts as replicate. Uneven ones are allowed.
+        One state per mesh dimension; "partial_grad" counts as replicate. Uneven ones are allowed.
 
     Raises `ValueError` for layouts that do not fit shape and mesh, and for partial states that do not commute.
     """
@@ -147,7 +157,7 @@ def _planned(
     """Dijkstra's way from `source` to `target`."""
     space = _Space(shape, itemsize, mesh_shape, costs, [source, target])
     # what orders the ways: seconds, number of steps, the steps' mesh dimensions and states
-    heap: list[tuple[float, int, tuple[tuple[int, int, str], ...], Layout, tuple[Step, ...]]] = [
+    heap: list[tuple[float, int, tuple[tuple[int, int, str], ...], Layout, tuple[RedistributeStep, ...]]] = [
         (0.0, 0, (), source, ())
     ]
     done = set()
@@ -160,7 +170,7 @@ def _planned(
         done.add(layout)
         for dim, after, (kind, nbytes), took in space.steps(layout):
             if after not in done:
-                step = Step(
+                step = RedistributeStep(
                     kind, dim, layout[dim], after[dim], sent(kind, nbytes, mesh_shape[dim]) if nbytes else 0.0, took
                 )
                 way = (*names, (dim, PREFERRED.index(after[dim].kind), str(after[dim])))
@@ -234,7 +244,7 @@ class _Space:
         return self._seconds[key]
 
 
-def _kind(source: State, target: State) -> str | None:
+def _kind(source: Placement, target: Placement) -> str | None:
     """Return the kind of the step between two states of one mesh dimension, or None if there is none."""
     if source == target:
         return None
@@ -259,7 +269,7 @@ def _commute(layout: Layout) -> bool:
 
 
 def _tensor_only(layout: Layout) -> Layout:
-    return tuple(REPLICATE if state.kind == "copy" else state for state in layout)
+    return tuple(REPLICATE if state.kind == "partial_grad" else state for state in layout)
 
 
 def _check(shape: Shape, mesh_shape: Shape, layout: Layout, costs: MeshCosts) -> None:

@@ -22,8 +22,8 @@ from contextlib import nullcontext
 
 import torch
 
-from ascend_parallel.sharding.graph import Call
-from ascend_parallel.sharding.layout import COPY, REPLICATE, Layout
+from ascend_parallel.sharding.graph import OpCall
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
 from ascend_parallel.sharding.rules import (
     attention,
     creation,
@@ -37,13 +37,13 @@ from ascend_parallel.sharding.rules import (
 )
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, everywhere, linear_in
 from ascend_parallel.sharding.rules.local import AllReduce, Part
-from ascend_parallel.sharding.rules.registry import Reduction, Strategy, find, register_rule
+from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, find, register_rule
 
 __all__ = [
     "Axis",
+    "OpPlacements",
     "Part",
     "Reduction",
-    "Strategy",
     "arguments",
     "cut",
     "draws",
@@ -59,7 +59,7 @@ for _rules in (pointwise, matmul, views, reductions, indexing, normalisation, at
     _rules.register()
 
 
-def strategies(call: Call) -> list[Strategy]:
+def strategies(call: OpCall) -> list[OpPlacements]:
     """Return every strategy of a call on one mesh dimension: all replicated, all copied, and what its rule gives.
 
     Sizes are not looked at, except that a dimension of size 1 is never cut: a strategy whose pieces would be uneven
@@ -67,23 +67,27 @@ def strategies(call: Call) -> list[Strategy]:
     any combination, is a strategy on the whole mesh.
     """
     entry = find(call)
-    found = [everywhere(call, REPLICATE), everywhere(call, COPY), *(entry.rule(call) if entry is not None else ())]
+    found = [
+        everywhere(call, REPLICATE),
+        everywhere(call, PARTIAL_GRAD),
+        *(entry.rule(call) if entry is not None else ()),
+    ]
     return list(dict.fromkeys(found))
 
 
-def has_rule(call: Call) -> bool:
+def has_rule(call: OpCall) -> bool:
     """Tell whether the operator has a rule; without one it runs whole on every rank."""
     return find(call) is not None
 
 
-def own_reductions(call: Call, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
+def own_reductions(call: OpCall, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
     """Return the all-reduces that the operator runs itself where it reads its inputs in these layouts: mostly none."""
     entry = find(call)
     return [] if entry is None or entry.inside is None else entry.inside(call, input_layouts, mesh_shape)
 
 
 def run_local(
-    call: Call,
+    call: OpCall,
     inputs: Sequence[torch.Tensor],
     input_layouts: Sequence[Layout],
     output_layouts: Sequence[Layout],
@@ -95,7 +99,7 @@ def run_local(
     """Run a rank's part of a call, and return its local outputs. Autograd sees through it.
 
     inputs
-        Local tensors, one per `Call.inputs`, even pieces of the whole ones.
+        Local tensors, one per `OpCall.inputs`, even pieces of the whole ones.
     input_layouts, output_layouts
         One layout per tensor: one of `strategies` on each mesh dimension.
     coordinate

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place
-from ascend_parallel.sharding.rules.registry import Strategy, register_rule
+from ascend_parallel.sharding.rules.registry import OpPlacements, register_rule
 
 
-def attention(call: Call) -> list[Strategy]:
+def attention(call: OpCall) -> list[OpPlacements]:
     """query [..., Hq, L, E], key and value [..., Hkv, S, E], mask broadcast to [..., Hq, L, S].
 
     Heads are cut in proportion: with enable_gqa a rank has Hkv / R key heads and the Hq / R query heads that use them.
@@ -27,7 +27,7 @@ def attention(call: Call) -> list[Strategy]:
     return cut(call, axes)
 
 
-def _batch_axis(call: Call, dim: int, grouped: bool) -> Axis:
+def _batch_axis(call: OpCall, dim: int, grouped: bool) -> Axis:
     """Return the axis of a batch dimension or of the heads; tensors that have one there are broadcast."""
     dims, size = len(call.outputs[0].shape), call.outputs[0].shape[dim]
 
@@ -38,7 +38,7 @@ def _batch_axis(call: Call, dim: int, grouped: bool) -> Axis:
     return Axis(tuple(of(meta) for meta in call.inputs), (dim,))
 
 
-def flash_on_cpu(call: Call) -> list[Strategy]:
+def flash_on_cpu(call: OpCall) -> list[OpPlacements]:
     """The decomposed operator on a CPU: [B, H, L, E], and log-sums [B, H, L]; batch and heads."""
     rest = [None if place(arguments(call).get("attn_mask")) == index else 0 for index in range(len(call.inputs))]
     if None in rest:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.sharding.graph import Call, Ref, TensorMeta
-from ascend_parallel.sharding.layout import AVERAGE, COPY, REPLICATE, SUM, State, shard
-from ascend_parallel.sharding.rules.registry import Strategy
+from ascend_parallel.sharding.graph import OpCall, Ref, TensorMeta
+from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, Placement, shard
+from ascend_parallel.sharding.rules.registry import OpPlacements
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Axis:
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    reduced: State | None = None
+    reduced: Placement | None = None
 
 
-def arguments(call: Call) -> dict[str, Any]:
+def arguments(call: OpCall) -> dict[str, Any]:
     """Return a call's arguments by name, defaults included."""
     schema: Any = getattr(call.target, "_schema")  # noqa: B009 - a callable, for the type checker
     found = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
@@ -45,7 +45,7 @@ def arguments(call: Call) -> dict[str, Any]:
     return {**found, **call.kwargs}
 
 
-def draws(call: Call) -> bool:
+def draws(call: OpCall) -> bool:
     """Tell whether a call draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
         return False
@@ -68,16 +68,16 @@ def normal(dim: int, dims: int) -> int:
     return dim + dims if dim < 0 else dim
 
 
-def everywhere(call: Call, state: State) -> Strategy:
+def everywhere(call: OpCall, state: Placement) -> OpPlacements:
     """Return the strategy in which every tensor is whole on every rank: `state` is replicate or copy."""
 
-    def states(metas: Sequence[TensorMeta]) -> tuple[State, ...]:
+    def states(metas: Sequence[TensorMeta]) -> tuple[Placement, ...]:
         return tuple(state if is_float(meta) else REPLICATE for meta in metas)
 
-    return Strategy(states(call.inputs), states(call.outputs))
+    return OpPlacements(states(call.inputs), states(call.outputs))
 
 
-def cut(call: Call, axes: Iterable[Axis], without_gradient: Collection[int] = ()) -> list[Strategy]:
+def cut(call: OpCall, axes: Iterable[Axis], without_gradient: Collection[int] = ()) -> list[OpPlacements]:
     """Return the strategies that cut one axis.
 
     without_gradient: places of floating-point inputs that the operator gives no gradient.
@@ -85,7 +85,7 @@ def cut(call: Call, axes: Iterable[Axis], without_gradient: Collection[int] = ()
     return [_cut(call, axis, without_gradient) for axis in axes if _can_be_cut(call, axis)]
 
 
-def _can_be_cut(call: Call, axis: Axis) -> bool:
+def _can_be_cut(call: OpCall, axis: Axis) -> bool:
     tensors = (*zip(call.inputs, axis.inputs, strict=True), *zip(call.outputs, axis.outputs, strict=True))
     sizes = [meta.shape[dim] for meta, dim in tensors if dim is not None]
     reduced = [meta for meta, dim in zip(call.outputs, axis.outputs, strict=True) if dim is None]
@@ -93,19 +93,19 @@ def _can_be_cut(call: Call, axis: Axis) -> bool:
     return bool(sizes) and min(sizes) > 1 and adds_up
 
 
-def _cut(call: Call, axis: Axis, without_gradient: Collection[int]) -> Strategy:
-    def without(index: int, meta: TensorMeta) -> State:
-        return COPY if is_float(meta) and index not in without_gradient else REPLICATE
+def _cut(call: OpCall, axis: Axis, without_gradient: Collection[int]) -> OpPlacements:
+    def without(index: int, meta: TensorMeta) -> Placement:
+        return PARTIAL_GRAD if is_float(meta) and index not in without_gradient else REPLICATE
 
     inputs = [
         without(index, meta) if dim is None else shard(dim)
         for index, (meta, dim) in enumerate(zip(call.inputs, axis.inputs, strict=True))
     ]
     outputs = [axis.reduced if dim is None else shard(dim) for dim in axis.outputs]
-    return Strategy(tuple(inputs), tuple(state for state in outputs if state is not None))
+    return OpPlacements(tuple(inputs), tuple(state for state in outputs if state is not None))
 
 
-def linear_in(call: Call, *groups: Iterable[int], states: Sequence[State] = (SUM,)) -> list[Strategy]:
+def linear_in(call: OpCall, *groups: Iterable[int], states: Sequence[Placement] = (SUM,)) -> list[OpPlacements]:
     """Return the strategies in which partial tensors pass through a linear operator.
 
     groups: places of the inputs that are partial together, for the operator is linear in all of a group at once. A
@@ -120,13 +120,13 @@ def linear_in(call: Call, *groups: Iterable[int], states: Sequence[State] = (SUM
         ):
             continue
         for state in states:
-            others = everywhere(call, COPY).inputs
+            others = everywhere(call, PARTIAL_GRAD).inputs
             inputs = tuple(state if index in group else other for index, other in enumerate(others))
-            found.append(Strategy(inputs, (state,) * len(call.outputs)))
+            found.append(OpPlacements(inputs, (state,) * len(call.outputs)))
     return found
 
 
-def linear_in_all(call: Call, states: Sequence[State] = (SUM, AVERAGE)) -> list[Strategy]:
+def linear_in_all(call: OpCall, states: Sequence[Placement] = (SUM, AVERAGE)) -> list[OpPlacements]:
     """Return the strategies of an operator that is linear in all its inputs at once: none if one is of integers.
 
     An integer cannot be a part of a sum, and whole it would be added once per rank.
@@ -134,7 +134,7 @@ def linear_in_all(call: Call, states: Sequence[State] = (SUM, AVERAGE)) -> list[
     return linear_in(call, range(len(call.inputs)), states=states)
 
 
-def aligned(call: Call, dims: Iterable[int] | None = None) -> list[Axis]:
+def aligned(call: OpCall, dims: Iterable[int] | None = None) -> list[Axis]:
     """Return the dimensions of the (first) output as axes of inputs that are broadcast to it.
 
     dims: those dimensions of the output; None for all.
@@ -151,12 +151,12 @@ def aligned(call: Call, dims: Iterable[int] | None = None) -> list[Axis]:
     ]
 
 
-def same(call: Call, dims: Iterable[int]) -> list[Axis]:
+def same(call: OpCall, dims: Iterable[int]) -> list[Axis]:
     """Return axes that are the same dimension of every input and output."""
     return [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs)) for dim in dims]
 
 
-def lettered(call: Call, inputs: Sequence[str], output: str) -> list[Axis]:
+def lettered(call: OpCall, inputs: Sequence[str], output: str) -> list[Axis]:
     """Return the axes of a product summed over the letters that the output lacks, as einsum writes it.
 
     A dimension of size 1 is broadcast where others of its letter are longer. A letter that a tensor has twice is no

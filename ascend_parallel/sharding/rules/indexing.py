@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in, normal, place, same
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Strategy, register_all, register_rule
+from ascend_parallel.sharding.rules.registry import OpPlacements, register_all, register_rule
 
 
-def embedding(call: Call) -> list[Strategy]:
+def embedding(call: OpCall) -> list[OpPlacements]:
     """weight [V, H], ids [...]: cut the ids, H, or the vocabulary V (partial sums: each id is one rank's)."""
     ids = len(call.inputs[1].shape)
     columns = Axis((1, None), (ids,))
@@ -40,7 +40,7 @@ def run_embedding(part: Part) -> Any:
     return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def gather(call: Call) -> list[Strategy]:
+def gather(call: OpCall) -> list[OpPlacements]:
     """Cut other dimensions where tensor and index are of one size, or the index along the dimension itself."""
     tensor, index = call.inputs[0].shape, call.inputs[1].shape
     if not tensor:
@@ -50,7 +50,7 @@ def gather(call: Call) -> list[Strategy]:
     return cut(call, [*axes, Axis((None, dim), (dim,))]) + linear_in(call, [0])
 
 
-def index_select(call: Call) -> list[Strategy]:
+def index_select(call: OpCall) -> list[OpPlacements]:
     """Cut other dimensions, or the ids."""
     dims = len(call.inputs[0].shape)
     dim = normal(arguments(call)["dim"], dims)
@@ -58,7 +58,7 @@ def index_select(call: Call) -> list[Strategy]:
     return cut(call, [*axes, Axis((None, 0), (dim,))] if call.inputs[1].shape else axes) + linear_in(call, [0])
 
 
-def index(call: Call) -> list[Strategy]:
+def index(call: OpCall) -> list[OpPlacements]:
     """x[ids, ...]: cut dimensions that are not looked up, or those of the ids, which are broadcast together."""
     dims, shape = len(call.inputs[0].shape), call.outputs[0].shape
     given = list(arguments(call)["indices"])
@@ -78,14 +78,14 @@ def index(call: Call) -> list[Strategy]:
     return cut(call, axes) + linear_in(call, [0])
 
 
-def _ids_axis(call: Call, dim: int, width: int, out: int) -> Axis:
+def _ids_axis(call: OpCall, dim: int, width: int, out: int) -> Axis:
     size = call.outputs[0].shape[out]
     own = [dim - width + len(meta.shape) for meta in call.inputs[1:]]
     pairs = zip(call.inputs[1:], own, strict=True)
     return Axis((None, *(one if one >= 0 and meta.shape[one] == size else None for meta, one in pairs)), (out,))
 
 
-def scatter(call: Call) -> list[Strategy]:
+def scatter(call: OpCall) -> list[OpPlacements]:
     """Cut dimensions other than the one written along, where tensor, index and source are of one size."""
     named, shape = arguments(call), call.inputs[0].shape
     if not shape:
@@ -96,7 +96,7 @@ def scatter(call: Call) -> list[Strategy]:
     return cut(call, same(call, others)) + (linear_in(call, [0, 2]) if linear and "reduce" not in named else [])
 
 
-def index_written(call: Call) -> list[Strategy]:
+def index_written(call: OpCall) -> list[OpPlacements]:
     """index_add, index_copy, index_fill: cut dimensions other than the one written along; the ids are whole."""
     dims, named = len(call.inputs[0].shape), arguments(call)
     if not dims:
@@ -116,7 +116,7 @@ def index_written(call: Call) -> list[Strategy]:
     return cut(call, own) + (linear_in(call, [0, 2]) if place(named.get("source")) is not None else [])
 
 
-def index_put(call: Call) -> list[Strategy]:
+def index_put(call: OpCall) -> list[OpPlacements]:
     """x[ids, ...] = values: cut dimensions that are not looked up."""
     named, shape = arguments(call), call.inputs[0].shape
     given = list(named["indices"])
@@ -135,7 +135,7 @@ def index_put(call: Call) -> list[Strategy]:
     return cut(call, axes)
 
 
-def one_hot(call: Call) -> list[Strategy]:
+def one_hot(call: OpCall) -> list[OpPlacements]:
     """Cut the ids."""
     return cut(call, [Axis((dim,), (dim,)) for dim in range(len(call.inputs[0].shape))])
 

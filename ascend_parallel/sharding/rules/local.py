@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Call, Ref
+from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
 
 AllReduce = Callable[[torch.Tensor, int, str], torch.Tensor]
@@ -23,7 +23,7 @@ class Part:
     """What a rank has when it runs its part of a call.
 
     inputs
-        Local tensors, one per `Call.inputs`.
+        Local tensors, one per `OpCall.inputs`.
     input_layouts, output_layouts
         One layout per tensor.
     coordinate
@@ -34,7 +34,7 @@ class Part:
         Names the random numbers of this call, alike on all ranks: another one, other numbers. "": it draws none.
     """
 
-    call: Call
+    call: OpCall
     inputs: tuple[torch.Tensor, ...]
     input_layouts: tuple[Layout, ...]
     output_layouts: tuple[Layout, ...]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, bounds
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Reduction, Strategy, register_all, register_rule
+from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
 from ascend_parallel.sharding.rules.vocabulary import cuts_classes, over_classes, reductions, run_over_classes
 
 NONE, MEAN, TOTAL = 0, 1, 2  # ATen's numbers for `reduction`
@@ -23,7 +23,7 @@ BY_ELEMENT = """
 BY_CLASS = "nll_loss nll_loss_nd nll_loss2d"
 
 
-def by_element(call: Call) -> list[Strategy]:
+def by_element(call: OpCall) -> list[OpPlacements]:
     """Cut any dimension of the broadcast inputs; a sum gives partial sums, a mean partial averages."""
     reduced = REDUCED[int(arguments(call)["reduction"])]
     dims = max(len(meta.shape) for meta in call.inputs)
@@ -36,7 +36,7 @@ def by_element(call: Call) -> list[Strategy]:
     return cut(call, axes)
 
 
-def by_class(call: Call) -> list[Strategy]:
+def by_class(call: OpCall) -> list[OpPlacements]:
     """Logits [N, C, ...], targets [N, ...] (classes) or [N, C, ...] (probabilities), weight [C]: cut all but C.
 
     The mean over classes given by number divides by the targets that count (not `ignore_index`, each with its class's
@@ -73,7 +73,7 @@ def run_by_class(part: Part) -> Any:
     return part.run(target=piece, reduction=TOTAL) / _count(part, target)
 
 
-def cross_entropy(call: Call) -> list[Strategy]:
+def cross_entropy(call: OpCall) -> list[OpPlacements]:
     """Also logits cut along the classes."""
     return by_class(call) + over_classes(call)
 
@@ -85,7 +85,7 @@ def run_cross_entropy(part: Part) -> Any:
     return run_over_classes(part, lambda: _count(part, part.inputs[1]))
 
 
-def cross_entropy_reductions(call: Call, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
+def cross_entropy_reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
     """Return those of cut classes."""
     return reductions(call, layouts, mesh_shape) if cuts_classes(layouts) else []
 

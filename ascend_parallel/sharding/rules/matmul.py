@@ -1,18 +1,18 @@
 """Products: linear, matmul and its kind, einsum, convolutions.
 
 Cutting the summed axis gives partial sums; a bias is then added by the first rank alone, so its gradient is whole
-there and zero elsewhere: a partial sum as well, which is "copy".
+there and zero elsewhere: a partial sum as well, which is "partial_grad".
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, lettered, linear_in, place
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Rule, Strategy, register_all, register_rule
+from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register_all, register_rule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Operators on two tensors, and those that add a bias (their first input) to the product of the next two.
@@ -21,7 +21,7 @@ PRODUCTS |= {"dot": ("k", "k", "")}
 BIASED = {"addmm": ("mk", "kn", "mn"), "baddbmm": ("bmk", "bkn", "bmn"), "addmv": ("mk", "k", "m")}
 
 
-def linear(call: Call) -> list[Strategy]:
+def linear(call: OpCall) -> list[OpPlacements]:
     """x [..., K] by w [N, K] with bias [N]: leading dimensions (rows), N (columns), K (partial sums)."""
     if len(call.inputs[1].shape) != 2:
         return []
@@ -30,7 +30,7 @@ def linear(call: Call) -> list[Strategy]:
     return cut(call, lettered(call, [rows + "K", "NK", *bias], rows + "N")) + linear_in(call, [0])
 
 
-def matmul(call: Call) -> list[Strategy]:
+def matmul(call: OpCall) -> list[OpPlacements]:
     """x by y as torch.matmul has it: vectors, matrices, batches that are broadcast."""
     left, right = (len(meta.shape) for meta in call.inputs)
     batch = LETTERS[: max(left, right, 2) - 2]
@@ -43,7 +43,7 @@ def matmul(call: Call) -> list[Strategy]:
 def product_of(letters: tuple[str, str, str]) -> Rule:
     """Return the rule of a product of two tensors."""
 
-    def rule(call: Call) -> list[Strategy]:
+    def rule(call: OpCall) -> list[OpPlacements]:
         return cut(call, lettered(call, letters[:2], letters[2])) + linear_in(call, [0], [1])
 
     return rule
@@ -52,14 +52,14 @@ def product_of(letters: tuple[str, str, str]) -> Rule:
 def biased_product_of(letters: tuple[str, str, str]) -> Rule:
     """Return the rule of a bias, broadcast to the output, plus a product of two tensors."""
 
-    def rule(call: Call) -> list[Strategy]:
+    def rule(call: OpCall) -> list[OpPlacements]:
         bias = letters[2][len(letters[2]) - len(call.inputs[0].shape) :]
         return cut(call, lettered(call, [bias, *letters[:2]], letters[2])) + linear_in(call, [1], [2])
 
     return rule
 
 
-def einsum(call: Call) -> list[Strategy]:
+def einsum(call: OpCall) -> list[OpPlacements]:
     """Any equation; an ellipsis stands for dimensions that are broadcast."""
     left, arrow, output = str(arguments(call)["equation"]).replace(" ", "").partition("->")
     inputs = left.split(",")
@@ -82,7 +82,7 @@ def run_biased(part: Part) -> Any:
     return part.run() if index is None else part.run(**{name: part.only_first(part.inputs[index])})
 
 
-def convolution(call: Call) -> list[Strategy]:
+def convolution(call: OpCall) -> list[OpPlacements]:
     """Batch, output channels, input channels (partial sums); all channels at once where each is its own group."""
     named = arguments(call)
     weight = place(named["weight"])

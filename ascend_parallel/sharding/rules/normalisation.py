@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Strategy, register_all
+from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
 
 LAYERS = "layer_norm native_layer_norm rms_norm _fused_rms_norm"
 BATCHES = """
@@ -18,14 +18,14 @@ BATCHES = """
 STATISTICS = ("running_mean", "running_var")
 
 
-def over_last(call: Call) -> list[Strategy]:
+def over_last(call: OpCall) -> list[OpPlacements]:
     """Layer and RMS norm: cut the dimensions before the normalised ones; weight and bias are copied."""
     leading = range(len(call.inputs[0].shape) - len(arguments(call)["normalized_shape"]))
     rest = (None,) * (len(call.inputs) - 1)
     return cut(call, [Axis((dim, *rest), (dim,) * len(call.outputs)) for dim in leading])
 
 
-def over_groups(call: Call) -> list[Strategy]:
+def over_groups(call: OpCall) -> list[OpPlacements]:
     """Group and instance norm: cut the batch."""
     if arguments(call).get("use_input_stats", True) and any(name in arguments(call) for name in STATISTICS):
         whole = [place(arguments(call)[name]) for name in STATISTICS]
@@ -40,7 +40,7 @@ def run_native_group_norm(part: Part) -> Any:
     return part.run(N=part.inputs[0].shape[0])
 
 
-def over_batch(call: Call) -> list[Strategy]:
+def over_batch(call: OpCall) -> list[OpPlacements]:
     """Batch norm: cut the channels; where the statistics are given, any dimension."""
     named = arguments(call)
     channels = Axis((1, *(0 for _ in call.inputs[1:])), _outputs(call, 1, 0), REPLICATE)
@@ -52,12 +52,12 @@ def over_batch(call: Call) -> list[Strategy]:
     return cut(call, [channels, *others], without_gradient)
 
 
-def _outputs(call: Call, dim: int, of_statistics: int | None) -> tuple[int | None, ...]:
+def _outputs(call: OpCall, dim: int, of_statistics: int | None) -> tuple[int | None, ...]:
     """Return an axis's dimensions of the outputs: the normalised tensor, and statistics, which may be empty."""
     return (dim, *(None if meta.shape == (0,) else of_statistics for meta in call.outputs[1:]))
 
 
-def _without_statistics(call: Call) -> bool:
+def _without_statistics(call: OpCall) -> bool:
     return all(meta.shape == (0,) for meta in call.outputs[1:])
 
 

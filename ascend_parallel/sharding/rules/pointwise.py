@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import AVERAGE, SUM
 from ascend_parallel.sharding.rules.axes import aligned, arguments, cut, linear_in, linear_in_all, place
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Strategy, register_all
+from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
 
 NAMES = """
     abs acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
@@ -27,39 +27,39 @@ UNARY_LINEAR = """
 RANDOM = "dropout native_dropout rand_like randn_like bernoulli"
 
 
-def pointwise(call: Call) -> list[Strategy]:
+def pointwise(call: OpCall) -> list[OpPlacements]:
     """Cut any dimension of the output; inputs that are broadcast along it are copied."""
     return cut(call, aligned(call))
 
 
-def unary_linear(call: Call) -> list[Strategy]:
+def unary_linear(call: OpCall) -> list[OpPlacements]:
     """An operator linear in its first input, which any other input only lends its type."""
     return pointwise(call) + linear_in(call, [0], states=(SUM, AVERAGE))
 
 
-def added(call: Call) -> list[Strategy]:
+def added(call: OpCall) -> list[OpPlacements]:
     """x + y, x - y: partial if both are; a number would be added once per rank, which an average allows."""
     both = all(place(arguments(call)[name]) is not None for name in ("self", "other"))
     return pointwise(call) + linear_in_all(call, states=(SUM, AVERAGE) if both else (AVERAGE,))
 
 
-def broadcast(call: Call) -> list[Strategy]:
+def broadcast(call: OpCall) -> list[OpPlacements]:
     """Several tensors, each expanded to the shape of all."""
     return pointwise(call) + linear_in_all(call)
 
 
-def multiplied(call: Call) -> list[Strategy]:
+def multiplied(call: OpCall) -> list[OpPlacements]:
     """x * y: linear in each factor while the other is whole."""
     return pointwise(call) + linear_in(call, *([index] for index in range(len(call.inputs))), states=(SUM, AVERAGE))
 
 
-def divided(call: Call) -> list[Strategy]:
+def divided(call: OpCall) -> list[OpPlacements]:
     """x / y: linear in x, if not rounded."""
     linear = arguments(call).get("rounding_mode") is None and place(arguments(call)["self"]) == 0
     return pointwise(call) + (linear_in(call, [0], states=(SUM, AVERAGE)) if linear else [])
 
 
-def chosen(call: Call) -> list[Strategy]:
+def chosen(call: OpCall) -> list[OpPlacements]:
     """where(condition, x, y): linear in x and y at once."""
     named = arguments(call)
     tensors = [place(named.get(name)) for name in ("self", "other")]
@@ -67,7 +67,7 @@ def chosen(call: Call) -> list[Strategy]:
     return pointwise(call) + (linear_in(call, places, states=(SUM, AVERAGE)) if len(places) == len(tensors) else [])
 
 
-def filled(call: Call) -> list[Strategy]:
+def filled(call: OpCall) -> list[OpPlacements]:
     """masked_fill: linear if it fills with the number 0."""
     value = arguments(call)["value"]
     linear = place(value) is None and value == 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ascend_parallel.sharding.graph import Call
-from ascend_parallel.sharding.layout import AVERAGE, SUM, State
+from ascend_parallel.sharding.graph import OpCall
+from ascend_parallel.sharding.layout import AVERAGE, SUM, Placement
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in_all, normal
-from ascend_parallel.sharding.rules.registry import Rule, Strategy, register_all
+from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register_all
 
 NONLINEAR = """
     amax amin max.default max.dim min.default min.dim argmax argmin any all prod var std var_mean std_mean softmax
@@ -23,7 +23,7 @@ AVERAGES = {
 EXTREMES = {dims: f"max_pool{dims}d max_pool{dims}d_with_indices adaptive_max_pool{dims}d" for dims in (1, 2, 3)}
 
 
-def worked_along(call: Call) -> set[int]:
+def worked_along(call: OpCall) -> set[int]:
     """Return the dimensions of the input that an operator works along."""
     dims = len(call.inputs[0].shape)
     named = arguments(call)
@@ -33,7 +33,7 @@ def worked_along(call: Call) -> set[int]:
     return {normal(dim, dims) for dim in (given if isinstance(given, (list, tuple)) else [given])}
 
 
-def axes_of(call: Call, reduced: State | None = None) -> list[Axis]:
+def axes_of(call: OpCall, reduced: Placement | None = None) -> list[Axis]:
     """Return the axes of an operator along dimensions: those others, and with `reduced` those that it adds up."""
     before, after = len(call.inputs[0].shape), len(call.outputs[0].shape)
     along = worked_along(call)
@@ -47,22 +47,22 @@ def axes_of(call: Call, reduced: State | None = None) -> list[Axis]:
     return found
 
 
-def along(call: Call) -> list[Strategy]:
+def along(call: OpCall) -> list[OpPlacements]:
     """Cut the dimensions that the operator does not work along."""
     return cut(call, axes_of(call))
 
 
-def summed(call: Call) -> list[Strategy]:
+def summed(call: OpCall) -> list[OpPlacements]:
     """Sum: cut any dimension, a summed one gives partial sums."""
     return cut(call, axes_of(call, SUM)) + linear_in_all(call)
 
 
-def averaged(call: Call) -> list[Strategy]:
+def averaged(call: OpCall) -> list[OpPlacements]:
     """Mean: cut any dimension, an averaged one (in even pieces) gives partial averages."""
     return cut(call, axes_of(call, AVERAGE)) + linear_in_all(call)
 
 
-def accumulated(call: Call) -> list[Strategy]:
+def accumulated(call: OpCall) -> list[OpPlacements]:
     """Cumulative sum: linear."""
     return along(call) + linear_in_all(call)
 
@@ -70,7 +70,7 @@ def accumulated(call: Call) -> list[Strategy]:
 def spatial(dims: int, linear: bool) -> Rule:
     """Return the rule of an operator over the last `dims` dimensions, one sample and channel at a time."""
 
-    def rule(call: Call) -> list[Strategy]:
+    def rule(call: OpCall) -> list[OpPlacements]:
         leading = range(len(call.inputs[0].shape) - dims)
         own = [Axis((dim,), (dim,) * len(call.outputs)) for dim in leading]
         return cut(call, own) + (linear_in_all(call) if linear else [])

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from ascend_parallel.sharding.graph import Call
-from ascend_parallel.sharding.layout import Layout, State
+from ascend_parallel.sharding.graph import OpCall
+from ascend_parallel.sharding.layout import Layout, Placement
 from ascend_parallel.sharding.rules.local import Part
 
 
 @dataclass(frozen=True)
-class Strategy:
+class OpPlacements:
     """States of an operator's tensors on one mesh dimension.
 
     inputs, outputs
-        One state per tensor of `Call.inputs` and `Call.outputs`.
+        One state per tensor of `OpCall.inputs` and `OpCall.outputs`.
     """
 
-    inputs: tuple[State, ...]
-    outputs: tuple[State, ...]
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Reduction:
     op: str
 
 
-Rule = Callable[[Call], Iterable[Strategy]]
+Rule = Callable[[OpCall], Iterable[OpPlacements]]
 """What an operator can do on one mesh dimension beside running whole on every rank."""
 Run = Callable[[Part], Any]
 """How a rank runs its part, where the operator's own call on local tensors is not it."""
 
-Inside = Callable[[Call, Sequence[Layout], Sequence[int]], list[Reduction]]
+Inside = Callable[[OpCall, Sequence[Layout], Sequence[int]], list[Reduction]]
 """The collectives of an operator itself, from the layouts of its inputs and the mesh's shape."""
 
 
@@ -73,7 +73,7 @@ def register_rule(
         ("aten.linear"). An overload's rule goes before its operator's. An in-place operator ("aten.add_") takes the
         rule of the other ("aten.add") unless it has its own.
     rule
-        Takes a `Call` and returns strategies. Those in which every tensor is whole on every rank need not be among
+        Takes a `OpCall` and returns strategies. Those in which every tensor is whole on every rank need not be among
         them. Sizes are not its business, but a dimension of size 1 must not be cut.
     run
         Takes a `Part`, the local tensors and where they are in the whole ones, and returns the local outputs.
@@ -101,7 +101,7 @@ def register_all(names: str, rule: Rule, run: Run | None = None) -> None:
         register_rule(f"aten.{name}", rule, run)
 
 
-def find(call: Call) -> Entry | None:
+def find(call: OpCall) -> Entry | None:
     """Return the rule of a call's overload, of its operator, or of the operator that does the same out of place."""
     packet = call.name.rpartition(".")[0]
     for name in (call.name, packet, packet.removesuffix("_")):

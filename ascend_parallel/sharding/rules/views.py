@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import Shape
 from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Strategy, register_all
+from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
 
 RESHAPES = "view.default reshape _unsafe_view flatten unflatten unsqueeze squeeze _reshape_copy"
 
@@ -38,7 +38,7 @@ def merged(before: Shape, after: Shape) -> list[tuple[int, int]]:
     return found
 
 
-def reshape(call: Call) -> list[Strategy]:
+def reshape(call: OpCall) -> list[OpPlacements]:
     """Cut the dimension that starts a group of merged or split ones."""
     pairs = merged(call.inputs[0].shape, call.outputs[0].shape)
     return cut(call, [Axis((before,), (after,)) for before, after in pairs]) + linear_in_all(call)
@@ -49,7 +49,7 @@ def run_reshape(part: Part) -> Any:
     return part.inputs[0].reshape(part.output_shape())
 
 
-def expand(call: Call) -> list[Strategy]:
+def expand(call: OpCall) -> list[OpPlacements]:
     """Cut any dimension of the output: the input is copied along those that it is repeated over."""
     return cut(call, aligned(call)) + linear_in_all(call)
 
@@ -59,13 +59,13 @@ def run_expand(part: Part) -> Any:
     return part.inputs[0].expand(part.output_shape())
 
 
-def permuted(call: Call) -> list[Strategy]:
+def permuted(call: OpCall) -> list[OpPlacements]:
     """Any change of the order of dimensions: cut any of them."""
     dims = len(call.inputs[0].shape)
     return cut(call, [Axis((dim,), (out,)) for out, dim in enumerate(_order(call, dims))]) + linear_in_all(call)
 
 
-def _order(call: Call, dims: int) -> list[int]:
+def _order(call: OpCall, dims: int) -> list[int]:
     """Return, for every output dimension, which input dimension it is."""
     named = arguments(call)
     order = list(range(dims))
@@ -90,7 +90,7 @@ def _several(dims: Any) -> list[int]:
     return list(dims) if isinstance(dims, (list, tuple)) else [dims]
 
 
-def along(call: Call) -> list[Strategy]:
+def along(call: OpCall) -> list[OpPlacements]:
     """Cut any dimension but the one that the operator works along, which the output may lack (select, unbind)."""
     before, after = len(call.inputs[0].shape), len(call.outputs[0].shape)
     dim = normal(arguments(call)["dim"], before)
@@ -106,7 +106,7 @@ def _but(dim: int, dims: int, shift: int) -> Iterable[tuple[int, int]]:
     return [(one, one + (shift if one > dim else 0)) for one in range(dims) if one != dim]
 
 
-def joined(call: Call) -> list[Strategy]:
+def joined(call: OpCall) -> list[OpPlacements]:
     """Concatenate or stack: cut any dimension but that of the joint."""
     ranks = {len(meta.shape) for meta in call.inputs}
     if len(ranks) > 1:
@@ -118,7 +118,7 @@ def joined(call: Call) -> list[Strategy]:
     return cut(call, own) + linear_in_all(call)
 
 
-def moved_along(call: Call) -> list[Strategy]:
+def moved_along(call: OpCall) -> list[OpPlacements]:
     """roll, flip, triu, tril, pad: cut the dimensions in which every element stays where it is."""
     dims = len(call.inputs[0].shape)
     named, name = arguments(call), call.name.split(".")[1]
@@ -133,7 +133,7 @@ def moved_along(call: Call) -> list[Strategy]:
     return cut(call, own) + (linear_in_all(call) if linear else [])
 
 
-def repeat(call: Call) -> list[Strategy]:
+def repeat(call: OpCall) -> list[OpPlacements]:
     """Cut a dimension that is not repeated, or the repetitions of one that has a single element."""
     new = len(call.outputs[0].shape) - len(call.inputs[0].shape)
     sizes = zip(call.outputs[0].shape, (1,) * new + call.inputs[0].shape, strict=True)
@@ -148,7 +148,7 @@ def run_repeat(part: Part) -> Any:
     return part.inputs[0].repeat([size // own if own else 1 for size, own in zip(wanted, have, strict=True)])
 
 
-def repeat_interleave(call: Call) -> list[Strategy]:
+def repeat_interleave(call: OpCall) -> list[OpPlacements]:
     """Cut any dimension, also the repeated one: an element's copies stay beside each other."""
     shape, dim = call.inputs[0].shape, arguments(call)["dim"]
     dims = range(len(shape)) if dim is not None else [next((one for one, size in enumerate(shape) if size > 1), 0)]

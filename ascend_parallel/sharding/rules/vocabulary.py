@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.sharding.graph import Call
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import REPLICATE, Layout, local_shape, shard
 from ascend_parallel.sharding.rules.axes import arguments, is_float
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.sharding.rules.registry import Reduction, Strategy
+from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction
 
 CLASSES = 1  # the dimension of the logits
 
 
-def over_classes(call: Call) -> list[Strategy]:
+def over_classes(call: OpCall) -> list[OpPlacements]:
     """Logits [N, C, ...] cut along C, targets [N, ...] and loss whole; not with class weights or probabilities."""
     logits = call.inputs[0]
     by_number = len(call.inputs) == 2 and not is_float(call.inputs[1])
     if not by_number or len(logits.shape) < 2 or logits.shape[CLASSES] < 2:
         return []
-    return [Strategy((shard(CLASSES), REPLICATE), (REPLICATE,))]
+    return [OpPlacements((shard(CLASSES), REPLICATE), (REPLICATE,))]
 
 
 def cuts_classes(layouts: Sequence[Layout]) -> bool:
@@ -39,7 +39,7 @@ def cuts_classes(layouts: Sequence[Layout]) -> bool:
     return shard(CLASSES) in layouts[0]
 
 
-def reductions(call: Call, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
+def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
     """Return a maximum for each sample, and two sums, three with label smoothing."""
     rows = tuple(REPLICATE if state == shard(CLASSES) else state for state in layouts[0])
     shape = list(local_shape(call.inputs[0].shape, rows, tuple(mesh_shape), [0] * len(mesh_shape)))

@@ -86,8 +86,8 @@ class _Saved:
         found: _Tensors = {}
         for value in region.reads:
             found |= self._tensor(value, self._schedule.layouts[value])
-        for value in region.read_hubs:
-            found |= self._tensor(value, self._schedule.via[value])
+        for value in region.read_shared:
+            found |= self._tensor(value, self._schedule.shared_layouts[value])
         for name in region.nodes:
             node, kernel = self._graph.nodes[name], self._schedule.kernels.get(name)
             communicates = kernel is not None and kernel.communicates and not region.again
@@ -109,7 +109,7 @@ class _Saved:
 
     def _is_sent(self, value: Value, target: Layout) -> bool:
         """Tell whether bringing a tensor to a layout communicates in forward."""
-        meta, source = self._graph.meta(value), self._schedule.via.get(value, self._schedule.layouts[value])
+        meta, source = self._graph.meta(value), self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
         mesh_shape, ways = tuple(self._plan.mesh.shape), (forward(source), forward(target))
         return plan_redistribution(meta.shape, meta.dtype.itemsize, mesh_shape, *ways, self._plan.costs).nbytes > 0
 

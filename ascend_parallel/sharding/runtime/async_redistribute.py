@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.sharding.redistribute.collectives import Joint, Request
+from ascend_parallel.sharding.redistribute.collectives import CoalescedCollective, Request
 from ascend_parallel.sharding.redistribute.redistribute_local import Moving, finish
 from ascend_parallel.sharding.runtime.redistribute_autograd import Ways
 
 
-class _Going:
+class InFlight:
     """Conversions whose first collectives run as one, where they are alike."""
 
     def __init__(self, ways: dict[int, Moving]) -> None:
@@ -33,9 +33,9 @@ class _Going:
                 self._results[index] = stop.value
             else:
                 alike.setdefault(request.like, {})[index] = request
-        self._joint: dict[int, Joint] = {}
+        self._joint: dict[int, CoalescedCollective] = {}
         for requests in alike.values():
-            self._joint |= dict.fromkeys(requests, Joint(list(requests.values())))
+            self._joint |= dict.fromkeys(requests, CoalescedCollective(list(requests.values())))
 
     def end(self, index: int) -> torch.Tensor:
         """Wait for a conversion, and return what it gives; once for each."""
@@ -62,13 +62,13 @@ class _Started:
         self._ways = ways
         self._gradients: dict[int, torch.Tensor] = {}
         self._task: int | None = None
-        self._back: _Going | None = None
+        self._back: InFlight | None = None
 
     def go(self, locals_: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
         """Start the conversions; `wanted` tells which tensors have a gradient."""
         self.wanted = {index for index, wants in enumerate(wanted) if wants}
         pairs = zip(locals_, self._ways, strict=True)
-        self.ahead = _Going({index: way.going(one, "forward") for index, (one, way) in enumerate(pairs)})
+        self.ahead = InFlight({index: way.going(one, "forward") for index, (one, way) in enumerate(pairs)})
 
     def arrived(self, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient that backward brings; the last one starts all."""
@@ -91,7 +91,9 @@ class _Started:
 
     def _start_back(self) -> None:
         gradients = sorted(self._gradients.items())
-        self._back = _Going({index: self._ways[index].going(one.contiguous(), "backward") for index, one in gradients})
+        self._back = InFlight(
+            {index: self._ways[index].going(one.contiguous(), "backward") for index, one in gradients}
+        )
 
 
 class _Begin(torch.autograd.Function):

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from ascend_parallel.sharding.graph import Node, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.shortest_path import Step
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 
 
 @dataclass(frozen=True)
-class Ran:
+class CollectiveEvent:
     """A collective of a kind, such as "all_reduce", along a mesh dimension, outside of overlapped operators.
 
     module
         Path of the module that reads the tensor; of the one that makes it, if it is converted for several readers.
     value, reader
-        The tensor, and the node that reads it: "" for the user, "via" for several, "inside" for a collective of the
+        The tensor, and the node that reads it: "" for the user, "shared" for several, "inside" for a collective of the
         operator that makes the tensor, "gradients" for terms of parameters' gradients that are summed as one, of which
         the tensor is the first (gradients.py).
     direction
@@ -31,6 +31,6 @@ class Ran:
     direction: str
 
 
-def ran_inside(node: Node, mesh: ProcessMesh, step: Step) -> Ran:
+def op_collective_event(node: Node, mesh: ProcessMesh, step: RedistributeStep) -> CollectiveEvent:
     """Return a collective that an operator ran itself."""
-    return Ran(step.kind, mesh.dim_names[step.mesh_dim], node.module, Value(node.name), "inside", "forward")
+    return CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], node.module, Value(node.name), "inside", "forward")

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, Held, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
-from ascend_parallel.sharding.redistribute.shortest_path import Step
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import run_local
-from ascend_parallel.sharding.runtime.collective_event import Ran, ran_inside
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, op_collective_event
 from ascend_parallel.sharding.runtime.eager_state import Eager
 from ascend_parallel.sharding.runtime.op_collectives import all_reducer
 from ascend_parallel.sharding.runtime.planned_dtensor import LOOKS, Activation, Local
@@ -147,10 +147,10 @@ class Following(TorchFunctionMode):
             for value, target in zip(node.inputs, plan.inputs[node.name], strict=True)
         ]
         outputs = [plan.layouts[Value(node.name, index)] for index in range(len(node.outputs))]
-        mesh, ran = plan.mesh, self._eager.ran
+        mesh, ran = plan.mesh, self._eager.collective_counts
 
-        def count(direction: str, step: Step) -> None:
-            ran[ran_inside(node, mesh, step)] += 1
+        def count(direction: str, step: RedistributeStep) -> None:
+            ran[op_collective_event(node, mesh, step)] += 1
 
         all_reduce, stream = all_reducer(mesh, plan.costs, count), f"{self._stream}/{node.name}"
         wants, place = plan.inputs[node.name], self._eager.coordinate
@@ -160,11 +160,11 @@ class Following(TorchFunctionMode):
         """Return a tensor in the layout in which a node reads it, by way of that in which all its readers find it."""
         value, plan = local.value, self._plan
         tensor, at = local.tensor, plan.layouts[value]
-        if value in plan.via:
-            if local.hub is None:
+        if value in plan.shared_layouts:
+            if local.shared is None:
                 module = plan.graph.nodes[value.node].module
-                local.hub = self._convert(tensor, value, "via", module, at, plan.via[value])
-            tensor, at = local.hub, plan.via[value]
+                local.shared = self._convert(tensor, value, "shared", module, at, plan.shared_layouts[value])
+            tensor, at = local.shared, plan.shared_layouts[value]
         return self._convert(tensor, value, node.name, node.module, at, target)
 
     def _given_local(self, value: Value) -> Local:
@@ -197,10 +197,10 @@ class Following(TorchFunctionMode):
     def _convert(
         self, local: torch.Tensor, value: Value, reader: str, module: str, source: Layout, target: Layout
     ) -> torch.Tensor:
-        mesh, ran = self._plan.mesh, self._eager.ran
+        mesh, ran = self._plan.mesh, self._eager.collective_counts
 
-        def count(direction: str, step: Step) -> None:
-            ran[Ran(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)] += 1
+        def count(direction: str, step: RedistributeStep) -> None:
+            ran[CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)] += 1
 
         return convert(local, self._plan.graph.meta(value).shape, mesh, source, target, self._plan.costs, count)
 

@@ -16,7 +16,7 @@ from ascend_parallel.sharding.graph import BUFFER, PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.reshard import layout_of
-from ascend_parallel.sharding.runtime.collective_event import Ran
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.eager_forward import Following
 from ascend_parallel.sharding.runtime.eager_state import Eager, nodes_of
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, given_tensors
@@ -74,12 +74,12 @@ def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]
             tensors.update({name: sharded(whole) for name, whole in tensors.items() if whole is not None})
 
 
-def ran_of(model: torch.nn.Module) -> Counter[Ran]:
+def collective_counts(model: torch.nn.Module) -> Counter[CollectiveEvent]:
     """Return how often each collective of an eagerly run model ran so far; to be looked at, and cleared."""
     if STATE not in vars(model):
         raise ValueError(f"{type(model).__name__} was not parallelized with static=False")
     state: Eager = vars(model)[STATE]
-    return state.ran
+    return state.collective_counts
 
 
 def _run(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ascend_parallel.sharding.graph import CONSTANT, FunctionCall, Node, Value
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.runtime.collective_event import Ran
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.tracing.function_calls import first_names
@@ -22,7 +22,7 @@ from ascend_parallel.sharding.tracing.function_calls import first_names
 class Eager:
     """What a model needs to run by a plan.
 
-    ran
+    collective_counts
         How often each collective ran so far.
     calls
         The traced forward's.
@@ -43,7 +43,7 @@ class Eager:
             raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
         self.plan, self.local_inputs, self.coordinate = plan, local_inputs, place
         self.randomness = Randomness(seed)
-        self.calls, self.ran = _calls(plan), Counter[Ran]()
+        self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
         self.by_values: dict[Any, list[int]] = defaultdict(list)
         for number, call in enumerate(self.calls):
             values = tuple(leaf for leaf in call.arguments if isinstance(leaf, Value))
@@ -55,7 +55,7 @@ class Eager:
     def __deepcopy__(self, memo: dict[int, Any]) -> Eager:
         """Return the state of a copy of the model."""
         made = copy.copy(self)
-        made.ran, made.randomness = Counter(), copy.copy(self.randomness)
+        made.collective_counts, made.randomness = Counter(), copy.copy(self.randomness)
         return made
 
     def part(self, node: Node, held: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Call, Graph, Node, Ref, Value
+from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
 from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.tracing.functionalize import FUNCTIONAL_BATCH_NORM
 
@@ -72,12 +72,12 @@ def _replaced(node: Node) -> Node:
     if node.call.target is FUNCTIONAL_BATCH_NORM:
         read = [given[one] for one in ("input", "weight", "bias", "running_mean", "running_var")]
         args = (*read, False, given["momentum"], given["eps"], True)
-        made = Call(BATCH_NORM, args, {}, node.call.inputs, node.call.outputs[:1])
+        made = OpCall(BATCH_NORM, args, {}, node.call.inputs, node.call.outputs[:1])
         return replace(node, call=made, outputs=node.outputs[:1])
     return node
 
 
-def _with(call: Call, name: str, value: Any) -> Call:
+def _with(call: OpCall, name: str, value: Any) -> OpCall:
     """Return the call with another value of an argument."""
     if name in call.kwargs:
         return replace(call, kwargs={**call.kwargs, name: value})

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import PARAMETER, Value
-from ascend_parallel.sharding.layout import COPY, REPLICATE, Layout, State, local_size
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, Placement, local_size
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 
@@ -66,13 +66,13 @@ def read_as_copies(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule, tu
 
     These are in the order in which a forward reads them first.
     """
-    layouts, via, found = dict(schedule.layouts), dict(schedule.via), {}
+    layouts, via, found = dict(schedule.layouts), dict(schedule.shared_layouts), {}
     for value, ends in _read(schedule, plan).items():
         dims: list[int] = []
         whole: list[int] = []
         for dim, size in enumerate(plan.mesh.shape):
             if size > 1 and layouts[value][dim] == REPLICATE:
-                (dims if any(end[dim] == COPY for end in ends) else whole).append(dim)
+                (dims if any(end[dim] == PARTIAL_GRAD for end in ends) else whole).append(dim)
         meta, node = plan.graph.meta(value), plan.graph.nodes[value.node]
         nbytes = local_size(meta.shape, layouts[value], plan.mesh.shape) * meta.dtype.itemsize
         if dims or whole:
@@ -80,12 +80,12 @@ def read_as_copies(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule, tu
         layouts[value] = _copied(layouts[value], dims)
         if value in via:
             via[value] = _copied(via[value], dims)
-    return replace(schedule, layouts=layouts, via=via), tuple(found.values())
+    return replace(schedule, layouts=layouts, shared_layouts=via), tuple(found.values())
 
 
 def _copied(layout: Layout, dims: Sequence[int]) -> Layout:
-    def copied(dim: int, state: State) -> State:
-        return COPY if dim in dims and state == REPLICATE else state
+    def copied(dim: int, state: Placement) -> Placement:
+        return PARTIAL_GRAD if dim in dims and state == REPLICATE else state
 
     return tuple(copied(dim, state) for dim, state in enumerate(layout))
 
@@ -96,8 +96,8 @@ def _read(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[Layout]]:
 
     def read(value: Value, layout: Layout) -> None:
         if plan.graph.nodes[value.node].kind == PARAMETER and value in plan.differentiable:
-            hub = schedule.via.get(value)
-            found.setdefault(value, []).append(layout if hub is None else _seen(hub, layout))
+            shared = schedule.shared_layouts.get(value)
+            found.setdefault(value, []).append(layout if shared is None else _seen(shared, layout))
 
     for name in (name for unit in units_of(schedule, plan) for name in unit):
         for value, layout in zip(plan.graph.nodes[name].inputs, schedule.inputs[name], strict=True):
@@ -108,9 +108,9 @@ def _read(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[Layout]]:
     return found
 
 
-def _seen(hub: Layout, layout: Layout) -> Layout:
-    """Return what a reader behind a hub makes of the parameter: a hub's copy or slice decides, else the reader."""
-    return tuple(mine if through == REPLICATE else through for through, mine in zip(hub, layout, strict=True))
+def _seen(shared: Layout, layout: Layout) -> Layout:
+    """Return the layout in which a reader sees the parameter: the shared layout's, or its own."""
+    return tuple(mine if through == REPLICATE else through for through, mine in zip(shared, layout, strict=True))
 
 
 def units_of(schedule: Schedule, plan: ShardingPlan) -> Iterator[tuple[str, ...]]:

@@ -24,7 +24,7 @@ from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import note
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, sent
-from ascend_parallel.sharding.runtime.collective_event import Ran
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.gradient_buckets import Backward, Slot, Sum, Term, give_all
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, Summed, buckets
 
@@ -38,12 +38,12 @@ class Gradients:
         mesh: ProcessMesh,
         summed: Sequence[Summed],
         bucket_bytes: int,
-        ran: Counter[Ran],
+        counts: Counter[CollectiveEvent],
     ) -> None:
         """Take the module with the parameters, those that are held whole somewhere, and the size of a bucket."""
         place = mesh.coordinate(dist.get_rank())
         assert place is not None
-        self._module, self._mesh, self._place, self._ran = module, mesh, place, ran
+        self._module, self._mesh, self._place, self._counts = module, mesh, place, counts
         self._summed, self._bucket_bytes = {one.value: one for one in summed}, bucket_bytes
         self.buckets = buckets(summed, bucket_bytes)
         self._bucket_of = {one.value: index for index, bucket in enumerate(self.buckets) for one in bucket.members}
@@ -120,7 +120,7 @@ class Gradients:
         return self._module.get_parameter(one.name)
 
     def _started(self, tensor: torch.Tensor, dim: int, value: Value) -> dist.Work:
-        self._ran[Ran(ALL_REDUCE, self._mesh.dim_names[dim], "", value, "gradients", "backward")] += 1
+        self._counts[CollectiveEvent(ALL_REDUCE, self._mesh.dim_names[dim], "", value, "gradients", "backward")] += 1
         note(ALL_REDUCE, dim, sent(ALL_REDUCE, tensor.nbytes, self._mesh.shape[dim]))
         work: dist.Work | None = dist.all_reduce(tensor, group=self._mesh.group(dim), async_op=True)
         assert work is not None, "this rank is not a member of the group"

@@ -11,19 +11,19 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.overlap.forward_wrapper import Once, at_once
+from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.shortest_path import Step
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import own_reductions, run_local
 from ascend_parallel.sharding.runtime.async_redistribute import start
-from ascend_parallel.sharding.runtime.collective_event import Ran, ran_inside
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, op_collective_event
 from ascend_parallel.sharding.runtime.gradient_reduction import Gradients
 from ascend_parallel.sharding.runtime.op_collectives import all_reducer
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
-from ascend_parallel.sharding.runtime.prefetch import Ahead, Early
+from ascend_parallel.sharding.runtime.prefetch import Prefetch, PrefetchGroup
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.recompute_autograd import Results, Tensors, fenced, recomputed
 from ascend_parallel.sharding.runtime.recompute_regions import Region
@@ -41,11 +41,11 @@ class RankModule(Protocol):
     coordinate: tuple[int, ...]
     local_inputs: bool
     randomness: Randomness
-    ran: Counter[Ran]
+    collective_counts: Counter[CollectiveEvent]
     gradients: Gradients
     last_reads: dict[str, list[Value]]
     regions: dict[str, Region]
-    starts: dict[str, list[Ahead]]
+    starts: dict[str, list[PrefetchGroup]]
 
     @property
     def graph(self) -> Graph:
@@ -79,7 +79,7 @@ class Forward:
         self._given, self._region, self._results = given, region, results
         self._graph, self._stream = graph or module.graph, stream or module.randomness.begin()
         self._values: dict[Value, torch.Tensor] = {}
-        self._hubs: dict[Value, torch.Tensor] = {}
+        self._shared: dict[Value, torch.Tensor] = {}
         self._read_before: set[Value] = set()
         self._started: dict[tuple[Value, str, Layout], Callable[[], torch.Tensor]] = {}
 
@@ -96,10 +96,10 @@ class Forward:
         count = len(region.reads)
         self._values |= dict(zip(region.reads, tensors[:count], strict=True))
         self._read_before |= set(region.reads)
-        self._hubs |= dict(zip(region.read_hubs, tensors[count:], strict=True))
+        self._shared |= dict(zip(region.read_shared, tensors[count:], strict=True))
         self._run_all((graph.nodes[name] for name in region.nodes), {})
         given = [self._values[value] for value in region.gives]
-        return (*given, *(self._hubs[value] for value in region.given_hubs))
+        return (*given, *(self._shared[value] for value in region.given_shared))
 
     def _run_all(self, nodes: Iterable[Node], regions: Mapping[str, Region]) -> None:
         """Run nodes in this order, and forget what nobody needs any more."""
@@ -116,7 +116,7 @@ class Forward:
                 done |= self._call(node)
             for value in self._module.last_reads.get(node.name, ()):
                 self._values.pop(value, None)
-                self._hubs.pop(value, None)
+                self._shared.pop(value, None)
 
     def _recomputed(self, region: Region) -> None:
         """Run a region that runs again in backward."""
@@ -125,11 +125,11 @@ class Forward:
         def body(results: Results, tensors: Tensors) -> Tensors:
             return Forward(module, {}, region, results, graph, stream).inside(tensors)
 
-        inputs = (*map(self._value, region.reads), *(self._hub(value)[0] for value in region.read_hubs))
+        inputs = (*map(self._value, region.reads), *(self._shared_value(value)[0] for value in region.read_shared))
         outputs = recomputed(body, inputs, keep_collectives=not region.again)
         count = len(region.gives)
         self._values |= dict(zip(region.gives, outputs[:count], strict=True))
-        self._hubs |= dict(zip(region.given_hubs, outputs[count:], strict=True))
+        self._shared |= dict(zip(region.given_shared, outputs[count:], strict=True))
 
     def _tensor(self, node: Node) -> torch.Tensor:
         """Return the rank's part of a given tensor."""
@@ -153,15 +153,15 @@ class Forward:
         known: _Known = {}  # nodes that run together convert what they all read once
         inputs = [self._read(one, known) for one in nodes]
         with self._gathered_again(nodes, inputs):
-            outputs = kernel.run(inputs, self._once(kernel))
+            outputs = kernel.run(inputs, self._forward_wrapper(kernel))
         for one, output in zip(nodes, outputs, strict=True):
             self._keep(one, (output,))
         return set(kernel.nodes)
 
-    def _once(self, kernel: Kernel) -> Once:
-        """Return what a kernel's forward goes through."""
+    def _forward_wrapper(self, kernel: Kernel) -> ForwardWrapper:
+        """Return the forward wrapper of a kernel in a recompute region."""
         if self._results is None or self._region is None:
-            return at_once
+            return run_directly
         names = set(kernel.nodes)
         return partial(
             self._results.kernel,
@@ -174,10 +174,10 @@ class Forward:
         assert node.call is not None
         outputs = [self._schedule.layouts[Value(node.name, index)] for index in range(len(node.outputs))]
         wants, inputs = self._schedule.inputs[node.name], self._read(node, {})
-        mesh, ran = self._plan.mesh, self._module.ran
+        mesh, counts = self._plan.mesh, self._module.collective_counts
 
-        def count(direction: str, step: Step) -> None:
-            ran[ran_inside(node, mesh, step)] += 1
+        def count(direction: str, step: RedistributeStep) -> None:
+            counts[op_collective_event(node, mesh, step)] += 1
 
         all_reduce = all_reducer(mesh, self._plan.costs, count)
         kept = self._region is not None and node.name in self._region.kept
@@ -207,11 +207,15 @@ class Forward:
 
     def _gather(self, value: Value, node: Node, target: Layout) -> Callable[[], torch.Tensor]:
         """Return what gathers a parameter in backward, as `node` has read it."""
-        plan, ran, local = self._plan, self._module.ran, self._value(value).detach()
+        plan, counts, local = self._plan, self._module.collective_counts, self._value(value).detach()
         source, version = forward(self._schedule.layouts[value]), local._version
 
-        def count(_: str, step: Step) -> None:
-            ran[Ran(step.kind, plan.mesh.dim_names[step.mesh_dim], node.module, value, node.name, "backward")] += 1
+        def count(_: str, step: RedistributeStep) -> None:
+            counts[
+                CollectiveEvent(
+                    step.kind, plan.mesh.dim_names[step.mesh_dim], node.module, value, node.name, "backward"
+                )
+            ] += 1
 
         def gather() -> torch.Tensor:
             if local._version != version:
@@ -231,22 +235,22 @@ class Forward:
         found = []
         for value, target in zip(node.inputs, self._schedule.inputs[node.name], strict=True):
             if (value, target) not in known:
-                local, at = self._hub(value)
+                local, at = self._shared_value(value)
                 known[value, target] = self._convert(local, value, node.name, node.module, at, target)
             found.append(known[value, target])
         fence = self._region is not None and self._region.fenced and node.name == self._region.last
         return fenced(found) if fence else found
 
-    def _hub(self, value: Value) -> tuple[torch.Tensor, Layout]:
+    def _shared_value(self, value: Value) -> tuple[torch.Tensor, Layout]:
         """Return a tensor in the layout in which its readers find it."""
         at = self._schedule.layouts[value]
-        if value not in self._schedule.via:
+        if value not in self._schedule.shared_layouts:
             return self._value(value), at
-        via = self._schedule.via[value]
-        if value not in self._hubs:
+        via = self._schedule.shared_layouts[value]
+        if value not in self._shared:
             module = self._plan.graph.nodes[value.node].module
-            self._hubs[value] = self._convert(self._value(value), value, "via", module, at, via)
-        return self._hubs[value], via
+            self._shared[value] = self._convert(self._value(value), value, "shared", module, at, via)
+        return self._shared[value], via
 
     def _value(self, value: Value) -> torch.Tensor:
         """Return a tensor; a parameter from its first reader on as one whose gradient is summed after backward."""
@@ -255,18 +259,20 @@ class Forward:
             self._read_before.add(value)
         return self._values[value]
 
-    def _start(self, ahead: Ahead) -> None:
+    def _start(self, ahead: PrefetchGroup) -> None:
         """Start conversions ahead of the nodes that read the tensors."""
         locals_ = [self._value(one.value) for one in ahead.conversions]
         ways = [self._ways(*pair) for pair in zip(ahead.conversions, locals_, strict=True)]
         for one, end in zip(ahead.conversions, start(locals_, ways), strict=True):
             self._started[one.value, one.reader, one.target] = end
 
-    def _ways(self, one: Early, local: torch.Tensor) -> Ways:
-        mesh, ran = self._plan.mesh, self._module.ran
+    def _ways(self, one: Prefetch, local: torch.Tensor) -> Ways:
+        mesh, counts = self._plan.mesh, self._module.collective_counts
 
-        def count(direction: str, step: Step) -> None:
-            ran[Ran(step.kind, mesh.dim_names[step.mesh_dim], one.module, one.value, one.reader, direction)] += 1
+        def count(direction: str, step: RedistributeStep) -> None:
+            counts[
+                CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], one.module, one.value, one.reader, direction)
+            ] += 1
 
         shape = self._plan.graph.meta(one.value).shape
         return ways_between(shape, local.element_size(), mesh, one.source, one.target, self._plan.costs, count)
@@ -283,13 +289,14 @@ class Forward:
         end = self._started.pop((value, reader, target), None)
         if end is not None:
             return end()
-        mesh, ran = self._plan.mesh, self._module.ran
-        sent: list[Step] = []
+        mesh, counts = self._plan.mesh, self._module.collective_counts
+        sent: list[RedistributeStep] = []
 
-        def count(direction: str, step: Step) -> None:
+        def count(direction: str, step: RedistributeStep) -> None:
             if direction == "forward":
                 sent.append(step)
-            ran[Ran(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)] += 1
+            event = CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)
+            counts[event] += 1
 
         shape = self._plan.graph.meta(value).shape
         run = partial(convert, local, shape, mesh, source, target, self._plan.costs, count)

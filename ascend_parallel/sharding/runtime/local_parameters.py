@@ -9,7 +9,7 @@ import torch
 
 from ascend_parallel.sharding.graph import Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Holding:
     shape: Shape
     layout: Layout
 
-    def piece(self, local: torch.Tensor, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Piece:
+    def piece(self, local: torch.Tensor, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> TensorShard:
         """Return what the rank at `coordinate` holds, as a box in the whole."""
         found = bounds(self.shape, self.layout, mesh_shape, coordinate)
-        return Piece(local, self.shape, tuple(start for start, _ in found))
+        return TensorShard(local, self.shape, tuple(start for start, _ in found))
 
 
 def local_slice(

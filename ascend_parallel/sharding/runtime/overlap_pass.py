@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Node, Value
-from ascend_parallel.sharding.layout import COPY, REPLICATE, SUM, Layout, State, is_even, local_shape, shard
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, Layout, Placement, is_even, local_shape, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, Kernel, Matmul, RowKernel, matmul_of
@@ -49,7 +49,7 @@ class Schedule:
 
     layouts: Mapping[Value, Layout]
     inputs: Mapping[str, tuple[Layout, ...]]
-    via: Mapping[Value, Layout]
+    shared_layouts: Mapping[Value, Layout]
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     fused: tuple[Fusion, ...] = ()
 
@@ -72,7 +72,7 @@ def fuse(plan: ShardingPlan, settings: Settings) -> Schedule:
     for mesh_dim, size in enumerate(plan.mesh.shape):
         if size > 1:
             work.columns(matmuls, mesh_dim)
-    return Schedule(work.layouts, work.inputs, work.via, work.kernels, tuple(work.fused))
+    return Schedule(work.layouts, work.inputs, work.shared_layouts, work.kernels, tuple(work.fused))
 
 
 _Column = tuple[Node, Matmul]
@@ -89,7 +89,11 @@ class _Pass:
         self._returned = {value: plan.returned_layout(value) for value in returned}
         self._order = {name: place for place, name in enumerate(plan.graph.nodes)}
         self._done: set[str] = set()
-        self.layouts, self.inputs, self.via = dict(plan.layouts), dict(plan.inputs), dict(plan.via)
+        self.layouts, self.inputs, self.shared_layouts = (
+            dict(plan.layouts),
+            dict(plan.inputs),
+            dict(plan.shared_layouts),
+        )
         self.kernels: dict[str, Kernel] = {}
         self.fused: list[Fusion] = []
 
@@ -109,10 +113,10 @@ class _Pass:
         (target,) = targets
         whole = target == REPLICATE
         self.layouts[value] = _with(layout, mesh_dim, target)
-        if value in self.via and self.via[value][mesh_dim] == SUM:
-            self.via[value] = _with(self.via[value], mesh_dim, target)
+        if value in self.shared_layouts and self.shared_layouts[value][mesh_dim] == SUM:
+            self.shared_layouts[value] = _with(self.shared_layouts[value], mesh_dim, target)
         if matmul.bias is not None:
-            self._want(node.name, matmul.bias, mesh_dim, REPLICATE if whole else COPY)
+            self._want(node.name, matmul.bias, mesh_dim, REPLICATE if whole else PARTIAL_GRAD)
         operator = "matmul_all_reduce" if whole else "matmul_reduce_scatter"
         self._keep(RowKernel, [(node, matmul)], mesh_dim, None if whole else target.dim)
         moved = "" if whole else self._moved(node.outputs[0].shape, self.layouts[value], target)
@@ -123,18 +127,18 @@ class _Pass:
         by_input: dict[Value, list[_Column]] = {}
         for node, matmul in matmuls:
             wants = self.inputs[node.name]
-            column = wants[matmul.x][mesh_dim] == COPY and wants[matmul.weight][mesh_dim] == shard(matmul.n_dim)
+            column = wants[matmul.x][mesh_dim] == PARTIAL_GRAD and wants[matmul.weight][mesh_dim] == shard(matmul.n_dim)
             if column and node.name not in self._done:
                 by_input.setdefault(node.inputs[matmul.x], []).append((node, matmul))
         for value, found in by_input.items():
             self._columns_of(value, found, mesh_dim)
 
     def _columns_of(self, value: Value, found: list[_Column], mesh_dim: int) -> None:
-        hub = self.via.get(value)
-        converted_once = hub is not None and hub[mesh_dim] == COPY
-        source = self.layouts[value] if converted_once or hub is None else hub
+        shared = self.shared_layouts.get(value)
+        converted_once = shared is not None and shared[mesh_dim] == PARTIAL_GRAD
+        source = self.layouts[value] if converted_once or shared is None else shared
         state = source[mesh_dim]
-        if state == COPY or (state.kind != "shard" and value not in self._differentiable):
+        if state == PARTIAL_GRAD or (state.kind != "shard" and value not in self._differentiable):
             return  # nothing is sent for it
         groups, new = self._alike(found), state if state.kind == "shard" else REPLICATE
         names = {node.name for node, _ in found}
@@ -146,10 +150,10 @@ class _Pass:
             return
         fused = [self._group(group, mesh_dim, state) for group in groups]
         if converted_once and all(fused):
-            assert hub is not None
-            self.via[value] = _with(hub, mesh_dim, new)
+            assert shared is not None
+            self.shared_layouts[value] = _with(shared, mesh_dim, new)
 
-    def _group(self, group: list[_Column], mesh_dim: int, state: State) -> bool:
+    def _group(self, group: list[_Column], mesh_dim: int, state: Placement) -> bool:
         """Run columns that differ in their weights only as one; tell whether that can be."""
         node, matmul = group[0]
         reason = self._column_obstacle(node, matmul, mesh_dim, state)
@@ -183,17 +187,17 @@ class _Pass:
             groups.setdefault((key, node.name) if late else key, []).append((node, matmul))
         return list(groups.values())
 
-    def _targets(self, value: Value, mesh_dim: int) -> set[State]:
+    def _targets(self, value: Value, mesh_dim: int) -> set[Placement]:
         """Return to what a tensor is converted on `mesh_dim`; a copy is made of the whole without a collective."""
-        hub = self.via.get(value)
-        if hub is not None and hub[mesh_dim] != SUM:
-            found = {hub[mesh_dim]}
+        shared = self.shared_layouts.get(value)
+        if shared is not None and shared[mesh_dim] != SUM:
+            found = {shared[mesh_dim]}
         else:
             found = {self.inputs[name][index][mesh_dim] for name, index in self._readers[value]}
         found |= {self._returned[value][mesh_dim]} if value in self._returned else set()
-        return {REPLICATE if state == COPY else state for state in found}
+        return {REPLICATE if state == PARTIAL_GRAD else state for state in found}
 
-    def _row_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, targets: set[State]) -> str:
+    def _row_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, targets: set[Placement]) -> str:
         value = Value(node.name)
         if len(targets) > 1:
             return f"its partial sums are read as {' and '.join(sorted(map(str, targets)))}"
@@ -207,7 +211,7 @@ class _Pass:
             return f"its partial sums become {target}"
         return self._rows_obstacle(node.outputs[0].shape, layout, mesh_dim)
 
-    def _column_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, state: State) -> str:
+    def _column_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, state: Placement) -> str:
         if matmul.bias is not None and SUM in self.layouts[Value(node.name)]:
             return "it has a bias, and partial sums on another mesh dimension"
         if state.kind != "shard":
@@ -228,13 +232,13 @@ class _Pass:
             return f"the ranks along {self._mesh.dim_names[mesh_dim]} do not ascend"
         return ""
 
-    def _moved(self, shape: tuple[int, ...], layout: Layout, rows: State) -> str:
+    def _moved(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
         """Say that the rows have to be brought to the first dimension, where that is a copy."""
         mesh_shape = tuple(self._mesh.shape)
         before = local_shape(shape, layout, mesh_shape, [0] * len(mesh_shape))[: rows.dim]
         return f", transposed for {rows}" if any(size != 1 for size in before) else ""
 
-    def _want(self, name: str, index: int, mesh_dim: int, state: State) -> None:
+    def _want(self, name: str, index: int, mesh_dim: int, state: Placement) -> None:
         wants = list(self.inputs[name])
         wants[index] = _with(wants[index], mesh_dim, state)
         self.inputs[name] = tuple(wants)
@@ -251,7 +255,7 @@ class _Pass:
         self.fused += [Fusion(node.name, "", reason) for node, _ in group]
 
 
-def _with(layout: Layout, mesh_dim: int, state: State) -> Layout:
+def _with(layout: Layout, mesh_dim: int, state: Placement) -> Layout:
     return (*layout[:mesh_dim], state, *layout[mesh_dim + 1 :])
 
 

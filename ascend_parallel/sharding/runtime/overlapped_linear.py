@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from ascend_parallel.overlap.forward_wrapper import Once, at_once
+from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import Call, Ref
+from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.runtime.regather import note_joined
 
@@ -42,7 +42,7 @@ class Matmul:
         return 1 - self.n_dim
 
 
-def matmul_of(call: Call) -> Matmul | None:
+def matmul_of(call: OpCall) -> Matmul | None:
     """Tell how a call is ``[..., K]`` times a weight of two dimensions, or None if it is not."""
     if call.kwargs or not all(argument is None or isinstance(argument, Ref) for argument in call.args):
         return None
@@ -74,7 +74,7 @@ class Kernel(Protocol):
     def communicates(self) -> bool:
         """Whether its forward does; the backward always."""
 
-    def run(self, inputs: Sequence[Tensors], once: Once = at_once) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return the output of each node for the inputs of each; `once` as for `column_linear`."""
 
 
@@ -115,7 +115,7 @@ class ColumnKernel(_Overlapped):
         """Only if rows are gathered."""
         return self.row_dim is not None
 
-    def run(self, inputs: Sequence[Tensors], once: Once = at_once) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``[..., N / R]`` of each node."""
         weights = [_weight(matmul, one) for matmul, one in zip(self.matmuls, inputs, strict=True)]
         biases = [one[matmul.bias] for matmul, one in zip(self.matmuls, inputs, strict=True) if matmul.bias is not None]
@@ -126,7 +126,7 @@ class ColumnKernel(_Overlapped):
             group=self.mesh.group(self.mesh_dim),
             settings=self.settings,
             sequence_parallel=self.row_dim is not None,
-            once=once,
+            forward_wrapper=forward_wrapper,
         )
         y = self._back(y)
         return list(torch.split_with_sizes(y, [len(weight) for weight in weights], dim=-1))
@@ -140,7 +140,7 @@ class RowKernel(_Overlapped):
         """Always."""
         return True
 
-    def run(self, inputs: Sequence[Tensors], once: Once = at_once) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``[..., N]`` of the node, bias added."""
         (given,), (matmul,) = inputs, self.matmuls
         y = row_linear(
@@ -149,7 +149,7 @@ class RowKernel(_Overlapped):
             group=self.mesh.group(self.mesh_dim),
             settings=self.settings,
             sequence_parallel=self.row_dim is not None,
-            once=once,
+            forward_wrapper=forward_wrapper,
         )
         y = self._back(y)
         return [y if matmul.bias is None else y + given[matmul.bias]]

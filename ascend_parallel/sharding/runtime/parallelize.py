@@ -49,7 +49,7 @@ def parallelize(
         buffers become DTensors (make the optimizer afterwards). With `static` it stays as it was.
     static
         False: the model's own Python runs, hooks and prints and all, its calls on DTensors as the plan says; the
-        collectives are the plan's (`ran_of` counts them). True: the traced graph runs, as a `ShardedModule`.
+        collectives are the plan's (`collective_counts` counts them). True: the traced graph runs, as a `ShardedModule`.
     overlap
         Of the graph only: run matmuls next to a collective by the overlapped operators where that can be
         (`ShardedModule.fused`). By default it does.
@@ -59,7 +59,7 @@ def parallelize(
         Every rank gives its part of the inputs, laid out as the plan says, and not the whole of them.
     recompute
         Of the graph only: what is computed again in backward, by default what modules are marked with
-        (`ascend_parallel.training.recompute`). Eagerly marked modules compute again by themselves.
+        (`ascend_parallel.training.recompute`). EagerRunner marked modules compute again by themselves.
     bucket_bytes
         Of the graph only: gradients are summed in buckets of as many bytes (25 MB) under backward, and collectives
         start ahead of what reads them, small ones together; 0: each runs where it stands. A parameter's hooks need 0.

@@ -43,13 +43,13 @@ class Run(Protocol):
 class Local:
     """A rank's part of a tensor of a run, connected to autograd.
 
-    hub
-        The same in the layout of `ShardingPlan.via`, once somebody has read it.
+    shared
+        The same in the layout of `ShardingPlan.shared_layouts`, once somebody has read it.
     """
 
     value: Value
     tensor: torch.Tensor
-    hub: torch.Tensor | None = None
+    shared: torch.Tensor | None = None
 
 
 class Activation(DTensor):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.layout import Layout, local_size
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.shortest_path import Step
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.runtime.gradient_plan import FIRST_BYTES, units_of
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.redistribute_autograd import ways_between
@@ -24,8 +24,8 @@ LOOK_AHEAD = 16
 
 
 @dataclass(frozen=True)
-class Early:
-    """A conversion of a tensor for a node, or "via" for all of its readers."""
+class Prefetch:
+    """A conversion of a tensor for a node, or "shared" for all of its readers."""
 
     value: Value
     reader: str
@@ -35,7 +35,7 @@ class Early:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class PrefetchGroup:
     """Conversions whose collectives start as one before a node runs.
 
     nbytes
@@ -45,7 +45,7 @@ class Ahead:
     before: str
     kind: str
     mesh_dim: int
-    conversions: tuple[Early, ...]
+    conversions: tuple[Prefetch, ...]
     nbytes: int
 
 
@@ -57,8 +57,8 @@ class _Found:
         Whether no operator makes it.
     """
 
-    early: Early
-    step: Step
+    early: Prefetch
+    step: RedistributeStep
     given: bool
     ready: int
     needed: int
@@ -68,7 +68,7 @@ class _Found:
 
 def start_ahead(
     schedule: Schedule, plan: ShardingPlan, recomputed: Set[str], bucket_bytes: int
-) -> dict[str, list[Ahead]]:
+) -> dict[str, list[PrefetchGroup]]:
     """Return what starts ahead, by the node before which it starts.
 
     recomputed
@@ -79,14 +79,16 @@ def start_ahead(
     units, ready = _units(schedule, plan)
     outside = [place for place, unit in enumerate(units) if not recomputed & set(unit)]
     found = list(_found(schedule, plan, units, ready, set(outside)))
-    started: dict[str, list[Ahead]] = {}
+    started: dict[str, list[PrefetchGroup]] = {}
     for start, group in (*_of_given(found, bucket_bytes), *_of_operators(found)):
         first = group[0]
         at = next(place for place in outside if place >= max(start, *(one.ready for one in group)))
         if at < first.needed or len(group) > 1:
             early = tuple(one.early for one in group)
             node, nbytes = units[at][0], sum(one.nbytes for one in group)
-            started.setdefault(node, []).append(Ahead(node, first.step.kind, first.step.mesh_dim, early, nbytes))
+            started.setdefault(node, []).append(
+                PrefetchGroup(node, first.step.kind, first.step.mesh_dim, early, nbytes)
+            )
     return started
 
 
@@ -113,17 +115,21 @@ def _found(
     for place, unit in enumerate(units):
         for node in (plan.graph.nodes[name] for name in unit):
             for value, target in zip(node.inputs, schedule.inputs[node.name], strict=True):
-                maker, hub, at = plan.graph.nodes[value.node], schedule.via.get(value), schedule.layouts[value]
-                early = Early(value, node.name, node.module, at, target)
-                if hub is not None:
-                    early = Early(value, "via", maker.module, at, hub)
-                key = (value, target, place) if hub is None else value
+                maker, shared, at = (
+                    plan.graph.nodes[value.node],
+                    schedule.shared_layouts.get(value),
+                    schedule.layouts[value],
+                )
+                early = Prefetch(value, node.name, node.module, at, target)
+                if shared is not None:
+                    early = Prefetch(value, "shared", maker.module, at, shared)
+                key = (value, target, place) if shared is None else value
                 if key not in seen and place in outside:
                     yield from _communicating(plan, early, ready[value.node], place)
                 seen.add(key)
 
 
-def _communicating(plan: ShardingPlan, early: Early, ready: int, needed: int) -> Iterator[_Found]:
+def _communicating(plan: ShardingPlan, early: Prefetch, ready: int, needed: int) -> Iterator[_Found]:
     meta = plan.graph.meta(early.value)
     if early.source == early.target:
         return

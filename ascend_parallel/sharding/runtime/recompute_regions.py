@@ -35,9 +35,9 @@ class Region:
         The marked module; "" for single operators.
     nodes
         In the order of the graph.
-    reads, read_hubs
+    reads, read_shared
         Tensors from outside, as they are produced, and in their `via` layout: what is kept.
-    gives, given_hubs
+    gives, given_shared
         Tensors that are needed after the region.
     kept
         Nodes whose results are kept: exceptions, and kernels and conversions where collectives are.
@@ -55,9 +55,9 @@ class Region:
     module: str
     nodes: tuple[str, ...]
     reads: tuple[Value, ...]
-    read_hubs: tuple[Value, ...]
+    read_shared: tuple[Value, ...]
     gives: tuple[Value, ...]
-    given_hubs: tuple[Value, ...]
+    given_shared: tuple[Value, ...]
     kept: Set[str]
     read_again: Set[str]
     last: str
@@ -156,26 +156,28 @@ class _Regions:
         return differentiable and any(operator_name(node) not in NOTHING_SAVED.split() for node in nodes)
 
     def _region(self, owner: str | None, span: Sequence[int]) -> Region:
-        graph, via = self._graph, self._schedule.via
+        graph, via = self._graph, self._schedule.shared_layouts
         inside = {name for place in span for name in self._units[place]}
         nodes = [node for node in graph.nodes.values() if node.name in inside]
         last, needed = self._units[span[-1]], graph.kept
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value.node not in inside)
         readers = {value: {name for name, _ in self._readers[value]} for node in nodes for value in _outputs(node)}
-        read_hubs = [
+        read_shared = [
             value for value in read if value in via and any(name not in inside for name, _ in self._readers[value])
         ]
         # A tensor with a layout for all its readers is converted inside if one of them is.
-        hubs = [value for value, names in readers.items() if value in via and names & inside]
+        shared_values = [value for value, names in readers.items() if value in via and names & inside]
         return Region(
             module=owner or "",
             nodes=tuple(node.name for node in nodes),
-            reads=tuple(value for value in read if value not in read_hubs),
-            read_hubs=tuple(read_hubs),
+            reads=tuple(value for value in read if value not in read_shared),
+            read_shared=tuple(read_shared),
             gives=tuple(
-                value for value, names in readers.items() if value in needed or (names - inside and value not in hubs)
+                value
+                for value, names in readers.items()
+                if value in needed or (names - inside and value not in shared_values)
             ),
-            given_hubs=tuple(value for value in hubs if readers[value] - inside),
+            given_shared=tuple(value for value in shared_values if readers[value] - inside),
             kept=self._kept(nodes, owner) - set(last),
             read_again={value.node for value, names in readers.items() if names & inside},
             last=last[0],

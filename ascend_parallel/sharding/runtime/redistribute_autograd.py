@@ -36,9 +36,9 @@ from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, Shape, backwar
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.redistribute_local import Moving, finish, moving
-from ascend_parallel.sharding.redistribute.shortest_path import Redistribution, Step, plan_redistribution
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
-Observer = Callable[[str, Step], None]
+Observer = Callable[[str, RedistributeStep], None]
 """Called with "forward" or "backward" and each step that communicates, when it starts."""
 
 

@@ -12,30 +12,30 @@ import torch.distributed as dist
 
 from ascend_parallel.current import current_settings
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Call, Graph, Node, Value
+from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules.axes import arguments
-from ascend_parallel.sharding.runtime.collective_event import Ran
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket, Summed, read_as_copies
 from ascend_parallel.sharding.runtime.gradient_reduction import Gradients
 from ascend_parallel.sharding.runtime.graph_forward import Forward
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, given_tensors
 from ascend_parallel.sharding.runtime.local_parameters import check_model, hold, local_slice
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
-from ascend_parallel.sharding.runtime.prefetch import Ahead, start_ahead
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, start_ahead
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.recompute_regions import regions
 from ascend_parallel.sharding.runtime.redistribute_autograd import convert
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 
 # Operators that work otherwise in training.
 OF_MODES = ("dropout", "batch_norm", "instance_norm", "rrelu")
 
 
-def is_modal(call: Call) -> bool:
+def is_modal(call: OpCall) -> bool:
     """Tell whether a call works otherwise in training: it is of such an operator, or attention with dropout."""
     return any(word in call.name for word in OF_MODES) or bool(arguments(call).get("dropout_p"))
 
@@ -50,7 +50,7 @@ class ShardedModule(torch.nn.Module):
     evaluation
         What eval() runs of a plan traced in training mode (`in_evaluation` of its graph); None: it refuses where an
         operator works otherwise in evaluation.
-    ran
+    collective_counts
         How often each collective ran so far; to be looked at, and cleared.
     randomness
         What seeds dropout and other random operators (`manual_seed`).
@@ -105,16 +105,16 @@ class ShardedModule(torch.nn.Module):
         place = plan.mesh.coordinate(rank)
         if place is None:
             raise ValueError(f"rank {rank} is not in {plan.mesh}, so it has no part of the model")
-        self.plan, self.ran, self.training = plan, Counter[Ran](), plan.graph.training
+        self.plan, self.collective_counts, self.training = plan, Counter[CollectiveEvent](), plan.graph.training
         self.evaluation: Graph | None = None
         self.coordinate, self.local_inputs = place, local_inputs
-        self.schedule = Schedule(plan.layouts, plan.inputs, plan.via)
+        self.schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
         if overlap:
             self.schedule = fuse(plan, settings)
         summed: tuple[Summed, ...] = ()
         if bucket_bytes:
             self.schedule, summed = read_as_copies(self.schedule, plan)
-        self.gradients = Gradients(self, plan.mesh, summed, bucket_bytes, self.ran)
+        self.gradients = Gradients(self, plan.mesh, summed, bucket_bytes, self.collective_counts)
         returned = plan.graph.kept
         # Of a tied tensor's names torch.export has one read, and lists the others beside it.
         read = {value.node for value, readers in plan.graph.readers().items() if readers or value in returned}
@@ -142,7 +142,7 @@ class ShardedModule(torch.nn.Module):
         return self.schedule.fused
 
     @property
-    def ahead(self) -> tuple[Ahead, ...]:
+    def ahead(self) -> tuple[PrefetchGroup, ...]:
         """The collectives of forward that start ahead of what reads them, and for which tensors together."""
         return tuple(one for starts in self.starts.values() for one in starts)
 
@@ -190,7 +190,7 @@ class ShardedModule(torch.nn.Module):
         """Sum what `no_sync` held back over these mesh dimensions, or over all. Every rank has to call it alike."""
         self.gradients.reduce(mesh_dims)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return what this rank holds of each parameter and persistent buffer, by its name in the model."""
         state = self.state_dict(keep_vars=True)
         mesh_shape, place = self.plan.mesh.shape, self.coordinate

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, Held, Unused, Value
+from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, Held, UntracedTensor, Value
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> t
     def told(leaf: Any) -> Any:
         if isinstance(leaf, _Input):
             return inputs[leaf.place]
-        return values.get(leaf.node, Unused(leaf.node)) if isinstance(leaf, _Made) else leaf
+        return values.get(leaf.node, UntracedTensor(leaf.node)) if isinstance(leaf, _Made) else leaf
 
     found: list[FunctionCall] = []
     rest = [node for node in graph.nodes.values() if node.kind == CALL]

@@ -23,9 +23,9 @@ from ascend_parallel.sharding.graph import (
     CONSTANT,
     INPUT,
     PARAMETER,
-    Call,
     Graph,
     Node,
+    OpCall,
     Ref,
     TensorMeta,
     Value,
@@ -177,7 +177,7 @@ class _Builder:
         if not outputs:
             raise TraceError(f"{_module(node) or 'the model'} runs {node.target}, which gives no tensor")
         metas = tuple(self._nodes[one.node].outputs[one.index] for one in inputs)
-        call = Call(form.target, args, kwargs, metas, outputs)
+        call = OpCall(form.target, args, kwargs, metas, outputs)
         self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node), mark=mark_of(node))
         several = isinstance(node.meta.get("val"), (list, tuple))
         self.values[node.name] = _places(node.name, value) if several else Value(node.name)

@@ -10,7 +10,7 @@ from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.visualize.explain import size_of, summary, text
 from ascend_parallel.sharding.visualize.graph_drawing import Drawing, Place, Point, draw
-from ascend_parallel.sharding.visualize.picture import COLLECTIVE, FOLDED, Box, Picture, layout_text, moves, picture
+from ascend_parallel.sharding.visualize.picture import COLLECTIVE, FOLDED, NodeBox, Picture, layout_text, moves, picture
 from ascend_parallel.sharding.visualize.repeated_layers import repeated
 
 # Paul Tol's light colours, made to be told apart by the colour-blind behind black text; the first is for whole tensors.
@@ -99,7 +99,7 @@ def _heads() -> str:
     return f"<defs>{thin}{thick}</defs>"
 
 
-def _size(box: Box) -> Point:
+def _size(box: NodeBox) -> Point:
     return CHARACTER * 1.12 * max(len(_cut(line)) for line in box.lines) + 14, LINE * len(box.lines) + 8
 
 
@@ -108,7 +108,7 @@ def _cut(line: str) -> str:
     return line if len(line) <= LONGEST else f"…{line[1 - LONGEST :]}"
 
 
-def _box(box: Box, place: Place, colours: Mapping[str, str]) -> str:
+def _box(box: NodeBox, place: Place, colours: Mapping[str, str]) -> str:
     middle, first = place.x + place.width / 2, place.y + 15
     round_ends = ' rx="9"' if box.kind in (COLLECTIVE, FOLDED) else ""
     lines = "".join(

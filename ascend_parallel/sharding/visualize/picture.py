@@ -24,7 +24,7 @@ END = "returned to the user"
 
 
 @dataclass
-class Box:
+class NodeBox:
     """Lines of text, and what is said when it is pointed at.
 
     layout
@@ -42,7 +42,7 @@ class Box:
 class Picture:
     """Boxes by name, and arrows from one to another with what is said of them."""
 
-    boxes: dict[str, Box] = field(default_factory=dict)
+    boxes: dict[str, NodeBox] = field(default_factory=dict)
     arrows: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def is_thick(self, arrow: tuple[str, str]) -> bool:
@@ -91,7 +91,7 @@ class _Painter:
             if title not in self._picture.boxes:
                 fold = self._folds.get(title)
                 self._picture.boxes[title] = self._box(self._plan.graph.nodes[name]) if fold is None else _box_of(fold)
-        self._picture.boxes[END] = Box(RETURNED, ["returned"], "what the model returns, whole on every rank")
+        self._picture.boxes[END] = NodeBox(RETURNED, ["returned"], "what the model returns, whole on every rank")
         for value, readers in self._plan.graph.readers().items():
             kind = self._plan.graph.nodes[value.node].kind
             if kind == PARAMETER:
@@ -100,17 +100,17 @@ class _Painter:
                 self._add_arrows(value, [(name, self._plan.inputs[name][index]) for name, index in readers])
         return self._picture
 
-    def _box(self, node: Node) -> Box:
+    def _box(self, node: Node) -> NodeBox:
         plan = self._plan
         gives = " | ".join(dict.fromkeys(layout_text(plan, plan.layouts[value]) for value in _outputs(node)))
         shapes = ", ".join(f"{list(meta.shape)} {str(meta.dtype).removeprefix('torch.')}" for meta in node.outputs)
         if node.kind != CALL:
-            return Box(GIVEN, [f"input {node.source}", gives], shapes, gives)
+            return NodeBox(GIVEN, [f"input {node.source}", gives], shapes, gives)
         title = f"{node.module} {operator_name(node)}".strip()
         reads = [f"reads {layout_text(plan, one)}" for one in plan.inputs[node.name]]
         itself = [f"itself: {step.text(plan.mesh.dim_names[step.mesh_dim])}" for step in plan.inside.get(node.name, ())]
         hint = "\n".join([title, *reads, f"gives {gives}", shapes, plan.why(node), *itself])
-        return Box(OPERATOR, [title, gives], hint, gives, node.name in plan.configured)
+        return NodeBox(OPERATOR, [title, gives], hint, gives, node.name in plan.configured)
 
     def _add_weight(self, value: Value, readers: Sequence[str]) -> None:
         """Write a weight, its layout and its collectives into the boxes of its readers."""
@@ -130,8 +130,8 @@ class _Painter:
         plan, start = self._plan, self._shown[value.node]
         source, at = start, plan.layouts[value]
         ends = dict.fromkeys((self._shown[name], layout) for name, layout in readers if self._shown[name] != start)
-        if value in plan.via and ends:
-            source, at = self._through(value, source, at, plan.via[value]), plan.via[value]
+        if value in plan.shared_layouts and ends:
+            source, at = self._through(value, source, at, plan.shared_layouts[value]), plan.shared_layouts[value]
         for end, layout in ends:
             self._picture.arrows[self._through(value, source, at, layout), end] = self._said(value, at, layout)
         if value in self._returned:
@@ -149,7 +149,7 @@ class _Painter:
         names = plan.mesh.dim_names
         hint = [f"{layout_text(plan, before)} to {layout_text(plan, after)}", f"forward: {one.ahead.text(names)}"]
         hint += [f"backward: {one.back.text(names)}"] if one.back is not None else []
-        self._picture.boxes[title] = Box(COLLECTIVE, both_ways(one, plan), "\n".join(hint))
+        self._picture.boxes[title] = NodeBox(COLLECTIVE, both_ways(one, plan), "\n".join(hint))
         self._picture.arrows[source, title] = self._said(value, before, before)
         return title
 
@@ -159,11 +159,11 @@ class _Painter:
         return f"{value.node} {list(meta.shape)}: {layout_text(plan, before)}{change}"
 
 
-def _box_of(fold: Fold) -> Box:
+def _box_of(fold: Fold) -> NodeBox:
     where = fold.layers[0] if len(fold.layers) == 1 else f"{fold.layers[0]} to {fold.layers[-1]}"
     alike = "laid out as it is" if not fold.others else f"{fold.others} of them laid out otherwise"
     lines = [f"{where}: {len(fold.layers)} more like {fold.like}", alike, *fold.collectives]
-    return Box(FOLDED, lines, "left out of the picture; the table below has their collectives")
+    return NodeBox(FOLDED, lines, "left out of the picture; the table below has their collectives")
 
 
 def _outputs(node: Node) -> Iterator[Value]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences
 from ascend_parallel.training.checkpoint.folder import whole_file
 from ascend_parallel.training.checkpoint.reader import Saved
@@ -127,8 +127,8 @@ def compare(
             yield f"values[{key!r}]", f"{first.values.get(key)!r} and {second.values.get(key)!r}"
 
 
-def _whole(tensor: torch.Tensor) -> Piece:
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+def _whole(tensor: torch.Tensor) -> TensorShard:
+    return TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def _how_far(one: torch.Tensor, other: torch.Tensor) -> str:

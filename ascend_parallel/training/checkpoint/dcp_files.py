@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, saved_kinds
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import METADATA
@@ -62,7 +62,7 @@ def read_whole(checkpoint: Path, metadata: Metadata, name: str) -> torch.Tensor:
     """Return a whole tensor."""
     shape, dtype = saved_kinds(metadata)[name]
     whole = torch.empty(shape, dtype=dtype)
-    _read(checkpoint, metadata, LoadPieces({name: Piece(whole, shape, (0,) * len(shape))}))
+    _read(checkpoint, metadata, LoadPieces({name: TensorShard(whole, shape, (0,) * len(shape))}))
     return whole
 
 

@@ -31,14 +31,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences, refuse
 
 
 class SavePieces(DefaultSavePlanner):
     """Writes pieces and bytes; a box that several ranks hold is written by one of them, the work spread."""
 
-    def __init__(self, pieces: Mapping[str, Piece], blobs: Mapping[str, bytes]) -> None:
+    def __init__(self, pieces: Mapping[str, TensorShard], blobs: Mapping[str, bytes]) -> None:
         """Take this rank's pieces and what else it writes; names that several ranks have are written once."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
@@ -80,14 +80,17 @@ class LoadPieces(DefaultLoadPlanner):
     """Fills pieces in place, whatever the boxes of the checkpoint; and reads bytes."""
 
     def __init__(
-        self, pieces: Mapping[str, Piece | Sequence[Piece]], blobs: Sequence[str] = (), whole: Sequence[str] = ()
+        self,
+        pieces: Mapping[str, TensorShard | Sequence[TensorShard]],
+        blobs: Sequence[str] = (),
+        whole: Sequence[str] = (),
     ) -> None:
         """Take what to fill, names of bytes to read, and the beginnings of names that ranks have to ask for in full.
 
         A name may have several pieces, of different places in the whole.
         """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = {name: [held] if isinstance(held, Piece) else list(held) for name, held in pieces.items()}
+        self._pieces = {name: [held] if isinstance(held, TensorShard) else list(held) for name, held in pieces.items()}
         self._names = list(blobs)
         self._whole = tuple(whole)
         self.blobs: dict[str, bytes] = {}
@@ -106,7 +109,7 @@ class LoadPieces(DefaultLoadPlanner):
             items.append(ReadItem(LoadItemType.BYTE_IO, at, torch.Size([0]), at, torch.Size([0]), torch.Size([0])))
         return LoadPlan(items, planner_data=(list(asked), saved, self._whole))
 
-    def _read(self, name: str, held: Sequence[Piece]) -> list[ReadItem]:
+    def _read(self, name: str, held: Sequence[TensorShard]) -> list[ReadItem]:
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata[name]
         assert isinstance(saved, TensorStorageMetadata)
@@ -136,7 +139,7 @@ class LoadPieces(DefaultLoadPlanner):
         return self._pieces[index.fqn][index.index].local.detach()
 
 
-def kinds(pieces: Mapping[str, Piece]) -> dict[str, Kind]:
+def kinds(pieces: Mapping[str, TensorShard]) -> dict[str, Kind]:
     """Return each whole tensor's shape and dtype; raise `CheckpointError` for boxes outside of their tensors."""
     for name, piece in pieces.items():
         ends = [start + size for start, size in zip(piece.offsets, piece.local.shape, strict=False)]
@@ -159,22 +162,22 @@ def saved_kinds(metadata: Metadata) -> dict[str, Kind]:
     }
 
 
-def _kind(piece: Piece) -> Kind:
+def _kind(piece: TensorShard) -> Kind:
     return tuple(piece.shape), piece.local.dtype
 
 
-def _has_bytes(piece: Piece) -> bool:
+def _has_bytes(piece: TensorShard) -> bool:
     # A tensor without elements is written, as itself; an empty piece of another is not.
     return piece.local.numel() > 0 or prod(piece.shape) == 0
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
+def _chunk(piece: TensorShard) -> ChunkStorageMetadata:
     if prod(piece.shape) == 0:
         return ChunkStorageMetadata(torch.Size([0] * len(piece.shape)), torch.Size(piece.shape))
     return ChunkStorageMetadata(torch.Size(piece.offsets), piece.local.shape)
 
 
-def _written(name: str, piece: Piece) -> WriteItem:
+def _written(name: str, piece: TensorShard) -> WriteItem:
     chunk = _chunk(piece)
     properties = TensorProperties(dtype=piece.local.dtype)
     data = TensorWriteData(chunk, properties, torch.Size(piece.shape))
@@ -194,6 +197,6 @@ def _unlike_boxes(plans: Sequence[SavePlan]) -> list[str]:
     return found
 
 
-def _box(piece: Piece) -> str:
+def _box(piece: TensorShard) -> str:
     spans = zip(piece.offsets, piece.local.shape, strict=False)
     return "[" + ", ".join(f"{start}:{start + size}" for start, size in spans) + "]"

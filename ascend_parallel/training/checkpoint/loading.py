@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_files import Reader, read_metadata, read_values
 from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, kinds
 from ascend_parallel.training.checkpoint.differences import in_words
@@ -42,8 +42,8 @@ class Loaded:
 def load(
     path: str | Path,
     *,
-    model: Mapping[str, Piece],
-    optimizer: Mapping[str, Piece] | None = None,
+    model: Mapping[str, TensorShard],
+    optimizer: Mapping[str, TensorShard] | None = None,
     step: int | None = None,
     random: bool = True,
 ) -> Loaded:

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
-def pieces_of(module: torch.nn.Module) -> dict[str, Piece]:
+def pieces_of(module: torch.nn.Module) -> dict[str, TensorShard]:
     """Return this rank's piece of every parameter and persistent buffer, by name; sharing memory with them.
 
     A plain tensor is held whole; a DTensor whose mesh this rank is not in is left out. Raises `ValueError` for state
@@ -31,7 +31,7 @@ def pieces_of(module: torch.nn.Module) -> dict[str, Piece]:
     return found
 
 
-def pieces_of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
+def pieces_of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorShard]:
     """Return this rank's piece of every tensor of the state, named ``<parameter>.<key>``; sharing memory with them.
 
     An optimizer that has made no step yet is given its state first, with a step of learning rate 0. Learning rates and
@@ -48,16 +48,16 @@ def pieces_of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimize
     return found
 
 
-def piece_of(name: str, tensor: torch.Tensor) -> Piece:
+def piece_of(name: str, tensor: torch.Tensor) -> TensorShard:
     """Return this rank's piece of a tensor; `name` is for the `ValueError` if its part is no box of the whole."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+        return TensorShard(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     local = tensor.to_local().detach()
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if not _is_box(tensor) or tuple(shape) != tuple(local.shape):
         shown = ", ".join(map(str, tensor.placements))
         raise ValueError(f"{name} is placed as {shown}: Shard and Replicate are boxes; redistribute it first")
-    return Piece(local, tuple(tensor.shape), tuple(map(int, offsets)))
+    return TensorShard(local, tuple(tensor.shape), tuple(map(int, offsets)))
 
 
 def _is_here(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_planner import kinds
 from ascend_parallel.training.checkpoint.differences import (
     MOST_SHOWN,
@@ -151,7 +151,7 @@ def read_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
     return {name: file.view(name).clone() for name in file.kinds}
 
 
-def load_safetensors(path: str | Path, model: Mapping[str, Piece]) -> None:
+def load_safetensors(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     """Fill the pieces of a model in place from a file of the full model; every rank of the default group calls it.
 
     Names, shapes and dtypes have to be those of the file, except that a rank may hold a part of the names. Raises

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_planner import SavePieces, kinds
 from ascend_parallel.training.checkpoint.differences import in_words
 from ascend_parallel.training.checkpoint.folder import new_token, step_folder
@@ -79,8 +79,8 @@ def save(
     path: str | Path,
     *,
     step: int,
-    model: Mapping[str, Piece],
-    optimizer: Mapping[str, Piece] | None = None,
+    model: Mapping[str, TensorShard],
+    optimizer: Mapping[str, TensorShard] | None = None,
     values: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
     keep: int | None = None,
@@ -107,7 +107,7 @@ def save(
     """
     fault = fault_of_last()
     group = everybody()
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
     blobs: dict[str, bytes] = {}
     digests: dict[str, str] = {}
     try:
@@ -144,7 +144,7 @@ def fault_of_last() -> str:
 
 
 def _write(
-    group: dist.ProcessGroup | None, pieces: Mapping[str, Piece], blobs: Mapping[str, bytes], writer: StepWriter
+    group: dist.ProcessGroup | None, pieces: Mapping[str, TensorShard], blobs: Mapping[str, bytes], writer: StepWriter
 ) -> None:
     try:
         with told_alike(group):
@@ -155,7 +155,7 @@ def _write(
         writer.release()
 
 
-def named(model: Mapping[str, Piece], optimizer: Mapping[str, Piece] | None) -> dict[str, Piece]:
+def named(model: Mapping[str, TensorShard], optimizer: Mapping[str, TensorShard] | None) -> dict[str, TensorShard]:
     """Return both by the names that they have in a checkpoint."""
     found = {f"model.{name}": piece for name, piece in model.items()}
     return found | {f"optimizer.{name}": piece for name, piece in (optimizer or {}).items()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ascend_parallel.sharding.graph import Call, Graph, Node, Ref, TensorMeta, Value
+from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, TensorMeta, Value
 from ascend_parallel.training.graph_passes.matching import Merged, Reading, given, merge
 
 aten = torch.ops.aten
@@ -49,13 +49,13 @@ class _Attention:
             meta = graph.meta(mask)
             if self.is_filled:  # scaled_dot_product_attention keeps where the mask is true
                 name, of = f"{node.name}_kept", TensorMeta(meta.shape, torch.bool)
-                call = Call(aten.logical_not.default, (Ref(0),), {}, (meta,), (of,))
+                call = OpCall(aten.logical_not.default, (Ref(0),), {}, (meta,), (of,))
                 nodes.append(replace(node, name=name, call=call, inputs=(mask,), outputs=(of,), module=self.module))
                 mask, meta = Value(name), of
             metas.append(meta)
         inputs = (self.q, self.k, self.v, *(() if mask is None else (mask,)))
         args = (Ref(0), Ref(1), Ref(2), None if mask is None else Ref(3), self.dropout)
-        call = Call(ATTENTION, args, {"scale": self.scale}, tuple(metas), node.outputs)
+        call = OpCall(ATTENTION, args, {"scale": self.scale}, tuple(metas), node.outputs)
         nodes.append(replace(node, call=call, inputs=inputs, module=self.module))
         return Merged(tuple(nodes), frozenset(self.gone))
 

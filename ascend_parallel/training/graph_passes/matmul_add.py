@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, Call, Graph, Node, Ref, Value
+from ascend_parallel.sharding.graph import CALL, Graph, Node, OpCall, Ref, Value
 
 aten = torch.ops.aten
 ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
@@ -64,11 +64,11 @@ def _with_bias(matmul: Node, addition: Node, bias: Value, graph: Graph) -> Node 
         return None
     if not _plain(call):
         return None
-    merged = Call(target, args, {}, metas, addition.outputs)
+    merged = OpCall(target, args, {}, metas, addition.outputs)
     return replace(addition, call=merged, inputs=inputs, module=matmul.module or addition.module)
 
 
-def _plain(call: Call) -> bool:
+def _plain(call: OpCall) -> bool:
     """Tell whether the call has its two tensors for arguments, and nothing else."""
     leaves = [leaf for leaf in pytree.tree_leaves((tuple(call.args), dict(call.kwargs))) if leaf is not None]
     return leaves == [Ref(0), Ref(1)]

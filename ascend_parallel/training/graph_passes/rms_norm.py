@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.sharding.graph import Call, Graph, Node, Ref, Value
+from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
 from ascend_parallel.training.graph_passes.matching import Merged, Reading, given, merge, read
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def _match(reading: Reading, node: Node) -> Merged | None:
             if found is not None and metas[0] == node.outputs[0] and metas[0].dtype == meta.dtype:
                 eps, gone = found
                 args = (Ref(0), list(meta.shape), Ref(1), eps)
-                call = Call(aten.rms_norm.default, args, {}, metas, node.outputs)
+                call = OpCall(aten.rms_norm.default, args, {}, metas, node.outputs)
                 made = replace(node, call=call, inputs=(x, weight), module=product.module)
                 return Merged((made,), gone | {product.name})
     return None

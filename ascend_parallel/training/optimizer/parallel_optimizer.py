@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.sharding.grad_dtype import grad_dtype
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import checks, state
 from ascend_parallel.training.optimizer.buckets import BUCKET_BYTES
 from ascend_parallel.training.optimizer.factory import Recipe
@@ -142,18 +142,18 @@ class ParallelOptimizer(torch.optim.Optimizer):
             raise ValueError("a ParallelOptimizer takes no more parameters: make it again with all of them")
         super().add_param_group(param_group)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return the state as boxes of the whole one: "<parameter>.<key>", and "<parameter>.master" for weights.
 
         The names are the same at any time; "<parameter>.stepped" tells whether the parameter had a gradient yet.
         """
         return state.pieces(self._owned, self._inner, self._recipe)
 
-    def empty_pieces(self) -> dict[str, Piece]:
+    def empty_pieces(self) -> dict[str, TensorShard]:
         """Return pieces to be filled from a checkpoint and given to `load_pieces`."""
         return state.empty_pieces(self._owned, self._recipe)
 
-    def load_pieces(self, pieces: Mapping[str, Piece]) -> None:
+    def load_pieces(self, pieces: Mapping[str, TensorShard]) -> None:
         """Take a state, as `pieces` has it. Raises `ValueError` for names or shapes that are not this rank's.
 
         Parameters are to be loaded before: writing to them afterwards makes master weights anew.

@@ -20,7 +20,7 @@ BY = ("slices", "parameters")
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardBounds:
     """A part of a tensor: where it starts on each dimension, and its shape."""
 
     offsets: tuple[int, ...]
@@ -36,13 +36,13 @@ class Box:
         return tensor[tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))]
 
 
-Division = tuple[Box | None, ...]
+Division = tuple[ShardBounds | None, ...]
 """The box of each rank; None: nothing."""
 
 
-def whole(shape: Shape) -> Box:
+def whole(shape: Shape) -> ShardBounds:
     """Return the box of everything."""
-    return Box((0,) * len(shape), tuple(shape))
+    return ShardBounds((0,) * len(shape), tuple(shape))
 
 
 def divide(shapes: Sequence[Shape], ranks: int, by: str) -> list[Division]:
@@ -69,8 +69,8 @@ def _slices(shape: Shape, ranks: int) -> Division:
     return tuple(_slice(shape, dim, min(rank * width, shape[dim]), width) for rank in range(ranks))
 
 
-def _slice(shape: Shape, dim: int, start: int, width: int) -> Box | None:
+def _slice(shape: Shape, dim: int, start: int, width: int) -> ShardBounds | None:
     size = min(width, shape[dim] - start)
     offsets = tuple(start if other == dim else 0 for other in range(len(shape)))
-    box = Box(offsets, (*shape[:dim], size, *shape[dim + 1 :]))
+    box = ShardBounds(offsets, (*shape[:dim], size, *shape[dim + 1 :]))
     return box if box.size else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer.factory import Recipe
 from ascend_parallel.training.optimizer.targets import Owned
 
@@ -19,29 +19,29 @@ MASTER = "master"
 STEPPED = "stepped"
 
 
-def pieces(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, recipe: Recipe) -> dict[str, Piece]:
+def pieces(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, recipe: Recipe) -> dict[str, TensorShard]:
     """Return the state of each box, and its master weights."""
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorShard] = {}
     for one in owned:
         state = optimizer.state.get(one.inner)
         found |= _pieces(one, state or _made(one, recipe), bool(state))
     return found
 
 
-def empty_pieces(owned: Sequence[Owned], recipe: Recipe) -> dict[str, Piece]:
+def empty_pieces(owned: Sequence[Owned], recipe: Recipe) -> dict[str, TensorShard]:
     """Return pieces of the same names and shapes, in memory of their own; their values are to be overwritten."""
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorShard] = {}
     for one in owned:
         found |= _pieces(one, _made(one, recipe), False)
-    return {name: Piece(piece.local.clone(), piece.shape, piece.offsets) for name, piece in found.items()}
+    return {name: TensorShard(piece.local.clone(), piece.shape, piece.offsets) for name, piece in found.items()}
 
 
 @torch.no_grad()
 def load_pieces(
-    owned: Sequence[Owned], optimizer: torch.optim.Optimizer, recipe: Recipe, given: Mapping[str, Piece]
+    owned: Sequence[Owned], optimizer: torch.optim.Optimizer, recipe: Recipe, given: Mapping[str, TensorShard]
 ) -> None:
     """Take the state of each box. Nothing is taken unless all is there."""
-    expected: dict[str, Piece] = {}
+    expected: dict[str, TensorShard] = {}
     for one in owned:
         expected |= _pieces(one, _made(one, recipe), False)
     for what, names in (("missing", set(expected) - set(given)), ("of another rank", set(given) - set(expected))):
@@ -65,7 +65,7 @@ def _made(one: Owned, recipe: Recipe) -> dict[str, Any]:
     return state
 
 
-def _value(one: Owned, key: str, value: Any, given: Mapping[str, Piece]) -> Any:
+def _value(one: Owned, key: str, value: Any, given: Mapping[str, TensorShard]) -> Any:
     if not _is_kept(value):
         return value
     local = given[f"{one.target.name}.{key}"].local
@@ -76,11 +76,11 @@ def _is_kept(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, bool, int, float))
 
 
-def _pieces(one: Owned, state: Mapping[str, Any], stepped: bool) -> dict[str, Piece]:
+def _pieces(one: Owned, state: Mapping[str, Any], stepped: bool) -> dict[str, TensorShard]:
     return {f"{one.target.name}.{key}": piece for key, piece in _of_keys(one, state, stepped)}
 
 
-def _of_keys(one: Owned, state: Mapping[str, Any], stepped: bool) -> Iterator[tuple[str, Piece]]:
+def _of_keys(one: Owned, state: Mapping[str, Any], stepped: bool) -> Iterator[tuple[str, TensorShard]]:
     for key, value in state.items():
         if _is_kept(value):
             yield key, _piece(one, value if isinstance(value, torch.Tensor) else _number(value))
@@ -94,14 +94,14 @@ def _number(value: float) -> torch.Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
 
 
-def _piece(one: Owned, value: torch.Tensor) -> Piece:
+def _piece(one: Owned, value: torch.Tensor) -> TensorShard:
     """Return a tensor as a box: of the parameter's coordinates if it has an entry for each element."""
     if value.shape == one.inner.shape:
-        return Piece(value, one.target.piece.shape, one.offsets)
-    return Piece(value, tuple(value.shape), (0,) * value.ndim)
+        return TensorShard(value, one.target.piece.shape, one.offsets)
+    return TensorShard(value, tuple(value.shape), (0,) * value.ndim)
 
 
-def _check(name: str, given: Piece, expected: Piece) -> None:
+def _check(name: str, given: TensorShard, expected: TensorShard) -> None:
     place = (tuple(given.local.shape), tuple(given.shape), tuple(given.offsets))
     wanted = (tuple(expected.local.shape), tuple(expected.shape), tuple(expected.offsets))
     if place != wanted:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.sharding.graph import PARAMETER
-from ascend_parallel.sharding.tensor_shard import Piece
-from ascend_parallel.training.optimizer.partition import Box
+from ascend_parallel.sharding.tensor_shard import TensorShard
+from ascend_parallel.training.optimizer.partition import ShardBounds
 
 if TYPE_CHECKING:
     from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
@@ -36,7 +36,7 @@ class Target:
 
     name: str
     parameter: torch.nn.Parameter
-    piece: Piece
+    piece: TensorShard
     replicas: dist.ProcessGroup | None = None
     copies: int = 1
 
@@ -51,7 +51,7 @@ def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | Non
     group = group or dist.group.WORLD
     copies = 1 if group is None else group.size()
     return [
-        Target(name, one, Piece(one.data, tuple(one.shape), (0,) * one.ndim), group, copies)
+        Target(name, one, TensorShard(one.data, tuple(one.shape), (0,) * one.ndim), group, copies)
         for name, one in model.named_parameters()
         if one.requires_grad
     ]
@@ -90,7 +90,7 @@ class Owned:
         How many ranks of the job update the same box.
     """
 
-    def __init__(self, target: Target, box: Box, held_by: int, master_dtype: torch.dtype | None) -> None:
+    def __init__(self, target: Target, box: ShardBounds, held_by: int, master_dtype: torch.dtype | None) -> None:
         """Take the box, and its master weights if `master_dtype` is another than the parameter's."""
         self.target, self.box, self.held_by = target, box, held_by
         view = self.view

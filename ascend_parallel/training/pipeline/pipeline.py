@@ -21,7 +21,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.pipeline.batch import Batch
 from ascend_parallel.training.pipeline.groups import check_meshes, make_groups, time_limit
@@ -173,7 +173,7 @@ class Pipeline:
         for module in self.modules:
             module.zero_grad(set_to_none=True)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and persistent buffers by the model's names."""
         return {name: piece for module in reversed(self.modules) for name, piece in module.pieces().items()}
 
@@ -182,7 +182,12 @@ class Pipeline:
         dist.barrier(self._groups.along)
         self.step(*args, **kwargs)
         return measured(
-            self._groups.along, self.schedule, len(self.parts), self.micro_batches, self._ran, self._seconds
+            self._groups.along,
+            self.schedule,
+            len(self.parts),
+            self.micro_batches,
+            self._ran,
+            self._seconds,
         )
 
     @property

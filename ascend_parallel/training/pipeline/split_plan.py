@@ -101,7 +101,7 @@ class _Cutter:
         made = {Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))}
         layouts = {value: layout for value, layout in plan.layouts.items() if value in made}
         layouts |= {new: self._travels[value][1] for value, new in here.items()}
-        via = {here.get(value, value): layout for value, layout in plan.via.items()}
+        shared = {here.get(value, value): layout for value, layout in plan.shared_layouts.items()}
         read = {value for node in graph.nodes.values() for value in node.inputs}
         returned = {here.get(value, value): self._travels[value][1] for value in sent}
         part = replace(
@@ -110,7 +110,9 @@ class _Cutter:
             mesh=mesh,
             layouts=layouts,
             inputs={name: plan.inputs[name] if node.inputs else () for name, node in graph.nodes.items()},
-            via={value: layout for value, layout in via.items() if value in read and layouts[value] != layout},
+            shared_layouts={
+                value: layout for value, layout in shared.items() if value in read and layouts[value] != layout
+            },
             differentiable=frozenset(here.get(value, value) for value in plan.differentiable) & made,
             configured={name: pattern for name, pattern in plan.configured.items() if name in graph.nodes},
             single=plan.single & set(graph.nodes),
@@ -157,7 +159,7 @@ class _Cutter:
         """
         plan, made = self._plan, self._plan.layouts[value]
         wanted = {plan.inputs[name][index] for name, index in self._readers[value]}
-        target = plan.via.get(value) or (wanted.pop() if len(wanted) == 1 else made)
+        target = plan.shared_layouts.get(value) or (wanted.pop() if len(wanted) == 1 else made)
         shape, mesh_shape = self._graph.meta(value).shape, plan.mesh.shape
         is_less = local_size(shape, target, mesh_shape) < local_size(shape, made, mesh_shape)
         return target if is_less or any(state.kind == "partial" for state in made) else made

@@ -50,7 +50,7 @@ class RankStage(PipelineStage):
         outputs = (plan.graph.outputs,) if isinstance(plan.graph.outputs, Value) else plan.graph.outputs
         given = tuple(self._meta(module, value) for value in outputs)
         super().__init__(module, module.part.stage, stages, device, received, given, group=group)
-        self._ran = ran
+        self._collective_counts = ran
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch's forward."""
@@ -73,7 +73,7 @@ class RankStage(PipelineStage):
     def _noted(self, kind: str, micro_batch: int) -> Iterator[None]:
         start = perf_counter()
         yield
-        self._ran.append(Slot(Action(kind, self.stage_index, micro_batch), start, perf_counter()))
+        self._collective_counts.append(Slot(Action(kind, self.stage_index, micro_batch), start, perf_counter()))
 
     @staticmethod
     def _meta(module: StageModule, value: Value) -> torch.Tensor:

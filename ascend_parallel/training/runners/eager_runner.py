@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.module_shards import pieces_of
 from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss
 from ascend_parallel.training.masked_means import MaskedMeans
@@ -23,7 +23,7 @@ from ascend_parallel.training.runners.runner import divided_over, keep_gradients
 from ascend_parallel.training.training_plan import TrainingPlan
 
 
-class Eagerly:
+class EagerRunner:
     """A planned model whose own Python runs; the optimizer has the local tensors of its DTensors."""
 
     def __init__(self, planned: TrainingPlan, loss: Loss, local_batches: bool) -> None:
@@ -75,7 +75,7 @@ class Eagerly:
             found.append(Target(path, parameter, pieces[path], group, copies))
         return found
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers."""
         return pieces_of(self.modules[0])
 

@@ -10,7 +10,7 @@ import torch
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.masked_means import MaskedMeans
 from ascend_parallel.training.optimizer.targets import Target, module_targets
@@ -18,7 +18,7 @@ from ascend_parallel.training.runners.runner import divided_over, keep_gradients
 from ascend_parallel.training.training_plan import TrainingPlan
 
 
-class Whole:
+class GraphRunner:
     """This rank's part of a graph, micro-batch by micro-batch."""
 
     def __init__(self, planned: TrainingPlan, settings: Settings | None, local_batches: bool) -> None:
@@ -69,6 +69,6 @@ class Whole:
         """Return this rank's parameters."""
         return module_targets(self.module, divided_over(self._strategy))
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers."""
         return self.module.pieces()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ascend_parallel.consistency import DisagreementError, confirm_same, exchange, fingerprint
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.batch_checks import EVERY, is_due
 from ascend_parallel.training.loss import BatchLoss, Loss, Losses
 from ascend_parallel.training.masked_means import CountedMeans, warn_of_replicas
@@ -23,7 +23,7 @@ from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import evaluating
 
 
-class AsWritten:
+class HybridRunner:
     """A model that runs as it is, with collectives of its own (mode "hybrid"); gradients are summed over data."""
 
     def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
@@ -43,7 +43,7 @@ class AsWritten:
         if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "pieces"):
             raise StrategyOptionError(
                 'mode="hybrid" with a mesh of more than the data dimension: the model has to tell what of each '
-                "parameter a rank holds, by a method pieces() -> dict[str, Piece]"
+                "parameter a rank holds, by a method pieces() -> dict[str, TensorShard]"
             )
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
@@ -102,9 +102,11 @@ class AsWritten:
         copies = {name: sum(of_rank.get(name) == box for of_rank in told) for name, box in boxes.items()}
         return [Target(name, one, pieces[name], self._group, copies[name]) for name, one in wanted.items()]
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return what the model says it holds, or all of it."""
         if hasattr(self._model, "pieces"):
-            found: dict[str, Piece] = self._model.pieces()  # type: ignore[operator]
+            found: dict[str, TensorShard] = self._model.pieces()  # type: ignore[operator]
             return found
-        return {name: Piece(one, tuple(one.shape), (0,) * one.ndim) for name, one in self._model.state_dict().items()}
+        return {
+            name: TensorShard(one, tuple(one.shape), (0,) * one.ndim) for name, one in self._model.state_dict().items()
+        }

@@ -11,7 +11,7 @@ from torch import nn
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import BUFFER, PARAMETER
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss
 from ascend_parallel.training.masked_means import MaskedMeans
 from ascend_parallel.training.optimizer.targets import Target, module_targets
@@ -20,7 +20,7 @@ from ascend_parallel.training.runners.runner import divided_over, keep_gradients
 from ascend_parallel.training.training_plan import TrainingPlan, evaluating
 
 
-class Staged:
+class PipelineRunner:
     """This rank's stages of a pipeline."""
 
     def __init__(
@@ -79,14 +79,14 @@ class Staged:
         """Drop all gradients."""
         self.pipeline.zero_grad()
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers; what no stage reads is whole on every rank."""
         return self._unread | self.pipeline.pieces()
 
 
-def unread(model: nn.Module, read: Set[str]) -> dict[str, Piece]:
+def unread(model: nn.Module, read: Set[str]) -> dict[str, TensorShard]:
     """Return, whole, what of a model's state has none of the names in `read` and is tied to nothing that has."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(tensor) for name, tensor in state.items() if name in read}
     rest = {name: tensor.detach().clone() for name, tensor in state.items() if id(tensor) not in tensors}
-    return {name: Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in rest.items()}
+    return {name: TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in rest.items()}

@@ -11,7 +11,7 @@ from torch import nn
 from ascend_parallel.sharding.grad_dtype import accumulate_wide
 from ascend_parallel.sharding.runtime.evaluation_graph import in_evaluation
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
-from ascend_parallel.sharding.tensor_shard import Piece
+from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.optimizer.targets import Target
 from ascend_parallel.training.strategy import Strategy
@@ -44,7 +44,7 @@ class Runner(Protocol):
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers."""
 
 

@@ -14,7 +14,7 @@ from ascend_parallel.ops import shm
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
-from ascend_parallel.overlap.choices import Pass
+from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import equal_sizes
 from ascend_parallel.tuning.launch.ranks import report
@@ -52,7 +52,9 @@ def measure(
     return {"passes": found, "plan": Plan(machine, tuple(entries)).as_dict(), "torch": torch.__version__}
 
 
-def _measure_pass(layer: Layer, one: Pass, chunks: list[int], fused: bool, rounds: int, equal: bool) -> dict[str, Any]:
+def _measure_pass(
+    layer: Layer, one: LayerOperator, chunks: list[int], fused: bool, rounds: int, equal: bool
+) -> dict[str, Any]:
     ways = _ways(layer, one, layer.parts(one, ROUNDS), chunks, equal)
     variants = {name: layer.with_sizes(one, sizes) for name, sizes in ways.items()}
     if fused and _takes_shm(layer, one):
@@ -86,7 +88,7 @@ def _finalists(ways: Mapping[str, Sizes], times: Mapping[str, Sequence[float]], 
     return [SERIAL, *alike[:1], *[name for name in ranked if name not in alike][:1]]
 
 
-def _ways(layer: Layer, one: Pass, parts: Parts, chunks: list[int], equal: bool) -> dict[str, Sizes]:
+def _ways(layer: Layer, one: LayerOperator, parts: Parts, chunks: list[int], equal: bool) -> dict[str, Sizes]:
     """Name the ways to cut the rows: one chunk, the counts asked for, and what the model finds best.
 
     Each as a run would cut, which takes larger chunks where they keep the matmul's bits.
@@ -106,7 +108,7 @@ def _ways(layer: Layer, one: Pass, parts: Parts, chunks: list[int], equal: bool)
     return ways
 
 
-def _takes_shm(layer: Layer, one: Pass) -> bool:
+def _takes_shm(layer: Layer, one: LayerOperator) -> bool:
     case, group = layer.case, layer.group
     problem = shm.ask(Problem(one.operator, one.m, one.k, one.n, case.dtype, "cpu", group.size()), group)
     return choose(problem, Settings(fused=True)).kernel == "shm"

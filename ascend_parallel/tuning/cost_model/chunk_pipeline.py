@@ -18,7 +18,7 @@ COMPUTE, COMMUNICATE, HOST = "compute", "communicate", "host"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ChunkedCall:
     """One call as durations in seconds; chunk i is ``compute[i]`` and ``collective[i]``.
 
     communicate_first
@@ -48,12 +48,12 @@ class Call:
             raise ValueError(f"{len(self.compute)} matmuls do not pair with {len(self.collective)} collectives")
 
 
-def makespan(call: Call) -> float:
+def makespan(call: ChunkedCall) -> float:
     """Return the seconds from the first task's start to the last one's end, in closed form."""
     return _communicate_first(call) if call.communicate_first else _compute_first(call)
 
 
-def makespan_beside(call: Call, compute_rate: float, collective_rate: float) -> float:
+def makespan_beside(call: ChunkedCall, compute_rate: float, collective_rate: float) -> float:
     """Return the makespan where each lane goes at its rate (a share of its own speed) while both run.
 
     Step by step: between two ends of tasks nothing changes. Launches are not issued by a lane of their own here:
@@ -78,7 +78,7 @@ def makespan_beside(call: Call, compute_rate: float, collective_rate: float) -> 
     return end
 
 
-def _lanes(call: Call) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+def _lanes(call: ChunkedCall) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
     """Return what computes and what communicates: seconds, and how many tasks of the other lane go before."""
     pieces = len(call.before)
     computing = [(call.own, 0)] if call.communicate_first else []
@@ -116,7 +116,7 @@ def flow_shop(
     return result
 
 
-def tasks(call: Call) -> list[Task]:
+def tasks(call: ChunkedCall) -> list[Task]:
     """Return the call as tasks for `simulate`, in the order in which the host issues them."""
     chunks = range(len(call.compute))
     device = [Task(f"before {i}", COMMUNICATE, time) for i, time in enumerate(call.before)]
@@ -136,7 +136,7 @@ def tasks(call: Call) -> list[Task]:
     return issued
 
 
-def _compute_first(call: Call) -> float:
+def _compute_first(call: ChunkedCall) -> float:
     count, pieces, issue = len(call.compute), len(call.before), call.issue
     before = _ends(call.before, [issue * i for i in range(pieces)])
     compute_ready = [issue * (pieces + 2 * i) for i in range(count)]
@@ -147,7 +147,7 @@ def _compute_first(call: Call) -> float:
     return max(reduced, tail)
 
 
-def _communicate_first(call: Call) -> float:
+def _communicate_first(call: ChunkedCall) -> float:
     count, pieces, issue = len(call.compute), len(call.before), call.issue
     before = _ends(call.before, [issue * i for i in range(pieces)])
     gather_ready = [max(before, issue * (pieces + i)) for i in range(count)]

@@ -11,7 +11,7 @@ from math import ceil
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE
-from ascend_parallel.tuning.cost_model.chunk_pipeline import Call
+from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall
 from ascend_parallel.tuning.cost_model.hardware import Hardware, Steps
 
 GATHER = "all_gather"
@@ -86,7 +86,9 @@ class CostModel:
         """
         return self._chunks_of(problem, [rows], whole)[0]
 
-    def call(self, problem: Problem, sizes: Sequence[int], *, tail: float = 0.0, gathers_again: bool = False) -> Call:
+    def call(
+        self, problem: Problem, sizes: Sequence[int], *, tail: float = 0.0, gathers_again: bool = False
+    ) -> ChunkedCall:
         """Return a call cut into chunks of `sizes` rows.
 
         tail: seconds of the weight gradient after it. gathers_again: the column layer's backward, which
@@ -100,7 +102,7 @@ class CostModel:
             row = problem.n * problem.dtype.itemsize * problem.ranks
             before = tuple(self.collective(GATHER, size * row, problem.ranks, whole=whole) for size in sizes)
         host = self.hardware.host
-        call = Call(
+        call = ChunkedCall(
             compute=compute,
             collective=collective,
             communicate_first=first,
@@ -184,7 +186,7 @@ class CostModel:
     def _inline(self, launches: int) -> float:
         return launches * self.hardware.host.launch if self.hardware.host.inline else 0.0
 
-    def _contended(self, call: Call) -> Call:
+    def _contended(self, call: ChunkedCall) -> ChunkedCall:
         """Stretch what runs beside the other lane, for as long as that can last."""
         computing = sum(call.compute) + call.own + call.tail
         communicating = sum(call.collective) + sum(call.before)
@@ -205,7 +207,7 @@ class CostModel:
         )
 
     @staticmethod
-    def _stretched(call: Call, compute: float, collective: float) -> Call:
+    def _stretched(call: ChunkedCall, compute: float, collective: float) -> ChunkedCall:
         """All collectives run beside the own rows' matmul, all matmuls but the last chunk's beside a collective."""
         return replace(
             call,

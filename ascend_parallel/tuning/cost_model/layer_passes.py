@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.tuning.cost_model.chunk_pipeline import Call, makespan
+from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan
 from ascend_parallel.tuning.cost_model.chunk_search import Best, best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
 from ascend_parallel.tuning.cost_model.models import COLUMN, Linear
@@ -67,7 +67,7 @@ class LinearPass:
         """The best chunks, or None where nothing communicates."""
         return None if self.problem is None else best_sizes(self.problem.rows, self.seconds)
 
-    def call(self, sizes: Sizes) -> Call:
+    def call(self, sizes: Sizes) -> ChunkedCall:
         """Return the pass cut into `sizes`, as durations."""
         if self.problem is None:
             raise ValueError(f"{self.linear.name}, {self.direction}: nothing communicates, so nothing is cut")

@@ -19,7 +19,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """When a task ran."""
 
     task: Task
@@ -27,7 +27,7 @@ class Span:
     end: float
 
 
-def simulate(tasks: Sequence[Task]) -> list[Span]:
+def simulate(tasks: Sequence[Task]) -> list[TaskSpan]:
     """Run the tasks, each lane one at a time and in the order given; return their spans in order of their starts.
 
     Raises `ValueError` for a name used twice, an unknown name in `after`, and tasks that wait for each other.
@@ -38,7 +38,7 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
         queues[task.lane].append(task)
     busy: set[str] = set()
     events: list[tuple[float, int, Task]] = []
-    spans: list[Span] = []
+    spans: list[TaskSpan] = []
     now = 0.0
 
     def start(lane: str) -> None:
@@ -47,7 +47,7 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
         if queue and lane not in busy and not waiting[queue[0].name]:
             task = queue.popleft()
             busy.add(lane)
-            spans.append(Span(task, now, now + task.seconds))
+            spans.append(TaskSpan(task, now, now + task.seconds))
             heapq.heappush(events, (now + task.seconds, len(spans), task))
 
     for lane in queues:
@@ -67,7 +67,7 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
     return spans
 
 
-def length(spans: Sequence[Span]) -> float:
+def length(spans: Sequence[TaskSpan]) -> float:
     """Return when the last task ended."""
     return max((span.end for span in spans), default=0.0)
 

@@ -36,7 +36,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepTime:
     """Seconds of one step, in all and by part."""
 
     pipeline: float
@@ -50,7 +50,7 @@ class Step:
         return self.pipeline + self.gradients + self.optimizer
 
 
-def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> Step:
+def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepTime:
     """Return the time of one step.
 
     Micro-batches run one forward, one backward (1F1B); activations travel between stages over the network,
@@ -75,7 +75,7 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
         size = batch.own_rows * model.hidden * batch.dtype.itemsize
         hop = costs.hardware.network.latency + size / costs.hardware.network.bandwidth
     parameters = model.count_parameters() / batch.tp / layout.pp
-    return Step(
+    return StepTime(
         pipeline=pipeline_time(stages, layout.micro_batches, hop),
         gradients=costs.network(ALL_REDUCE, parameters * GRADIENT_BYTES, layout.dp),
         optimizer=costs.stream(parameters * ADAM_BYTES),

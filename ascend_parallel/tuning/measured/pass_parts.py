@@ -15,8 +15,8 @@ from ascend_parallel.ops.chunked import start_gathers
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.choices import Pass
-from ascend_parallel.tuning.cost_model.chunk_pipeline import Call, makespan_beside
+from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan_beside
 
 PIECES = 8  # into which a collective and a matmul are cut to see what a piece costs
 LATENCY_ROWS = 16
@@ -83,7 +83,7 @@ class Calls:
     start: Callable[[], Callable[[], object]]
 
 
-def part_calls(one: Pass, group: dist.ProcessGroup, like: torch.Tensor, regathers: int | None) -> Calls:
+def part_calls(one: LayerOperator, group: dist.ProcessGroup, like: torch.Tensor, regathers: int | None) -> Calls:
     """Make operands of the shapes of `one` and the calls on them.
 
     like: a tensor of the layer's dtype and device. regathers: columns of the input gathered again, or None.
@@ -158,7 +158,7 @@ def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[fl
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(one: Pass, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
+def seconds(one: LayerOperator, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
     """Predict a pass cut into `sizes` from the times of its parts.
 
     A matmul of a chunk costs a fixed time and a time per row, a piece of a collective likewise; a lone or last one
@@ -177,7 +177,7 @@ def seconds(one: Pass, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
         collective = [extra + moving * size for size in sizes]
         collective[0 if first else -1] += parts.latency
         own = fixed + per_row * parts.rows if first else 0.0
-    call = Call(
+    call = ChunkedCall(
         compute=tuple(compute),
         collective=tuple(collective),
         communicate_first=first,

@@ -26,7 +26,7 @@ from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.choices import Pass, backward_settings, column_passes, row_passes
+from ascend_parallel.overlap.choices import LayerOperator, backward_settings, column_passes, row_passes
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
@@ -55,7 +55,7 @@ class Case:
     sequence_parallel: bool
     reduce_input_grad: bool = True
 
-    def passes(self, ranks: int) -> list[Pass]:
+    def passes(self, ranks: int) -> list[LayerOperator]:
         """Return the operators it runs next to a collective, forward and backward."""
         make = column_passes if self.kind == "column" else row_passes
         passes = make(self.rows, self.k, self.n, ranks, self.sequence_parallel)
@@ -80,23 +80,23 @@ class Layer:
         self.weight = drawn(case.n, case.k).requires_grad_()
         self.dy = drawn(y_rows, case.n)
 
-    def time_sizes(self, one: Pass, candidates: Sequence[Sizes], rounds: int) -> Times:
+    def time_sizes(self, one: LayerOperator, candidates: Sequence[Sizes], rounds: int) -> Times:
         """Time one pass cut in each of these ways; as `time`."""
         return self.time(one, {sizes: self.with_sizes(one, sizes) for sizes in candidates}, rounds)
 
-    def time(self, one: Pass, variants: Mapping[Name, Settings], rounds: int) -> dict[Name, list[float]]:
+    def time(self, one: LayerOperator, variants: Mapping[Name, Settings], rounds: int) -> dict[Name, list[float]]:
         """Time one pass with each of `variants`, in an order drawn anew for every round, after a warm-up.
 
         Returns the slowest rank's seconds by variant and round.
         """
         return self._rounds({name: partial(self._once, one, settings) for name, settings in variants.items()}, rounds)
 
-    def parts(self, one: Pass, rounds: int) -> Parts:
+    def parts(self, one: LayerOperator, rounds: int) -> Parts:
         """Time what the pass is made of, each alone, and the two lanes beside each other."""
         return self.time_with_parts(one, {}, rounds)[0]
 
     def time_with_parts(
-        self, one: Pass, variants: Mapping[Name, Settings], rounds: int
+        self, one: LayerOperator, variants: Mapping[Name, Settings], rounds: int
     ) -> tuple[Parts, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds: a machine that is slow for a while is so for all of them."""
         regathers = one.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
@@ -158,7 +158,7 @@ class Layer:
         ranks = self.group.size()
         return self.case.rows * ranks if self.case.kind == "column" else self.case.rows // ranks
 
-    def as_run(self, one: Pass, sizes: Sizes) -> Sizes:
+    def as_run(self, one: LayerOperator, sizes: Sizes) -> Sizes:
         """Return the chunks that a call asking for `sizes` gets so as to keep its bits; all ranks call it alike."""
         case = self.case
         problem = Problem(one.operator, one.m, one.k, one.n, case.dtype, case.device, self.group.size())
@@ -166,7 +166,7 @@ class Layer:
         choice = choose(problem, settings if one.run == "forward" else backward_settings(settings))
         return keep_bits(replace(choice, given=False), self.group, self.weight.device, one.layout).sizes
 
-    def with_sizes(self, one: Pass, sizes: Sizes) -> Settings:
+    def with_sizes(self, one: LayerOperator, sizes: Sizes) -> Settings:
         """Return settings by which this pass is cut so."""
         dtype = str(self.case.dtype).removeprefix("torch.")
         entry = Entry(
@@ -183,12 +183,12 @@ class Layer:
         changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
         return replace(self._settings, customized_coc={}, **changes)
 
-    def _once(self, one: Pass, settings: Settings) -> float:
+    def _once(self, one: LayerOperator, settings: Settings) -> float:
         # Whatever the call stands in (a checkpoint, an offload) must not see the tensors saved here.
         with saved_tensors_hooks(_as_it_is, _as_it_is), unseen():
             return self._timed(one, settings)
 
-    def _timed(self, one: Pass, settings: Settings) -> float:
+    def _timed(self, one: LayerOperator, settings: Settings) -> float:
         run: Callable[..., torch.Tensor] = column_linear if self.case.kind == "column" else row_linear
         options: dict[str, Any] = {
             "group": self.group,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.ops.bits import unwatched
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.overlap.choices import Pass
+from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import Best, best_sizes
@@ -91,7 +91,7 @@ class Tuner:
         self._file = settings.tune
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
-        self._told: set[tuple[Pass, str]] = set()
+        self._told: set[tuple[LayerOperator, str]] = set()
 
     def settings_for(
         self, case: Case, group: dist.ProcessGroup, *, backward: bool, agree: Callable[[], None] = lambda: None
@@ -155,7 +155,7 @@ class Tuner:
             )
         return plan
 
-    def _entry(self, case: Case, one: Pass, group: dist.ProcessGroup, machine: Machine) -> Entry:
+    def _entry(self, case: Case, one: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
         with unwatched():  # a checkpoint's policy would count these matmuls as the call's
             layer = Layer(case, group, self._settings, machine)
             parts = layer.parts(one, ROUNDS)
@@ -164,7 +164,7 @@ class Tuner:
         dtype = str(case.dtype).removeprefix("torch.")
         return Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **found.measured())
 
-    def _tell_known(self, plan: Plan, passes: list[Pass], case: Case) -> None:
+    def _tell_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
         """Say of passes that the file knew what it knew."""
         for one in passes:
             entry = _find(plan, one, case)
@@ -172,7 +172,7 @@ class Tuner:
             found = Found(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
             self._tell(one, case, f"{found} (known from {self._path(plan.machine)})")
 
-    def _tell(self, one: Pass, case: Case, text: str) -> None:
+    def _tell(self, one: LayerOperator, case: Case, text: str) -> None:
         """Say what one pass runs with: once, on rank 0, as a warning, for it was asked for and is to be seen."""
         if (one, str(case.dtype)) not in self._told and dist.get_rank() == 0:
             asked = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
@@ -203,7 +203,7 @@ def _meet(group: dist.ProcessGroup, call: str) -> None:
         )
 
 
-def measured(layer: Layer, one: Pass, parts: Parts) -> Found:
+def measured(layer: Layer, one: LayerOperator, parts: Parts) -> Found:
     """Time equal steps first, then what the model makes of the parts; return the fastest, or one chunk."""
     whole = (parts.rows,)
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
@@ -242,7 +242,7 @@ def _why_whole(best: Sizes, whole: Sizes, gain: float, lost: str) -> str:
     return f"the best cut, {len(best)} chunks, " + (took if gain > 0 else f"takes {-100 * gain:.1f} % longer")
 
 
-def confirmed(layer: Layer, one: Pass, parts: Parts) -> Found:
+def confirmed(layer: Layer, one: LayerOperator, parts: Parts) -> Found:
     """Time what the model finds best once beside one chunk: a wrong prediction must not make a run slower."""
     whole, predicted_best = (parts.rows,), predicted(one, parts, layer.group.size()).sizes
     best = layer.as_run(one, predicted_best)
@@ -255,7 +255,7 @@ def confirmed(layer: Layer, one: Pass, parts: Parts) -> Found:
     return decide(times, whole, best)
 
 
-def predicted(one: Pass, parts: Parts, ranks: int) -> Found:
+def predicted(one: LayerOperator, parts: Parts, ranks: int) -> Found:
     """Return what the model finds best from the parts alone."""
     best = best_of_model(one, parts, ranks)
     if best.seconds > best.whole * (1 - LEAST_GAIN):
@@ -263,17 +263,17 @@ def predicted(one: Pass, parts: Parts, ranks: int) -> Found:
     return Found(best.sizes, best.whole, best.seconds)
 
 
-def best_of_model(one: Pass, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
+def best_of_model(one: LayerOperator, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
     """Search the sizes that the model finds best, from the parts alone."""
     return best_sizes(parts.rows, lambda sizes: seconds(one, parts, ranks, sizes), most_chunks=most_chunks)
 
 
-def _is_cut(plan: Plan, one: Pass, case: Case) -> bool:
+def _is_cut(plan: Plan, one: LayerOperator, case: Case) -> bool:
     entry = _find(plan, one, case)
     return entry is not None and len(entry.sizes) > 1
 
 
-def _find(plan: Plan, one: Pass, case: Case) -> Entry | None:
+def _find(plan: Plan, one: LayerOperator, case: Case) -> Entry | None:
     dtype = str(case.dtype).removeprefix("torch.")
     key = (one.run, one.operator, one.m, one.k, one.n, dtype)
     return next((entry for entry in plan.entries if entry.key == key), None)
