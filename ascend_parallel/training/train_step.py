@@ -295,7 +295,7 @@ class TrainStep:
     def close(self) -> None:
         """Wait for a checkpoint under way, and end the watch over the other ranks.
 
-        OpCall it before torch.distributed.destroy_process_group.
+        Call it before torch.distributed.destroy_process_group.
         """
         if self._saving is not None:
             self._saving.wait()

@@ -39,7 +39,7 @@ class RankPool:
             process.start()
 
     def run(self, function, *args):
-        """OpCall ``function(group, *args)`` on every rank."""
+        """Call ``function(group, *args)`` on every rank."""
         call = (sys.modules[function.__module__].__file__, function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(call)

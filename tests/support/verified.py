@@ -31,7 +31,7 @@ def verifying(group, **settings):
 
 
 def run(layer, shape, seed=0, backward=True, call=None, dtype=torch.float32):
-    """OpCall a layer on reproducible numbers and return all results by name."""
+    """Call a layer on reproducible numbers and return all results by name."""
     torch.manual_seed(seed)
     x = torch.randn(shape, dtype=dtype).requires_grad_(backward)
     y, bias = (call or type(layer).__call__)(layer, x)

@@ -70,7 +70,7 @@ class Options:
 
 
 def _plain(option: Option, gradients: Sequence[bool]) -> Option:
-    """OpCall a copy whose gradient nobody computes a replica."""
+    """Call a copy whose gradient nobody computes a replica."""
     *of_inputs, of_outputs = gradients
     inputs = tuple(one if has else forward(one) for one, has in zip(option.inputs, of_inputs, strict=True))
     return Option(inputs, option.outputs if of_outputs else tuple(map(forward, option.outputs)))
