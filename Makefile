@@ -18,10 +18,11 @@ test: $(VENV)/ready  ## every test that CI runs
 test-all: $(VENV)/ready  ## those and the slow ones: half an hour on 2 cores
 	$(BIN)/python -m pytest -m "not stress and not packages" $(ARGS)
 
-lint: $(VENV)/ready  ## ruff and mypy, as CI runs them
+lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds
 	$(BIN)/python -m pytest -m stress $(ARGS)

@@ -1,6 +1,7 @@
 """What the documentation shows is what the package does."""
 
 import doctest
+import importlib.util
 import re
 from pathlib import Path
 
@@ -52,3 +53,14 @@ def test_every_promise_names_a_test_that_is_there():
         for file, function in named:
             text = (DOCS.parent / "tests" / file).read_text()
             assert f"def {function}(" in text if function else text, (file, function)
+
+
+def test_the_table_and_the_picture_of_rooms_are_those_of_the_code():
+    pytest.importorskip("grimp", reason="import-linter is not installed")
+    pytest.importorskip("tomllib", reason="Python is older than 3.11")
+    spec = importlib.util.spec_from_file_location("draw_architecture", DOCS / "images" / "draw_architecture.py")
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    text = drawing.PAGE.read_text(encoding="utf-8")
+    assert drawing.page(text) == text, "run python docs/images/draw_architecture.py"
+    assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.picture()
