@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from html import escape
 from pathlib import Path
 
 import grimp
+import tomllib
 
 from ascend_parallel.sharding.visualize.graph_drawing import draw
 
