@@ -24,8 +24,8 @@ lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds
-	$(BIN)/python -m pytest -m stress $(ARGS)
+stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds, other examples of property tests
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "stress or hypothesis" $(ARGS)
 
 packages: $(VENV)/ready  ## sdist and wheel built with the C++ extension, each installed into a fresh environment and examined
 	$(BIN)/python -m pytest -m packages tests/docs/test_packages.py $(ARGS)

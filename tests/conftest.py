@@ -1,9 +1,16 @@
 import importlib.metadata
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from pool import RankPool
+
+# make test draws the same examples on every machine and every day; make stress draws others, and more.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.register_profile("random", max_examples=1000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 CROWD = 16  # threads of a process, of which gloo has three for each group
 _pools = {}
