@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 import ascend_parallel
 from ascend_parallel import Settings, ops, timeline
 from ascend_parallel.current import current_settings
+from ascend_parallel.diagnostics.timeline import session
 from ascend_parallel.diagnostics.timeline.files import TimelineError, read_run
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.environment import read_settings
@@ -40,9 +41,9 @@ def test_the_last_passes_are_kept_and_the_cut_is_told(ranks, tmp_path):
 
 
 def twice(group, folder):
-    for _ in range(2):
-        operators(group, folder)
-        time.sleep(1.1)  # runs are told apart by the second they began in
+    for second in range(2):  # runs are told apart by the second in which they began
+        with mock.patch.object(session.time, "strftime", return_value=f"20260101-00000{second}"):
+            operators(group, folder)
 
 
 def test_two_runs_in_one_folder_are_kept_apart(ranks, tmp_path):

@@ -112,7 +112,7 @@ dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
 sys.path.insert(0, {support!r})
 from layers import Layers
 import ascend_parallel
-rank = dist.get_rank()
+rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 with Layers(2) as layers:
     ascend_parallel.configure(num_chunks=4, verify_every=2)
     column, row = layers.make("ColumnParallelLinear"), layers.make("RowParallelLinear")
@@ -126,7 +126,7 @@ FAULTS = {
         if rank == 0:
             column(wide)
         column(wide)
-        time.sleep(8)
+        store.wait(["told"], datetime.timedelta(seconds=60))
 """,
         ["rank 1 of group 'TENSOR_MODEL_PARALLEL_GROUP' of ranks 0, 1 has not come to the check of call 3 of Column"],
     ),
@@ -154,6 +154,7 @@ FAULTS = {
 CLOSE = """
     except RuntimeError as error:
         print(type(error).__name__, error)
+        store.set("told", "1")
 """
 
 

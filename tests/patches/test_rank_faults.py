@@ -8,6 +8,9 @@ import datetime, os, sys, time, torch, torch.distributed as dist
 import ascend_parallel as ap
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={limit}))
 rank, group = dist.get_rank(), dist.group.WORLD
+store = dist.distributed_c10d._get_default_store()
+def tell(): store.set("told", "1")
+def wait_until_told(): store.wait(["told"], datetime.timedelta(seconds=60))
 """
 
 LAYER = """
@@ -80,10 +83,9 @@ try:
 except ap.CollectiveError as error:
     print(error)
 print("after", round(time.monotonic() - begin), flush=True)
-store = dist.distributed_c10d._get_default_store()
 if rank == 0:  # the store's host, which rank 2 still asks who is alive
-    store.wait(["told"], datetime.timedelta(seconds=60))
-store.set("told", "1")
+    wait_until_told()
+tell()
 os._exit(0)
 """
 
@@ -119,9 +121,10 @@ torch.mm = failing
 try:
     ap.ops.matmul_all_reduce(x, w, group, num_chunks=4)
 except (ap.CollectiveError, MemoryError) as error:
-    print(type(error).__name__, error)
+    print(type(error).__name__, error, flush=True)
 if rank == 1:
-    time.sleep(15)
+    wait_until_told()
+tell()
 os._exit(0)
 """
 
@@ -137,12 +140,14 @@ OLD_STYLE = """
 import logging
 records = []
 class Keep(logging.Handler):
-    def emit(self, record): records.append(record.getMessage())
+    def emit(self, record):
+        records.append(record.getMessage())
+        tell()
 logging.getLogger("ascend_parallel").addHandler(Keep())
 import ascend_parallel.consistency as agreement
 agreement.PATIENCE = 1.0
 if rank == 1:
-    time.sleep(3)
+    wait_until_told()
 from ascend_parallel.settings import Settings
 agreement.SettingsAgreement(Settings(num_chunks=4).shared()).confirm(group)
 print(len(records) >= 1 and "rank 1 of group" in records[0] if rank == 0 else "late")
@@ -161,8 +166,9 @@ if rank == 0:
         agreement.confirm(group)
     except ap.DisagreementError as error:
         print(error)
+    tell()
 else:
-    time.sleep(7)
+    wait_until_told()
 dist.barrier()
 agreement.confirm(group)
 ap.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared()).confirm(group)

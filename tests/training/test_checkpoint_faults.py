@@ -170,11 +170,13 @@ ABSENT = textwrap.dedent("""
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     everybody()
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         try:
             save({path!r}, step=1, model={{"w": TensorShard(torch.ones(1), (1,), (0,))}})
         except CheckpointError as error:
             print(error)
+        store.set("told", "1")
     else:
-        time.sleep(6)
+        store.wait(["told"], timedelta(seconds=60))
 """)

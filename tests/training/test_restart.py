@@ -73,10 +73,12 @@ def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
 
 
 WATCHED = """
-import os, signal, sys, time, datetime, torch, torch.distributed as dist
+import os, select, signal, sys, time, datetime, torch, torch.distributed as dist
 from ascend_parallel.training.rank_watch import RankLostError, Watch
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-rank, watch = dist.get_rank(), Watch()
+rank, watch = dist.get_rank(), Watch(interval=0.1)
+store = dist.distributed_c10d._get_default_store()
+store.set(f"process/{rank}", str(os.getpid()))
 dist.barrier()
 """
 
@@ -105,10 +107,11 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 watch.step = 7
 if rank == 2:
-    time.sleep(1)
     sys.stderr = None  # as torch's hook for uncaught errors takes it for a while
     os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(15)
+    while True:
+        signal.pause()
+select.select([os.pidfd_open(int(store.get("process/2")))], [], [], 60)  # the store's host leaves last
 os._exit(0)
 """
 
@@ -121,8 +124,6 @@ def test_a_terminated_rank_says_who_is_gone_whatever_it_waits_for():
 
 
 FIRST_TO_LEAVE = """
-store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-store.set(f"process/{rank}", str(os.getpid()))
 others = [int(store.get(f"process/{other}")) for other in range(4) if other not in (rank, 2)]
 dist.barrier()
 if rank == 2:
@@ -131,7 +132,7 @@ try:
     with watch.naming(5):
         if rank == 1:
             raise RuntimeError("the connection was closed")
-        time.sleep(60)
+        signal.pause()  # until a launcher ends it
 except RankLostError as error:
     print(error, flush=True)
     for other in others:  # as a launcher does that ends all as soon as one has ended
