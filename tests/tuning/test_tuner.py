@@ -223,6 +223,44 @@ def test_a_run_writes_a_plan_and_the_next_one_uses_it(ranks, tmp_path):
     assert sum(raw["entries"][0]["sizes"]) == 256
 
 
+def kept_whole(group, path, settings):
+    """Layers of which every cut is made to look slower, compared with Megatron-core's own."""
+    kept = pass_times.Layer.time_sizes, tuner.cached_plan
+    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
+        sizes: [float(len(sizes))] * rounds for sizes in candidates
+    }
+    tuner.cached_plan = lambda machine: Path(path)
+    try:
+        with Layers(group.size(), settings) as layers:
+            results = [
+                layers.compare(kind, (256, columns), config={"sequence_parallel": sequence_parallel}, **more)
+                for kind, columns, more in (
+                    ("RowParallelLinear", 32, {}),
+                    ("ColumnParallelLinear", 64, {"gather_output": False}),
+                )
+                for sequence_parallel in (False, True)
+            ]
+    finally:
+        pass_times.Layer.time_sizes, tuner.cached_plan = kept
+    return [differ for differ, _ in results], sum(count["calls"] for _, counts in results for count in counts.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        ({"num_chunks": "auto"}, False),
+        ({"tune": "FILE"}, False),
+        ({"num_chunks": "auto", "recompute_all_gather": False}, True),
+        ({"num_chunks": "auto", "verify_every": 1}, True),
+    ],
+)
+def test_a_call_that_is_kept_whole_runs_megatrons_own_layer(ranks, tmp_path, settings, ours):
+    settings = {name: str(tmp_path / "plan.json") if value == "FILE" else value for name, value in settings.items()}
+    for differ, calls in ranks(2).run(kept_whole, str(tmp_path / "no-cache.json"), settings):
+        assert differ == [[]] * 4
+        assert (calls > 0) == ours
+
+
 def foreign(group, path):
     with Layers(group.size()) as layers:
         ascend_parallel.configure(tune=path)
