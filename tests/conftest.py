@@ -1,5 +1,6 @@
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 
@@ -22,6 +23,18 @@ def pytest_report_header():
     numbers = {line.split(" = ")[0]: line.split(" = ")[1] for line in megatron.splitlines() if " = " in line}
     version = ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
     return f"torch {importlib.metadata.version('torch')}, megatron-core {version}"
+
+
+def pytest_collection_modifyitems(items):
+    """Mark as slow all but `count` parameter sets, evenly spread, of each test that is marked ``sample(count)``."""
+    for _, sets in itertools.groupby(items, key=lambda item: (item.path, getattr(item, "originalname", item.name))):
+        sets = list(sets)
+        mark = sets[0].get_closest_marker("sample")
+        if mark is not None:
+            (count,) = mark.args
+            kept = {index * len(sets) // count for index in range(count)}
+            for index in set(range(len(sets))) - kept:
+                sets[index].add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
