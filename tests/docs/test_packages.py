@@ -71,8 +71,8 @@ def test_a_wheel_built_without_torch_runs_and_says_what_it_lacks(sdist, torchles
     for name in (
         "ops/shm.py",
         "patches/base.py",
-        "planning/data/models.toml",
-        "planning/data/hardware/ascend-910b1.toml",
+        "tuning/cost_model/data/models.toml",
+        "tuning/cost_model/data/hardware/ascend-910b1.toml",
     ):
         assert f"ascend_parallel/{name}" in names
     python = environment(tmp_path / "venv", without=OURS)
