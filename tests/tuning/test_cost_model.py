@@ -151,7 +151,7 @@ def test_the_simulation_keeps_the_order_of_a_lane():
 def test_the_simulation_refuses_tasks_that_wait_for_each_other():
     with pytest.raises(ValueError, match="'a' never starts"):
         simulate([Task("a", "x", 1.0, ("b",)), Task("b", "x", 1.0)])
-    with pytest.raises(ValueError, match="which is no task"):
+    with pytest.raises(ValueError, match="which is not a task"):
         simulate([Task("a", "x", 1.0, ("z",))])
 
 
@@ -180,10 +180,10 @@ def test_no_sizes_beat_the_bound_and_the_search_beats_equal_chunks(name, problem
     costs, again = COSTS[name], again and problem.operator == REDUCE_SCATTER
 
     def seconds(sizes):
-        return makespan(costs.call(problem, sizes, tail=tail, gathers_again=again))
+        return makespan(costs.call(problem, sizes, tail=tail, gathers_input=again))
 
     best = best_sizes(problem.rows, seconds)
-    assert costs.bound(problem, tail=tail, gathers_again=again) <= best.seconds * (1 + 1e-12)
+    assert costs.bound(problem, tail=tail, gathers_input=again) <= best.seconds * (1 + 1e-12)
     assert best.seconds <= best.equal_seconds <= best.whole
     assert best.seconds <= min(seconds(split_rows(problem.rows, count)) for count in (1, 2, 4, 8)) * (1 + 1e-6)
     assert best.seconds == seconds(best.sizes)

@@ -51,31 +51,33 @@ def parts(matmul, collective, latency):
 
 
 def test_what_the_model_makes_of_the_parts():
-    (one,) = CASE.passes(2)
-    balanced = predicted(one, parts(10e-3, 10e-3, 50e-6), 2)
+    (operator,) = CASE.passes(2)
+    balanced = predicted(operator, parts(10e-3, 10e-3, 50e-6), 2)
     assert len(balanced.sizes) > 2
     assert balanced.chosen < 0.7 * balanced.serial
-    assert predicted(one, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
-    assert predicted(one, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
-    bound = predicted(one, parts(10e-3, 30e-3, 50e-6), 2)
+    assert predicted(operator, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
+    assert predicted(operator, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
+    bound = predicted(operator, parts(10e-3, 30e-3, 50e-6), 2)
     assert bound.sizes[0] < bound.sizes[-1]  # communication-bound: a short first chunk
 
 
 def test_one_chunk_is_predicted_as_its_parts_in_turn():
-    (one,) = CASE.passes(2)
-    assert seconds(one, parts(10e-3, 4e-3, 50e-6), 2, (1024,)) == pytest.approx(14e-3)
+    (operator,) = CASE.passes(2)
+    assert seconds(operator, parts(10e-3, 4e-3, 50e-6), 2, (1024,)) == pytest.approx(14e-3)
 
 
 def test_lanes_that_slow_each_other_down_hide_less():
-    (one,) = CASE.passes(2)
+    (operator,) = CASE.passes(2)
     free = parts(10e-3, 10e-3, 50e-6)
     equal = (256,) * 4
     slowed = replace(free, compute_rate=0.6, collective_rate=0.8)
     in_turn = replace(free, compute_rate=0.5, collective_rate=0.5)
-    assert seconds(one, free, 2, equal) < seconds(one, slowed, 2, equal) < seconds(one, in_turn, 2, equal)
+    assert (
+        seconds(operator, free, 2, equal) < seconds(operator, slowed, 2, equal) < seconds(operator, in_turn, 2, equal)
+    )
     # Lanes at half their speed move nothing sooner than one after the other.
-    assert seconds(one, in_turn, 2, equal) >= seconds(one, in_turn, 2, (1024,))
-    assert predicted(one, in_turn, 2).sizes == (1024,)
+    assert seconds(operator, in_turn, 2, equal) >= seconds(operator, in_turn, 2, (1024,))
+    assert predicted(operator, in_turn, 2).sizes == (1024,)
 
 
 @pytest.mark.parametrize(("piece", "pieces"), [(1e-3, 20e-3), (1e-3, 1e-4), (5e-3, 5e-3)])
@@ -98,8 +100,8 @@ def cases(group):
         for sequence_parallel in (False, True):
             for tune in ("nowhere.json", None):
                 settings = Settings(tune=tune, auto=tune is None)
-                one = Tuner(settings)
-                one._save = lambda *_: None
+                own_tuner = Tuner(settings)
+                own_tuner._save = lambda *_: None
                 case = Case(
                     kind=kind,
                     rows=192,
@@ -111,9 +113,9 @@ def cases(group):
                 )
                 torch.manual_seed(3)
                 before = torch.get_rng_state()
-                chosen = one.settings_for(case, group, backward=True)
+                chosen = own_tuner.settings_for(case, group, backward=True)
                 assert torch.equal(before, torch.get_rng_state())
-                assert one.settings_for(case, group, backward=True) is chosen
+                assert own_tuner.settings_for(case, group, backward=True) is chosen
                 found[kind, sequence_parallel, tune] = [(e.run, e.operator, e.sizes) for e in chosen.plan.entries]
     return found
 
@@ -133,7 +135,7 @@ def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
 def decided(group, path, seconds):
     """What is said of one shape of which each cut takes `seconds(chunks)` each round, and the sizes that run."""
     kept = pass_times.Layer.time_sizes, tuner.cached_plan
-    pass_times.Layer.time_sizes = lambda self, one, candidates, rounds: {
+    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
     }
     tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
@@ -182,7 +184,7 @@ def test_what_was_found_is_said_in_words_once_and_on_rank_0(ranks, tmp_path, sec
 def overlap_always_wins(group, path):
     """A run of a real layer with COC_TUNE, in which every chunked call is made to look faster."""
     kept = pass_times.Layer.time_sizes
-    pass_times.Layer.time_sizes = lambda self, one, candidates, rounds: {
+    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
     }
     lines = []
