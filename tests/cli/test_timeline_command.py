@@ -78,8 +78,8 @@ def test_missing_ranks_are_named(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: '{"other": 1}\n', "is no file of an ascend_parallel timeline"),
-        (lambda text: "[1]\n", "is no file of an ascend_parallel timeline"),
+        (lambda text: '{"other": 1}\n', "is not a file of an ascend_parallel timeline"),
+        (lambda text: "[1]\n", "is not a file of an ascend_parallel timeline"),
         (lambda text: "", "cannot be read"),
         (lambda text: "\x00\xff", "cannot be read"),
         (lambda text: text.replace('"version":1', '"version":99'), "has version 99 of the format"),

@@ -42,7 +42,7 @@ def test_a_misspelt_variable_is_bad_and_said_in_words():
     ended = doctor(COC_PARALEL_NUM="4")
     assert ended.returncode == 1
     assert "COC_PARALLEL_NUM" in ended.stdout
-    assert "1 thing to put right: variables" in ended.stdout
+    assert "1 thing to fix: variables" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     python = environment(tmp_path, without=["megatron"])
     status, doctor, said = both(python, COC_PARALLEL_NUM="4")
     assert status == 1
-    assert doctor.splitlines()[-1] == "1 thing to put right: megatron-core"
+    assert doctor.splitlines()[-1] == "1 thing to fix: megatron-core"
     assert "found none installed: the variables have nothing to overlap" in said
     assert "overlap is on" not in doctor + said
     status, doctor, _ = both(python)

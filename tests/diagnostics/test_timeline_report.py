@@ -70,7 +70,7 @@ def test_a_run_of_other_shapes_or_in_chunks_is_nothing_to_compare_with(folder, t
     assert (row.serial, row.e_bound) == (None, None)
     assert merged.notes == [f"{tmp_path / 'other'} has no pass of the same layers and shapes: nothing is compared"]
     (note,) = merge(folder, against=folder).notes
-    assert note == f"{folder} is no serial run, but has chunked 2: record one with COC_MODE=1"
+    assert note == f"{folder} is not a serial run, but has chunked 2: record a serial run with COC_MODE=1"
 
 
 def test_a_worker_runs_one_collective_at_a_time(folder):

@@ -52,7 +52,7 @@ def test_two_runs_in_one_folder_are_kept_apart(ranks, tmp_path):
     older = notes[0].split()[-2]
     assert files[0].header["run"] == files[1].header["run"] > older
     assert read_run(tmp_path, older)[0][0].header["run"] == older
-    with pytest.raises(TimelineError, match="there is no run 'x'"):
+    with pytest.raises(TimelineError, match="has no run 'x'"):
         read_run(tmp_path, "x")
 
 
