@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_when_it_is_configured(tmp_p
         tmp_path / ("x" * 300) / "y",
         "a\0b",
     ):
-        with pytest.raises(SettingsError, match=r"^COC_TIMELINE='.*' cannot be written to \(.*\): give a folder"):
+        with pytest.raises(SettingsError, match=r"^COC_TIMELINE='.*' cannot be written to \(.*\): give a writable folder"):
             ascend_parallel.configure(timeline=str(folder), num_chunks=2)
         assert current_settings() is before
         with (
