@@ -1,4 +1,4 @@
-"""ascend-parallel doctor: what it finds, what it tries, and how it ends."""
+"""ascend-parallel doctor: its findings, its trial of kernels and its exit status."""
 
 import json
 import os
@@ -65,10 +65,10 @@ def test_a_bad_setting_is_a_finding_and_no_traceback(variables, message):
 
 
 def both(python, **variables):
-    """What doctor and status say, which are to end alike."""
+    """Return the exit codes and outputs of doctor and status, which must agree."""
     found = [call(python, "-m", "ascend_parallel", command, **variables) for command in ("doctor", "status")]
     assert found[0].returncode == found[1].returncode, found
-    return found[0].returncode, *(one.stdout + one.stderr for one in found)
+    return found[0].returncode, *(process.stdout + process.stderr for process in found)
 
 
 def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):

@@ -1,4 +1,4 @@
-"""Plans: what is kept, what is refused, and what wins over what."""
+"""Plans: round trips, refusals and precedence."""
 
 import json
 import os
