@@ -1,11 +1,11 @@
-"""A step of data-parallel and of gathered linear layers: collectives where they stand, in buckets and ahead, and DDP's.
+"""Time data-parallel and gathered linear layers: collectives in place, in buckets, prefetched, and DDP's.
 
     python benchmarks/buckets.py --link 1gbit       about a minute; needs root for the link
     python benchmarks/buckets.py                    over the loopback
 
-Forward and backward of tanh(linear(x)), fp32, on 2 ranks. "data parallel" holds every weight whole, and sums its
-gradient; "gathered" holds it cut, as ZeRO-3 does: gathers it where it is read, and reduce-scatters its gradient. All
-run in turn, in an order drawn anew for each round.
+Forward and backward of tanh(linear(x)), fp32, on 2 ranks. "data parallel": weights are replicated and
+gradients summed. "gathered": weights are sharded as in ZeRO-3, gathered where they are read, and gradients
+reduce-scattered. Every round runs all variants in random order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stack(nn.Sequential):
 
     def __init__(self) -> None:
         """Make the layers."""
-        super().__init__(*(one for _ in range(LAYERS) for one in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+        super().__init__(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean of the squares."""
@@ -86,7 +86,7 @@ def rank() -> None:
 
 
 def variants() -> dict[str, nn.Module]:
-    """Make every way to run the layers."""
+    """Return all variants of the layers."""
     torch.manual_seed(1)
     whole, mesh = Stack(), ProcessMesh(list(range(RANKS)), ["dp"])
     graph = trace(whole, (torch.zeros(ROWS, WIDTH),))

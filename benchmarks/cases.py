@@ -1,6 +1,6 @@
-"""What is timed: for one layer and shape, the calls whose times are compared.
+"""The calls that are timed and compared, for one layer and shape.
 
-Each rank computes ``x [M, K]`` times ``w [K, N]``; M counts all rows, those of other ranks included.
+Each rank computes ``x [M, K] @ w [K, N]``; M counts the rows of all ranks.
 
     mode               forward                        backward
     row-all-reduce     matmul, all-reduce [M, N]      2 matmuls
@@ -22,7 +22,7 @@ from collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, start
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 
-# Collectives of forward and of backward, each with the operand it moves: x [M, K] or y [M, N].
+# Collectives of forward and of backward, each with its operand: x [M, K] or y [M, N].
 COLLECTIVES: dict[str, tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]] = {
     "row-all-reduce": (((ALL_REDUCE, "y"),), ()),
     "row-sequence": (((REDUCE_SCATTER, "y"),), ((ALL_GATHER, "y"),)),
@@ -51,15 +51,15 @@ class Cell:
 
     @property
     def sequence(self) -> bool:
-        """Whether it runs sequence-parallel."""
+        """Whether the layer runs sequence-parallel."""
         return self.mode.endswith("sequence")
 
 
 class Cases:
-    """The calls to time for one cell, over one group and dtype; the same numbers on every rank but for w and row x."""
+    """The calls of one cell on a group; all ranks have the same operands, except w and the row layer's x."""
 
     def __init__(self, cell: Cell, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        """Make the operands and Megatron's layer, whose weight all share."""
+        """Make the operands and Megatron's layer; all calls use its weight."""
         self.cell, self.group = cell, group
         ranks, own = group.size(), torch.Generator().manual_seed(group.rank())
         both = own if cell.row else torch.Generator().manual_seed(99)
@@ -74,11 +74,11 @@ class Cases:
         self.weight = self.plain.weight
         self.x_m = torch.randn(cell.m, cell.k).to(dtype)
         self.dy_m = torch.randn(cell.m, cell.n).to(dtype)
-        # Zeros, as all-reducing the same tensor again and again would otherwise overflow; zero_() touches the pages.
+        # Zeros, because repeated sums of other values overflow; zero_() touches the pages.
         self.moved = {"x": torch.empty_like(self.x_m).zero_(), "y": torch.empty_like(self.dy_m).zero_()}
 
     def passes(self, chunks: list[int]) -> dict[str, dict[str, Call]]:
-        """Return the calls by pass and name; of a forward in which nothing communicates, the parts alone."""
+        """Return the calls by pass and name; only the parts for a forward without a collective."""
         forward, backward = COLLECTIVES[self.cell.mode]
         parts = {"matmul", "comm", "comm in pieces"}
         first = self._calls(chunks, False, [*forward])
@@ -88,18 +88,18 @@ class Cases:
         }
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of the call before."""
+        """Delete the gradients of the last call."""
         self.x.grad = self.weight.grad = None
 
     def check(self, chunks: list[int]) -> None:
-        """Refuse to time what computes something else: compare with Megatron's layer, outputs and gradients."""
+        """Raise unless outputs and gradients equal those of Megatron's layer."""
         expected = self._results(lambda: self.plain(self.x[:, None])[0][:, 0])
         for settings in (SERIAL, *(_overlapped(count) for count in chunks)):
-            for name, got, wanted in zip(
+            for name, actual, expected_value in zip(
                 ["y", "dx", "dw"], self._results(self._layer(settings)), expected, strict=True
             ):
-                error = (got - wanted).abs().max() / wanted.abs().max()
-                if not error < max(1e-4, 8 * torch.finfo(got.dtype).eps):
+                error = (actual - expected_value).abs().max() / expected_value.abs().max()
+                if not error < max(1e-4, 8 * torch.finfo(actual.dtype).eps):
                     raise RuntimeError(f"{self.cell}, {settings.num_chunks} chunks: {name} is off by {error:.2g}")
 
     def _results(self, forward: Call) -> list[torch.Tensor]:
@@ -139,7 +139,7 @@ class Cases:
         return run
 
     def _communicate(self, collectives: list[tuple[str, str]], pieces: int) -> None:
-        """Run the collectives one after the other, as the layers move them."""
+        """Run the layers' collectives one after the other."""
         for kind, operand in collectives:
             start(kind, self.moved[operand], pieces, self.group)()
 

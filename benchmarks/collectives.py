@@ -1,8 +1,8 @@
 """Collectives by plain torch.distributed calls on gloo, to time communication apart from the package.
 
-Each starts without waiting and returns what `finish` waits for. Reduce-scatter is the exchange and sum
-that is fastest on gloo (its own is an all-reduce of a copy), all receives posted first: so the
-package is measured against the best that plain calls can do, not against a slow floor.
+Each function starts a collective and returns the handles for `finish`. Reduce-scatter is an exchange and sum, the
+fastest on gloo (gloo's own is an all-reduce of a copy), with all receives posted first. So the package is compared with
+the fastest plain calls.
 """
 
 from __future__ import annotations

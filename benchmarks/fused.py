@@ -1,10 +1,10 @@
-"""Time the shared-memory kernel against matmul and gloo in turn, chunks, and what moving its bytes takes at least.
+"""Time the shared-memory kernel beside matmul and gloo in turn, chunks, and a lower bound of its memory traffic.
 
     python benchmarks/fused.py                                    about three minutes
     python benchmarks/fused.py --operators matmul_all_reduce --shapes 4096,8,2048 --json fused.json
 
-M, K, N are those of the whole matmul [M, K] x [K, N]; M counts the rows of all ranks. What is called and
-timed is in fused_calls.py.
+M, K, N are those of the whole matmul [M, K] x [K, N]; M counts the rows of all ranks. fused_calls.py has the
+timed calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEFAULT_SHAPES = {
 DTYPES = ("float32", "bfloat16", "float16")
 STARTUP_SECONDS = 90
 LEAST_ROUNDS = 5
-# A round is quiet in which other programs use no more of the machine's processors than this.
+# A round is quiet if other programs use at most this share of the machine's processors.
 QUIET = 0.05
 COLUMNS = ("M,K,N", "bytes", "rounds", "matmul", "gloo", "serial", "chunked", "shm", "start", "bound", "exchange")
 RATIOS = ("serial/shm", "chunked/shm", "gloo/exchange")
@@ -105,13 +105,13 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     """Read ``M,K,N``."""
     parts = text.split(",")
     if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: give M,K,N such as 2048,1024,1024")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: give M,K,N such as 2048,1024,1024")
     m, k, n = map(int, parts)
     return m, k, n
 
 
 def summarize(cell: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Make medians of the quiet rounds, or of all where those are too few."""
+    """Return medians over the quiet rounds, or over all rounds if too few are quiet."""
     limit = QUIET * (os.cpu_count() or 1)
     quiet = [number for number, used in enumerate(result["others"]) if used <= limit]
     picked = quiet if len(quiet) >= LEAST_ROUNDS else list(range(len(result["others"])))
@@ -119,7 +119,7 @@ def summarize(cell: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     # A copy reads and writes the bytes once each.
     moves = [copy * result["moved"] / (2 * result["bytes"]) for copy in times["copy"]]
     times["bound"] = [sum(parts) for parts in zip(times["matmul"], moves, strict=True)]
-    exchange = median([both - one for both, one in zip(times["exchange"], times["product"], strict=True)])
+    exchange = median([whole - product for whole, product in zip(times["exchange"], times["product"], strict=True)])
     return {
         **cell,
         "bytes": result["bytes"],
@@ -135,7 +135,7 @@ def summarize(cell: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
 
 def quotient(above: list[float], below: list[float]) -> float:
     """Return the median of the rounds' quotients."""
-    return median([one / other for one, other in zip(above, below, strict=True)])
+    return median([numerator / divisor for numerator, divisor in zip(above, below, strict=True)])
 
 
 def print_table(console: Console, rows: list[dict[str, Any]], conditions: str) -> None:

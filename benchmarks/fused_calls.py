@@ -1,17 +1,17 @@
-"""One rank of benchmarks/fused.py: times every case of a shape, paired and interleaved.
+"""Run one rank of benchmarks/fused.py: time every case of a shape, paired and interleaved.
 
-    shm       the kernel of shared memory
+    shm       the shared-memory kernel
     start     the same through `start_...` or `run_...`, with the choice of a kernel
     serial    the matmul, then gloo's collective
-    chunked   four chunks, if there are rows for them
+    chunked   four chunks, if there are enough rows
     matmul    the whole matmul alone
-    gloo      the collective alone, of rows that are there: an all-reduce in place
-    exchange  the kernel, with a result that is there
-    product   the whole matmul, with a result that is there: exchange less product compares with gloo
-    copy      of as many bytes as the collective is about
+    gloo      the collective alone, on existing rows: an all-reduce in place
+    exchange  the kernel, with an allocated result
+    product   the whole matmul, with an allocated result: exchange - product compares with gloo
+    copy      a copy of as many bytes as the collective's tensor
 
-Each round runs all of them once, in an order drawn anew and alike on all ranks; each is timed from a barrier,
-as many calls in a row as make its time worth measuring, and its time is that of the slowest rank.
+Each round runs all cases once, in a random order that is the same on all ranks. A case is timed from a barrier, with
+enough calls in a row for a measurable time; its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, report
 
 CHUNKS = 4
 MIN_ROUNDS = 5
-SHORTEST = 2e-3  # seconds of calls in a row
+SHORTEST = 2e-3  # seconds that the calls in a row take at least
 MOST_CALLS = 200
 FUSED = Settings(fused=True)
 COLLECTIVES = {
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(cell: dict[str, Any], job: dict[str, Any], group: dist.ProcessGroup, title: str) -> dict[str, Any]:
-    """Time the cases of one cell, until enough rounds were quiet or its share of the time is over."""
+    """Time the cases of one cell until enough rounds were quiet or the cell's share of the time is over."""
     moved, calls = cases(cell, getattr(torch, job["dtype"]), group)
     inner = {name: how_often(call, group) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -97,7 +97,7 @@ def measure(cell: dict[str, Any], job: dict[str, Any], group: dist.ProcessGroup,
 
 
 def timed(call: Call, count: int, group: dist.ProcessGroup) -> float:
-    """Return seconds a call."""
+    """Return seconds per call."""
     dist.barrier(group)
     begin = time.perf_counter()
     for _ in range(count):
@@ -108,7 +108,7 @@ def timed(call: Call, count: int, group: dist.ProcessGroup) -> float:
 
 
 def how_often(call: Call, group: dist.ProcessGroup) -> int:
-    """Return how many calls in a row make `SHORTEST`, the same on all ranks; the first calls warm up."""
+    """Return the number of calls in a row that take `SHORTEST`, equal on all ranks; the first calls warm up."""
     timed(call, 2, group)
     took = torch.tensor(timed(call, 3, group))
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
@@ -116,7 +116,7 @@ def how_often(call: Call, group: dist.ProcessGroup) -> int:
 
 
 def cases(cell: dict[str, Any], dtype: torch.dtype, group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, Call]]:
-    """Return the bytes the collective is about and shm moves, and the calls."""
+    """Return the bytes of the collective's tensor, the bytes that shm moves, and the calls."""
     operator, m, k, n = cell["operator"], cell["m"], cell["k"], cell["n"]
     ranks = group.size()
     gathers = operator == "all_gather_matmul"
@@ -158,7 +158,7 @@ def through_choice(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.
 
 
 def moved(operator: str, ranks: int, size: int) -> int:
-    """Bytes that a rank reads and writes for the exchange of `size` bytes, beside its matmul's."""
+    """Return the bytes that a rank reads and writes to exchange `size` bytes, without the matmul's."""
     if operator == "all_gather_matmul":  # its own rows to the stage; all from the stages to the gathered ones
         return 2 * size // ranks + 2 * size
     if operator == "matmul_reduce_scatter":  # its part of every stage, and the result
@@ -169,7 +169,7 @@ def moved(operator: str, ranks: int, size: int) -> int:
 
 
 def check(calls: dict[str, Call], cell: dict[str, Any]) -> None:
-    """Refuse to time what computes something else."""
+    """Raise unless all calls compute the same result."""
     expected = calls["serial"]()
     assert isinstance(expected, torch.Tensor)
     for name in ("shm", "start", "chunked"):

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/host_cost.py: times each operator against the bare calls it is made of.
+"""Run one rank of benchmarks/host_cost.py: time each operator beside the bare calls that it consists of.
 
 layer     the linear layer's forward, without gradients
 torch.op  the operator through torch.library, as a traced model calls it
@@ -20,7 +20,7 @@ from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, report
 
-# The fewest rows that the operators make a chunk of, so that N chunks of rows are N times as many, cut evenly.
+# The least rows of a chunk: N chunks have N times as many rows, in equal chunks.
 ROWS = 16
 WIDTH = 16
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def check_chunks(cases: dict[str, Call], operator: str, count: int) -> None:
-    """Refuse to compare calls that are not cut as the bare ones are."""
+    """Raise unless the operators run in the same chunks as the bare calls."""
     for who in ("layer", "torch.op"):
         ops.COUNTS.clear()
         cases[who]()
@@ -64,7 +64,7 @@ def check_chunks(cases: dict[str, Call], operator: str, count: int) -> None:
 
 
 def compare(cases: dict[str, Call], rounds: int, calls: int) -> Times:
-    """Time all cases in every round, in random order alike on all ranks; seconds a call, of the slowest rank."""
+    """Time all cases in every round, in a common random order; return the slowest rank's seconds per call."""
     times: Times = {clock: {who: [] for who in cases} for clock in ("wall", "cpu")}
     order = list(cases.items())
     draw = random.Random(0)

@@ -1,14 +1,14 @@
-"""What cutting an operator into chunks costs the host, beyond the matmuls and collectives themselves.
+"""Measure the host cost of chunks, beyond the matmuls and collectives themselves.
 
     python benchmarks/host_cost.py
 
-On shapes too small for the work to matter, the chunked operators are timed against the same calls of
-``torch.mm(out=)`` and torch.distributed made by hand, on views made beforehand, issued and waited for in
-the same order (host_calls.py). What the operators take longer is checking, choosing, cutting and bookkeeping.
+On shapes too small for the work to matter, the chunked operators are timed beside the same calls of
+``torch.mm(out=)`` and torch.distributed by hand, on views made beforehand, in the same order (host_calls.py). The
+difference is the cost of checks, choice, chunks and bookkeeping.
 
-layer is the linear layer's forward, torch.op the operator through torch.library. wall is elapsed time, in which
-a cost may hide while gloo's threads are waited for, and which other programs disturb; cpu is processor time of
-the calling thread alone, in which no cost can hide.
+layer: the linear layer's forward. torch.op: the operator through torch.library. wall: elapsed time, which other
+programs disturb, and in which waiting for gloo's threads may hide a cost. cpu: processor time of the calling thread,
+in which no cost can hide.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALLERS = ("layer", "torch.op")
 GOAL_MICROSECONDS = 15
 BUSY_LOAD = 0.5
 
-# operator -> chunk count -> clock -> caller or "bare" -> seconds a call, one number a round
+# operator -> chunk count -> clock -> caller or "bare" -> seconds per call, one number per round
 Measured = dict[str, dict[str, dict[str, dict[str, list[float]]]]]
 
 
@@ -59,14 +59,14 @@ def main() -> int:
         measured: Measured = run_ranks(job, status.update)
     print_table(measured, chunks, Console())
     print(f"bare: microseconds a call. The others: microseconds a chunk beyond that; the goal is {GOAL_MICROSECONDS}.")
-    print(f"Medians over {options.rounds} rounds, of the slowest rank. +1: what one more chunk adds.")
+    print(f"Medians over {options.rounds} rounds, of the slowest rank. +1: cost of one more chunk.")
     if load > BUSY_LOAD:
         print(f"The machine was busy before (load {load:.1f}): wall is unreliable.")
     return 0
 
 
 def print_table(measured: Measured, chunks: list[int], console: Console) -> None:
-    """Print one line per operator and chunk count, and one for what each further chunk adds."""
+    """Print one line per operator and chunk count, and one for the cost of each further chunk."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("operator", no_wrap=True)
     for heading in ("chunks", *(f"{clock}\n{what}" for clock in CLOCKS for what in ("bare", *CALLERS))):
@@ -88,13 +88,13 @@ def print_table(measured: Measured, chunks: list[int], console: Console) -> None
 
 
 def differences(by_clock: dict[str, dict[str, list[float]]]) -> list[tuple[float, float | None]]:
-    """Return, in the order of the columns, median microseconds a call, and those beyond the bare calls'."""
+    """Return, by column, the median microseconds per call and the median excess over the bare calls."""
     columns: list[tuple[float, float | None]] = []
     for clock in CLOCKS:
         times = by_clock[clock]
         columns.append((median(times["bare"]) * 1e6, None))
         for caller in CALLERS:
-            # Paired: both were timed in the same round, so that a disturbed round spoils one difference only.
+            # Paired by round, so that a disturbed round affects only one difference.
             pairs = zip(times[caller], times["bare"], strict=True)
             columns.append((median(times[caller]) * 1e6, median(ours - bare for ours, bare in pairs) * 1e6))
     return columns

@@ -1,10 +1,10 @@
-"""Time tensor-parallel linear layers: serial, overlapped, and Megatron-core's own, beside what is possible at best.
+"""Time tensor-parallel linear layers: serial, overlapped, and Megatron-core's own, beside a lower bound.
 
     python benchmarks/linears.py --link 1gbit                     default shapes, about four minutes
     python benchmarks/linears.py --link 1gbit --modes row-all-reduce --shapes 2048,1024,1024 --chunks 4 8
 
-M, K, N are those of each rank's matmul [M, K] x [K, N]; M counts the rows of all ranks. What each pass
-computes and moves is in cases.py, how it is timed in measure.py, what E means in summary.py.
+M, K, N are those of each rank's matmul [M, K] x [K, N]; M counts the rows of all ranks. cases.py has the
+operations of each pass, measure.py the timing, summary.py the definition of E.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from table import Line, print_table
 from ascend_parallel.tuning.launch.link import End, LinkError, parse_rate, shaped_link
 from ascend_parallel.tuning.launch.ranks import Job, RankError, run_ranks
 
-# Per mode: one shape whose communication takes at least 1.5 times its matmuls over 1 Gbit/s with two
-# ranks and one thread each, and one whose two parts are about equal (forward; where forward moves
-# nothing, forward and backward).
+# Per mode: a shape whose communication takes at least 1.5 times as long as its matmuls over 1 Gbit/s with two ranks of
+# one thread each, and a shape with about equal parts (of forward; of both passes if forward moves nothing).
 DEFAULT_SHAPES = {
     "row-all-reduce": ["2048,768,1024", "2048,1536,1024"],
     "row-sequence": ["2048,512,1024", "2048,1024,1024"],
@@ -37,7 +36,7 @@ DEFAULT_SHAPES = {
 }
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 STARTUP_SECONDS = 90
-# A round is quiet in which other programs use no more of the machine's processors than this.
+# A round is quiet if other programs use at most this share of the machine's processors.
 QUIET = 0.05
 
 
@@ -74,8 +73,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--chunks", nargs="+", type=int, default=[2, 4, 8], metavar="COUNT", help="default: 2 4 8")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     parser.add_argument("--repeats", type=int, default=25, help="quiet rounds to time (default: 25)")
-    parser.add_argument("--seconds", type=float, default=200, help="time for all of them (default: 200)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every time measured")
+    parser.add_argument("--seconds", type=float, default=200, help="time limit for all rounds (default: 200)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measured time")
     options = parser.parse_args()
     if min(options.chunks) < 2 or max(options.chunks) > 64:
         parser.error("--chunks: give counts from 2 to 64; 1 is the serial path, timed anyway")
@@ -102,14 +101,14 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 
 def check_cells(cells: list[dict[str, Any]], ranks: int) -> None:
-    """Refuse rows that cannot be shared out."""
+    """Refuse rows that the ranks do not divide."""
     for cell in cells:
         if cell["mode"].endswith("sequence") and cell["m"] % ranks:
             raise ValueError(f"--shapes: M={cell['m']} is not divisible by the {ranks} ranks, as {cell['mode']} needs")
 
 
 def measure(options: argparse.Namespace, cells: list[dict[str, Any]], console: Console) -> dict[str, Any]:
-    """Run the ranks and show how far they are."""
+    """Run the ranks and show their progress."""
     arguments = {
         "cells": cells,
         "chunks": options.chunks,
@@ -140,7 +139,7 @@ def measure(options: argparse.Namespace, cells: list[dict[str, Any]], console: C
 
 
 def summarize_cells(cells: list[dict[str, Any]], measured: list[dict[str, Any]], chunks: list[int]) -> list[Line]:
-    """Summarize every pass in which something communicates."""
+    """Summarize every pass with a collective."""
     lines = []
     for cell, result in zip(cells, measured, strict=True):
         others = result["others"]
@@ -160,18 +159,18 @@ def summarize_cells(cells: list[dict[str, Any]], measured: list[dict[str, Any]],
 
 
 def quiet_rounds(others: list[float]) -> list[int]:
-    """Return the numbers of the rounds that count: the quiet ones, or all where those are too few."""
+    """Return the indices of the quiet rounds, or of all rounds if too few are quiet."""
     quiet = [number for number, used in enumerate(others) if used <= quiet_limit()]
     return quiet if len(quiet) >= LEAST_ROUNDS else list(range(len(others)))
 
 
 def quiet_limit() -> float:
-    """Return how many processors other programs may use in a quiet round."""
+    """Return the number of processors that other programs may use in a quiet round."""
     return QUIET * (os.cpu_count() or 1)
 
 
 def describe(options: argparse.Namespace, results: dict[str, Any]) -> str:
-    """Say what the numbers were made with, and whether the machine was theirs alone."""
+    """Return the conditions of the measurement, and whether other programs disturbed it."""
     link = f"a link of {options.link}" if options.link else "loopback (no link: communication is nearly free)"
     versions = results["versions"]
     text = (
@@ -194,7 +193,7 @@ def write_json(
     results: dict[str, Any],
     lines: list[Line],
 ) -> None:
-    """Write summaries and every single time."""
+    """Write the summaries and every time."""
     value = {
         "conditions": conditions,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

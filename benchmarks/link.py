@@ -1,4 +1,4 @@
-"""Measure what a shaped link between ranks really carries.
+"""Measure the real rate of a shaped link between ranks.
 
     python benchmarks/link.py --check 1gbit
 
@@ -22,7 +22,7 @@ CHECK_BLOCK = 1 << 18
 
 
 def receive(address: str) -> None:
-    """Take one connection, read to its end, print bits per second."""
+    """Accept a connection, read to its end, print bits per second."""
     with socket.create_server((address, CHECK_PORT)) as server:
         server.settimeout(20)
         connection, _ = server.accept()
@@ -35,7 +35,7 @@ def receive(address: str) -> None:
 
 
 def send(address: str, size: int) -> None:
-    """Connect, trying for a while, and send `size` bytes."""
+    """Connect, with retries, and send `size` bytes."""
     deadline = time.monotonic() + 20
     connection = None
     while connection is None:
@@ -52,7 +52,7 @@ def send(address: str, size: int) -> None:
 
 
 def measure(ends: list[End], pairs: list[tuple[int, int]], size: int, limit: float) -> list[float]:
-    """Send `size` bytes between each pair of ends, all pairs at once; return the bits per second each received."""
+    """Send `size` bytes between each pair of ends, all pairs at once; return the bits per second of each receiver."""
     receivers: list[subprocess.Popen[str]] = []
     processes: list[subprocess.Popen[str]] = []
 
@@ -73,7 +73,7 @@ def measure(ends: list[End], pairs: list[tuple[int, int]], size: int, limit: flo
 
 
 def check(rate: str, ranks: int, size: int) -> int:
-    """Print what the link carries one way, the other way, and both ways at once; 1 if it is 10% off."""
+    """Print the rate of each direction, alone and both at once; return 1 if a rate is off by 10%."""
     bits = parse_rate(rate)
     limit = 30 + 4 * size * 8 / bits
     worst = 0.0
@@ -82,8 +82,8 @@ def check(rate: str, ranks: int, size: int) -> int:
         for pairs in ([(0, last)], [(last, 0)], [(0, last), (last, 0)]):
             measured = measure(ends, pairs, size, limit)
             for (source, target), got in zip(pairs, measured, strict=True):
-                way = f"rank {source} -> rank {target}" + (", both ways at once" if len(pairs) > 1 else "")
-                print(f"{way:38} {got / 1e6:9.1f} Mbit/s   {got / bits:6.1%} of {rate}")
+                direction = f"rank {source} -> rank {target}" + (", both directions at once" if len(pairs) > 1 else "")
+                print(f"{direction:38} {got / 1e6:9.1f} Mbit/s   {got / bits:6.1%} of {rate}")
                 worst = max(worst, abs(got / bits - 1))
     print(f"{size / 1e6:.0f} MB of TCP payload each; headers take 4.4% of the rate")
     return 0 if worst <= 0.1 else 1
@@ -94,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build a link of a given rate between namespaces and measure it.")
     parser.add_argument("--check", metavar="RATE", help="build a link of this rate (1gbit, 500mbit ...) and measure it")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--bytes", type=int, default=50_000_000, help="how much to send each time (default: 50 MB)")
+    parser.add_argument("--bytes", type=int, default=50_000_000, help="bytes of each transfer (default: 50 MB)")
     parser.add_argument("--receive", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--send", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,9 +1,8 @@
 """One rank of benchmarks/linears.py: times every case, paired and interleaved.
 
-Each round runs all cases of a cell once, in an order drawn anew and alike on every rank; before each
-timed call the ranks meet at a barrier, and the call's time is that of the slowest rank. A disturbance
-then falls on all cases of its round, and comparing within rounds cancels it. Rounds during which other
-programs were busy are marked.
+Each round runs all cases of a cell once, in a random order that is the same on every rank. A barrier precedes every
+timed call, and the call's time is that of the slowest rank. A disturbance then hits all cases of its round, and the
+comparison within rounds cancels it. Rounds with busy other programs are marked.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ Times = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One round, alike on all ranks.
+    """The times of one round, equal on all ranks.
 
     times
-        Of each case in the order in which they ran, the slowest rank's seconds.
+        The slowest rank's seconds of each case, in the order in which the cases ran.
     others
-        How many processors all other programs kept busy meanwhile; what the network costs the kernel is not counted.
+        Number of processors that other programs kept busy; the network's time in the operating system is not counted.
     """
 
     times: list[float]
@@ -114,7 +113,7 @@ def run_round(
         before = time.perf_counter()
         kept = call()
         took.append(time.perf_counter() - before)
-        del kept  # freed outside the timed part, for every case alike
+        del kept  # freed outside the timed part for every case
     end = time.perf_counter()
     own, all_programs = time.process_time() - own, busy_seconds() - all_programs
     gc.enable()
@@ -127,13 +126,13 @@ def run_round(
 
 
 def busy_seconds() -> float:
-    """Processor seconds that programs have used on this machine, and that its host has withheld."""
+    """Return the processor seconds used by programs on this machine, and withheld by its host."""
     user, nice, system, _idle, _wait, _irq, _softirq, steal, *_ = map(int, STAT.read_text().split("\n")[0].split()[1:])
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def versions() -> dict[str, str]:
-    """What the numbers were made with."""
+    """Return the versions and settings of the measurement."""
     import megatron.core
 
     return {

@@ -1,9 +1,9 @@
-"""Bubbles of a pipeline's step as measured, beside the simulation and the published formula, and its peak memory.
+"""Measure the bubbles of a pipeline step and its peak memory, beside the simulation and the published formula.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline.py
 
-A stack of linear layers of 512 x 512 in fp32, two layers a stage, one rank for each group; medians of some rounds.
-Activations are those of tensors alive at once in a step, beyond what was there before it.
+A stack of linear layers of 512 x 512 in fp32, two layers per stage, one rank per group; medians of some rounds.
+Activation memory is the peak of live tensors in a step, minus those alive before the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stack(nn.Module):
 
 
 def measured(schedule: str, several: int, count: int) -> tuple[Pipeline, list[Measured], int]:
-    """Return the pipeline, its steps, and the most bytes at once in one."""
+    """Return the pipeline, its steps, and the peak bytes of a step."""
     ranks = dist.get_world_size()
     stages = ranks * several
     torch.manual_seed(0)

@@ -1,12 +1,12 @@
-"""Set the model's prediction of every pass beside its measurement, on links of several rates.
+"""Compare the model's prediction of every pass with its measurement, on links of several rates.
 
     python benchmarks/prediction.py --json prediction.json     about 20 minutes; needs root for the links
     python benchmarks/prediction.py --table prediction.json    the tables of docs/predicted-and-measured.md from it
 
-The prediction knows the times of a pass's parts alone (its matmuls, its collective whole, in pieces and of a few rows)
-and how much of its speed each lane keeps beside the other; it has seen no overlapped call. Parts and calls are timed in
-the same rounds. Then the fastest of all cuts, the fastest of equal chunks and one chunk are timed again, alone.
-Shapes are chosen so that communication takes about 2, 1.5 and 1 times as long as the matmul of forward.
+The model gets the times of a pass's parts alone (its matmuls; its collective whole, in pieces and of a few rows) and
+the share of its speed that each lane keeps beside the other. It gets no time of an overlapped call. Parts and calls are
+timed in the same rounds. Then the fastest cut, the fastest equal chunks and one chunk are timed again, alone. Shapes
+are chosen so that communication takes about 2, 1.5 and 1 times as long as the matmul of forward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
 
 RANKS = 2
 M, N = 2048, 1024
-# K by rate: an all-reduce of [2048, 1024] fp32 takes about 71 ms over 1 Gbit/s, and a thread of the machine that
-# the table was made on multiplies at about 90 GFlop/s. What the ratio really is stands in the table.
+# K by rate: an all-reduce of [2048, 1024] fp32 takes about 71 ms over 1 Gbit/s, and a thread of the table's machine
+# multiplies at about 90 GFlop/s. The table has the measured ratios.
 RATES: dict[str, tuple[int, ...]] = {
     "500mbit": (1536, 2048, 3072),
     "1gbit": (768, 1024, 1536),
@@ -48,11 +48,11 @@ SECONDS_A_RATE = 1200
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One pass at one rate, cut in one way; seconds."""
+    """The times of a pass at one rate with one choice of chunks; seconds."""
 
     rate: str
     layer: str
-    one: LayerOperator
+    operator: LayerOperator
     name: str
     sizes: tuple[int, ...]
     parts: Parts
@@ -62,27 +62,27 @@ class Line:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a share of the measurement."""
+        """The error of the prediction, as a share of the measurement."""
         return self.predicted / self.measured - 1
 
     @property
     def e_bound(self) -> float | None:
-        """How much of what could be hidden was; None where there is less than 3 % to hide."""
+        """The hidden share of what can be hidden; None if less than 3 % can be hidden."""
         to_hide = self.serial - max(self.parts.computation, self.parts.communication)
         return (self.serial - self.measured) / to_hide if to_hide > 0.03 * self.serial else None
 
     @property
     def cells(self) -> list[str]:
-        """The columns of the pass, and the cut."""
+        """The cells of the pass and of its chunks."""
         name = self.name if not self.name.startswith("model") else f"{self.name}: {' '.join(map(str, self.sizes))}"
-        shape = f"{self.one.m},{self.one.k},{self.one.n}"
+        shape = f"{self.operator.m},{self.operator.k},{self.operator.n}"
         times = [f"{1e3 * value:.1f}" for value in (self.parts.computation, self.parts.communication)]
-        return [self.rate, self.layer, self.one.run, shape, *times, name]
+        return [self.rate, self.layer, self.operator.run, shape, *times, name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Final:
-    """One pass timed again: the fastest cut over one chunk, the best uneven chunks over the best equal ones."""
+    """The second timing of a pass: the fastest cut against one chunk, the best uneven against the best equal chunks."""
 
     line: Line
     over_serial: float
@@ -93,24 +93,26 @@ class Final:
 
 
 def main() -> int:
-    """Measure, or print what was."""
+    """Measure, or print the tables of a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=Path("prediction.json"), help="where to keep what is measured")
+    parser.add_argument("--json", type=Path, default=Path("prediction.json"), help="file for the measurements")
     parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing, print the table of this file")
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--rounds", type=int, help="of every call; 7 on the slowest link to 15 on the fastest")
+    parser.add_argument(
+        "--rounds", type=int, help="timings of every call; default: 7 on the slowest link to 15 on the fastest"
+    )
     options = parser.parse_args()
     if options.table is None:
-        found = {rate: measure(rate, options.rounds or ROUNDS[rate]) for rate in options.rates}
-        options.json.write_text(json.dumps(found) + "\n")
+        results = {rate: measure(rate, options.rounds or ROUNDS[rate]) for rate in options.rates}
+        options.json.write_text(json.dumps(results) + "\n")
     else:
-        found = json.loads(options.table.read_text())
+        results = json.loads(options.table.read_text())
     lines, finals = [], []
-    for rate, result in found.items():
-        for one in result["passes"]:
-            own = lines_of(rate, one)
+    for rate, result in results.items():
+        for measured in result["passes"]:
+            own = lines_of(rate, measured)
             lines += own
-            finals.append(final_of(own, one))
+            finals.append(final_of(own, measured))
     sys.stdout.write(f"{summary(lines, finals)}\n\n{tuned(finals)}\n\n{markdown(lines)}\n")
     return 0
 
@@ -132,7 +134,7 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
     ]
     link = nullcontext([]) if rate == "loopback" else shaped_link(rate, RANKS)
     with link as ends, Console(stderr=True).status(rate) as status:
-        found: dict[str, Any] = call_on_ranks(
+        result: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
             RANKS,
             limit=SECONDS_A_RATE,
@@ -144,33 +146,33 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
             rounds=rounds,
             equal=True,
         )
-    return found
+    return result
 
 
-def lines_of(rate: str, found: dict[str, Any]) -> list[Line]:
+def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
     """Predict each variant of a pass from its parts."""
-    parts = Parts(**found["parts"])
-    one = LayerOperator(*(found[name] for name in ("run", "operator", "m", "k", "n")))
-    layer = found["kind"] + (", sequence" if found["sequence_parallel"] else ", all-reduce")
+    parts = Parts(**measured["parts"])
+    operator = LayerOperator(*(measured[name] for name in ("run", "operator", "m", "k", "n")))
+    layer = measured["kind"] + (", sequence" if measured["sequence_parallel"] else ", all-reduce")
     return [
         Line(
             rate=rate,
             layer=layer,
-            one=one,
+            operator=operator,
             name=name,
             sizes=tuple(sizes),
             parts=parts,
-            serial=median(found["times"][SERIAL]),
-            measured=median(found["times"][name]),
-            predicted=seconds(one, parts, RANKS, sizes),
+            serial=median(measured["times"][SERIAL]),
+            measured=median(measured["times"][name]),
+            predicted=seconds(operator, parts, RANKS, sizes),
         )
-        for name, sizes in found["sizes"].items()
+        for name, sizes in measured["sizes"].items()
     ]
 
 
-def final_of(lines: list[Line], found: dict[str, Any]) -> Final:
-    """Compare what was timed again, round by round."""
-    again, by_name = found["again"], {line.name: line for line in lines}
+def final_of(lines: list[Line], measured: dict[str, Any]) -> Final:
+    """Compare the second timings round by round."""
+    again, by_name = measured["again"], {line.name: line for line in lines}
     names = [name for name in again if name != SERIAL]
     best = min(names, key=lambda name: median(again[name]))
     equal = next((name for name in names if is_equal(by_name[name])), None)
@@ -181,12 +183,12 @@ def final_of(lines: list[Line], found: dict[str, Any]) -> Final:
         equal=equal,
         uneven=uneven and by_name[uneven],
         over_equal=_gain(again[equal], again[uneven]) if equal and uneven else None,
-        kept=len(found["kept"]) > 1,
+        kept=len(measured["kept"]) > 1,
     )
 
 
 def is_equal(line: Line) -> bool:
-    """Tell whether all chunks have the same rows, to a tile."""
+    """Return whether all chunks have the same rows, within a tile."""
     return max(line.sizes) - min(line.sizes) <= ROW_TILE
 
 
@@ -205,7 +207,7 @@ def markdown(lines: list[Line]) -> str:
 
 
 def tuned(finals: list[Final]) -> str:
-    """Return the table of what was timed again: a line per pass."""
+    """Return the table of the second timings: a line per pass."""
     rows = table("serial / ours", "kept", "best uneven", "best equal", "equal / uneven")
     for final in finals:
         uneven = final.uneven.cells[-1] if final.uneven else ""
@@ -222,7 +224,7 @@ def table(*columns: str) -> list[str]:
 
 
 def summary(lines: list[Line], finals: list[Final]) -> str:
-    """Return the figures that the tables come to."""
+    """Return the summary of the tables."""
     errors = sorted(abs(line.error) for line in lines)
     text = [f"{len(lines)} passes and cuts: median error {100 * median(errors):.1f} %, nine of ten below "]
     text[0] += f"{100 * errors[int(0.9 * len(errors))]:.1f} %."
@@ -241,7 +243,7 @@ def summary(lines: list[Line], finals: list[Final]) -> str:
         f"{len(compared)} passes, round by round; median {median(compared):.3f} times as fast."
     )
     for low, high in ((2.0, 99.0), (1.5, 2.0), (0.9, 1.1)):
-        best = [found for found in _best_e_bounds(lines) if low <= found[0] < high]
+        best = [pair for pair in _best_e_bounds(lines) if low <= pair[0] < high]
         if best:
             middle = median(e_bound for _, e_bound in best)
             text.append(f"T_comm / T_mm from {low:g} to {high:g}: median E_bound {middle:.2f} over {len(best)} passes.")
@@ -252,7 +254,7 @@ def _best_e_bounds(lines: list[Line]) -> list[tuple[float, float]]:
     """Return T_comm / T_mm and the best E_bound of every pass."""
     best: dict[tuple[str, str, LayerOperator], tuple[float, float]] = {}
     for line in lines:
-        key = (line.rate, line.layer, line.one)
+        key = (line.rate, line.layer, line.operator)
         if line.e_bound is not None and (key not in best or line.e_bound > best[key][1]):
             best[key] = line.parts.communication / line.parts.computation, line.e_bound
     return list(best.values())

@@ -1,10 +1,10 @@
-"""How long tracing and propagating take, and how much memory, by layers and mesh.
+"""Measure time and memory of tracing and propagation, by layers and mesh.
 
     python benchmarks/propagation.py               the table of docs/sharding.md
     python benchmarks/propagation.py --layers 32 --mesh 8,8
 
-A Llama of 8B's dimensions on the meta device, objective "time", two operators configured per layer; each case in a
-process of its own, so that its peak memory is its own.
+A Llama of 8B's dimensions on the meta device, objective "time", two operators configured per layer. Each case runs
+in a separate process, for its own peak memory.
 """
 
 from __future__ import annotations

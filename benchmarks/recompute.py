@@ -1,11 +1,11 @@
-"""Recomputation of a GPT: what waits for backward, the most that is alive, and what a step costs.
+"""Measure activation recompute in a GPT: memory kept for backward, peak memory, and time of a step.
 
     python benchmarks/recompute.py --plot docs/images/recompute.png       a minute or two
 
 A GPT of 6 layers, 256 wide, 8 heads, 4 sequences of 256 tokens, fp32, tensor-parallel without sequence parallelism on
---ranks ranks of one thread each. Bytes are those of live tensors, counted; beside them what the plan tells. Time is
-CPU time of the slower rank, forward and backward, the median of rounds in which all run in an order drawn anew:
-it holds on a machine that others use too, and leaves out waiting.
+--ranks ranks of one thread each. Bytes are those of live tensors; the plan's prediction stands beside them. Time is CPU
+time of the slower rank, forward and backward, the median over rounds in random order. CPU time is valid on a shared
+machine and excludes waiting.
 """
 
 from __future__ import annotations
@@ -89,23 +89,23 @@ class GPT(nn.Module):
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, while they live."""
+    """Counts the bytes of live storages made by operators."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start at 0 bytes."""
         super().__init__()
         self.now, self.most = 0, 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, and note what it made."""
+        """Run the operator and count its new storages."""
         result = function(*args, **(kwargs or {}))
-        given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor):
-                storage = one.untyped_storage()
+        inputs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
                 place, size = storage.data_ptr(), storage.nbytes()
-                if size and place not in self._known and place not in given:
+                if size and place not in self._known and place not in inputs:
                     self._known.add(place)
                     self.now += size
                     self.most = max(self.most, self.now)
@@ -183,7 +183,7 @@ def step(model: nn.Module, tokens: torch.Tensor) -> float:
 
 
 def memory(model: nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes that wait for backward, and the most that is alive; gradients of parameters are there before."""
+    """Return the bytes kept for backward, and the peak; gradients of parameters are allocated before."""
     with Alive() as alive:
         loss = model(tokens)
         waits = alive.now

@@ -1,10 +1,10 @@
-"""A step of an MLP block with residual and norm: sharded by a plan, by DTensor, and of Megatron-core's own layers.
+"""Time a step of an MLP block with residual and norm: sharded by a plan, by DTensor, and Megatron-core's own layers.
 
     python benchmarks/sharding.py --link 1gbit       about a minute; needs root for the link
     python benchmarks/sharding.py                    over the loopback
 
 Two blocks x + down(gelu(up(norm(x)))), forward and backward, fp32, tensor-parallel without sequence parallelism:
-an all-reduce forward and one backward for each block. All run in turn, in an order drawn anew for each round.
+each block has an all-reduce in forward and in backward. Every round runs all variants in random order.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class MegatronBlock(Block):
-    """The same of Megatron-core's layers."""
+    """The block with Megatron-core's layers."""
 
     def __init__(self) -> None:
         """Replace the linear layers."""
@@ -75,7 +75,7 @@ class MegatronBlock(Block):
         self.down = RowParallelLinear(WIDE, HIDDEN, input_is_parallel=True, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them; the layers return a bias beside."""
+        """Run the layers, which also return a bias."""
         return x + self.down(F.gelu(self.up(self.norm(x))[0]))[0]
 
 
@@ -129,7 +129,7 @@ def rank() -> None:
 
 
 def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
-    """Make every way to run the blocks."""
+    """Return all variants of the blocks, and the number of overlapped operators."""
     torch.manual_seed(1)
     whole = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     mesh = ProcessMesh(list(range(RANKS)), ["mp"])
@@ -148,7 +148,7 @@ def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
         "plan, not overlapped": apart,
         f"plan, overlapped in {chunks} chunks": beside,
     }
-    return models, {f"plan, overlapped in {chunks} chunks": sum(bool(one.operator) for one in beside.fused)}
+    return models, {f"plan, overlapped in {chunks} chunks": sum(bool(fused.operator) for fused in beside.fused)}
 
 
 def step(model: nn.Module, x: torch.Tensor) -> float:

@@ -1,12 +1,12 @@
-"""A training step of a GPT on 8 ranks (data 2 x tensor 2 x pipeline 2): torch's own parts, by hand, and by a strategy.
+"""Time a training step of a GPT on 8 ranks (data 2 x tensor 2 x pipeline 2): torch's parts, by hand, by a strategy.
 
     python benchmarks/strategy.py                   about nine minutes, on gloo over the loopback
-    python benchmarks/strategy.py --link 1gbit      every rank with a link of its own; needs root
-    python benchmarks/strategy.py --plan 8192       plans the same strategy for so many ranks, without processes
+    python benchmarks/strategy.py --link 1gbit      a link for every rank; needs root
+    python benchmarks/strategy.py --plan 8192       plans the same strategy for 8192 ranks, without processes
 
 fp32, AdamW, 1F1B with 4 micro-batches, tensor parallelism without sequence parallelism; a step is forward, backward,
-the gradients' sums and the optimizer. Each runs in processes of its own, where no other's threads disturb it, all in
-turn and several times over, in an order drawn anew; before, its losses are compared with one card's.
+the gradients' sums and the optimizer. Each case runs in separate processes, so that no other threads disturb it. All
+cases run in several turns, in random order. Before the timing, the losses are compared with those of one card.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deli
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 8, 512, 128, 16
 LR, CHECKED, WARM_UP = 1e-3, 3, 1
-TOLERANCE = 1e-4  # of fp32
+TOLERANCE = 1e-4  # for fp32
 LIMIT = 600
 LARGE = {"layers": 32, "width": 4096, "heads": 32, "vocabulary": 50304, "length": 2048}
 
@@ -44,10 +44,12 @@ LARGE = {"layers": 32, "width": 4096, "heads": 32, "vocabulary": 50304, "length"
 def main() -> int:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--link", metavar="RATE", help="of each rank, such as 1gbit (needs root)")
+    parser.add_argument("--link", metavar="RATE", help="rate of each rank's link, such as 1gbit (needs root)")
     parser.add_argument("--rounds", type=int, default=10, help="steps in each turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--plan", type=int, metavar="RANKS", help="plan for so many ranks (a multiple of 64) instead")
+    parser.add_argument(
+        "--plan", type=int, metavar="RANKS", help="only plan for this number of ranks (a multiple of 64)"
+    )
     options = parser.parse_args()
     if options.plan:
         print(planned(options.plan))
@@ -57,11 +59,11 @@ def main() -> int:
         times: dict[str, list[float]] = {name: [] for name in CASES}
         for turn in range(options.turns):
             for name in random.Random(turn).sample(list(CASES), len(CASES)):
-                told = {"rounds": options.rounds, "case": name}
-                job = Job(program=(str(Path(__file__)),), arguments=told, ranks=RANKS, limit=LIMIT, ends=ends)
+                arguments = {"rounds": options.rounds, "case": name}
+                job = Job(program=(str(Path(__file__)),), arguments=arguments, ranks=RANKS, limit=LIMIT, ends=ends)
                 line = f"turn {turn + 1} of {options.turns}, {name}: "
-                times[name] += run_ranks(job, lambda said, line=line: status.update(line + said))
-    print(f"| medians of {options.turns} x {options.rounds} steps | ms | torch's parts / it |\n|---|---|---|")
+                times[name] += run_ranks(job, lambda progress, line=line: status.update(line + progress))
+    print(f"| medians of {options.turns} x {options.rounds} steps | ms | torch's parts / case |\n|---|---|---|")
     for name, its in times.items():
         print(f"| {name} | {1e3 * median(its):.0f} | {median(times[TORCH]) / median(its):.2f} |")
     return 0
@@ -92,7 +94,7 @@ def rank() -> None:
 
 
 def losses_of_one_card() -> list[float]:
-    """Return what one card's first steps give; rank 0 alone computes them."""
+    """Return the losses of one card's first steps; only rank 0 computes them."""
     losses = torch.zeros(CHECKED, dtype=torch.float64)
     if dist.get_rank() == 0:
         model = model_of_run()
@@ -108,10 +110,10 @@ def losses_of_one_card() -> list[float]:
 
 
 def check(name: str, step: Step, right: list[float]) -> None:
-    """Raise unless the first steps' losses are right."""
-    found = [step(*batch_of(index)) for index in range(len(right))]
-    if any(abs(one - other) > TOLERANCE * other for one, other in zip(found, right, strict=True)):
-        raise ValueError(f"{name}: losses {found}, one card has {right}")
+    """Raise unless the losses of the first steps equal those of one card."""
+    losses = [step(*batch_of(index)) for index in range(len(right))]
+    if any(abs(loss - expected) > TOLERANCE * expected for loss, expected in zip(losses, right, strict=True)):
+        raise ValueError(f"{name}: losses {losses}, one card has {right}")
 
 
 def timed(step: Step, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -127,19 +129,19 @@ def timed(step: Step, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
 
 
 def model_of_run() -> GPT:
-    """Make the model, alike in every process."""
+    """Make the model, equal in every process."""
     torch.manual_seed(0)
     return GPT(LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH)
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens and targets, alike in every process."""
+    """Return random tokens and targets, equal in every process."""
     drawn = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def planned(ranks: int) -> str:
-    """Plan the training of a large GPT by the same strategy, cut into its stages; return what it took."""
+    """Plan the training of a large GPT by the same strategy; return the time and memory of planning."""
     if ranks % 64:
         raise ValueError(f"--plan {ranks}: give a multiple of 64, of 8 tensor-parallel ranks in 8 stages")
     replicas, layers = ranks // 64, range(LARGE["layers"])

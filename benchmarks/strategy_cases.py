@@ -1,6 +1,6 @@
-"""A step of the GPT of examples/strategy on 8 ranks: of torch's own parts, by hand, and by a strategy.
+"""Make the steps of benchmarks/strategy.py: torch's own parts, by hand, and by a strategy.
 
-Each is a function of a whole batch, the same on every rank, that steps the optimizer and returns the loss of the batch.
+Each step takes the global batch, equal on every rank, steps the optimizer and returns the loss of the batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RANKS = PIPELINE * DATA * TENSOR
 
 @dataclass(frozen=True)
 class Step:
-    """Called with a whole batch; returns its loss. `close` ends what runs beside."""
+    """A training step: takes the global batch and returns its loss. `close` ends its threads."""
 
     run: Callable[[torch.Tensor, torch.Tensor], float]
     close: Callable[[], None] = lambda: None
@@ -50,7 +50,7 @@ class PartOfGPT(nn.Module):
     """The modules of one stage."""
 
     def __init__(self, model: GPT, stage: int) -> None:
-        """Take them from the model."""
+        """Take the stage's modules from the model."""
         super().__init__()
         self.first, self.last = stage == 0, stage == PIPELINE - 1
         each = len(model.layers) // PIPELINE
@@ -61,7 +61,7 @@ class PartOfGPT(nn.Module):
             self.norm = model.norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream, in the last stage the logits; `x` is tokens in the first stage."""
+        """Return the hidden states, or the logits in the last stage; `x` is tokens in the first stage."""
         if self.first:
             x = self.tokens(x) + self.places.weight
         for layer in self.layers:
@@ -83,7 +83,7 @@ def composed(model: GPT, batch: Batch, lr: float) -> Step:
         layer.heads //= TENSOR
         styles = {"qkv": ColwiseParallel(), "o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(layer, mesh["tensor"], styles)
-        fully_shard(layer, mesh=mesh["data"], reshard_after_forward=False)  # as torchtitan has it under a pipeline
+        fully_shard(layer, mesh=mesh["data"], reshard_after_forward=False)  # as torchtitan does with a pipeline
     fully_shard(part, mesh=mesh["data"], reshard_after_forward=False)
     schedule = Schedule1F1B(
         PipelineStage(part, stage, PIPELINE, torch.device("cpu"), group=group),
@@ -126,7 +126,7 @@ def hand_written(model: GPT, batch: Batch, lr: float) -> Step:
 
 
 def strategy_of_example() -> Strategy:
-    """Return that of gpt.toml, without recompute and with the optimizer whole, as the others have it."""
+    """Return the strategy of gpt.toml without recompute and without a sharded optimizer, like the other cases."""
     strategy = Strategy.from_toml(EXAMPLES / "gpt.toml")
     return replace(strategy, recompute=Recompute(), sharding=ShardingOptions())
 
@@ -139,14 +139,14 @@ def my_rows(mesh: DeviceMesh, rows: int) -> slice:
 
 
 def mean_loss(loss: torch.Tensor) -> float:
-    """Return the loss of the batch on every rank; `loss` is 0 where it is not computed."""
+    """Return the loss of the batch on every rank; `loss` is 0 on ranks that do not compute it."""
     summed = loss.detach().double()
     dist.all_reduce(summed)
     return summed.item() / (DATA * TENSOR)
 
 
 def by_strategy(model: GPT, batch: Batch, lr: float, chunks: int = 1) -> Step:
-    """Return the step of a strategy, matmuls next to a collective in so many chunks."""
+    """Return the step of a strategy with `chunks` chunks in each matmul next to a collective."""
     optimizer, settings = torch.optim.AdamW(model.parameters(), lr=lr), Settings(num_chunks=chunks)
     train = train_step(model, batch, optimizer, strategy_of_example(), settings=settings)
     return Step(lambda tokens, targets: train(tokens, targets).item(), train.close)

@@ -1,13 +1,13 @@
-"""From the times of all rounds to medians, and to how much of what could be hidden was hidden.
+"""Turn the times of all rounds into medians and into the hidden share of what can be hidden.
 
     E_bound = (T_seq - T_ovl) / (T_seq - max(T_matmul, T_comm))
 
-1 means that the shorter of matmul and communication has vanished, 0 that nothing was won. T_comm is
-the pass's collectives alone and uncut, as the serial path runs them.
+1 means that the shorter of matmul and communication is hidden completely, 0 that nothing is. T_comm is the time of the
+pass's collectives alone, each in one call, as the serial path runs them.
 
-E_tight is the same with a floor that nobody can fall below: backward cannot begin before forward
-ends, so the floor is taken for each of the two and added; and communication counts as it runs in
-pieces where that is faster than uncut (gloo moves one large message one way at a time).
+E_tight uses a bound that no run can get below. Backward cannot begin before forward ends, so the bounds of the two
+passes are added. Communication counts in pieces if that is faster than in one call (gloo moves a large message in one
+direction at a time).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import median
 
 RESAMPLES = 1000
 LEAST_ROUNDS = 5  # for an interval to mean anything
-# Less to hide than this share of the serial time drowns in noise: no quotient is given.
+# No quotient is given if less than this share of the serial time can be hidden: noise would dominate.
 LEAST_SHARE = 0.03
 
 Times = dict[str, list[float]]
@@ -27,7 +27,7 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """One chunk count of one pass: median seconds, E with its 95% interval, and Megatron's time over ours."""
+    """A chunk count of a pass: median seconds, E with its 95% interval, and Megatron's time / the package's time."""
 
     chunks: int
     seconds: float
@@ -119,7 +119,7 @@ def _least(times: Times, picked: list[int]) -> tuple[float, float]:
 
 
 def _interval(statistic: Callable[[list[int]], float | None], rounds: int) -> tuple[float | None, float | None]:
-    """95% bootstrap interval: rounds are drawn again with all their times together, so that pairs stay paired."""
+    """Return the 95% bootstrap interval; whole rounds are resampled, so that pairs stay paired."""
     if rounds < LEAST_ROUNDS:
         return None, None
     draw = random.Random(0)

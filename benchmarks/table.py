@@ -1,4 +1,4 @@
-"""The table that benchmarks/linears.py prints."""
+"""Print the table of benchmarks/linears.py."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ COLUMNS = (
 WIDTH = 134
 LEGEND = """\
 Milliseconds: medians over the rounds of the slowest rank's time. both: forward and backward. T_mm, T_comm: the
-pass's matmuls alone, its collectives alone; pieces: those cut as finely as the most chunks. T_seq: the layer with
-one chunk (its backward runs the weight gradient under the collective, as Megatron-core's does).
+pass's matmuls alone, its collectives alone; pieces: the collectives in as many pieces as the largest chunk count.
+T_seq: the layer with one chunk (its backward runs the weight gradient beside the collective, as Megatron-core does).
 E_bound = (T_seq - T_ovl) / (T_seq - max(T_mm, T_comm)), with its 95% interval. E_tight: the same, with the floors
 of forward and backward added and T_comm at its fastest. ratio: Megatron / T_ovl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line group of the table: a layer, a shape, a pass."""
+    """The lines of a pass of a layer and shape."""
 
     mode: str
     shape: str
@@ -58,13 +58,13 @@ def print_table(console: Console, lines: list[Line], conditions: str) -> None:
         for label, row in zip_longest(labels, rows, fillvalue=""):
             table.add_row(label, *row)
     if not console.is_terminal:
-        console.width = max(console.width, WIDTH)  # a file has no edge to wrap at
+        console.width = max(console.width, WIDTH)  # output to a file is not wrapped
     console.print(table)
     console.print(f"{conditions}\n{LEGEND}", highlight=False)
 
 
 def table_rows(line: Line) -> list[list[str]]:
-    """Return one row per chunk count; what does not depend on it stands in the first."""
+    """Return one row per chunk count; the first row has the values that do not depend on the count."""
     summary = line.summary
     times = (summary.matmul, summary.comm, summary.comm_in_pieces, summary.serial, summary.megatron)
     rounds = f"{summary.rounds}{'*' if line.disturbed else ''}"
@@ -87,10 +87,10 @@ def overlap_columns(overlap: Overlap) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Show seconds as milliseconds."""
+    """Return seconds as milliseconds, as text."""
     return f"{seconds * 1e3:.1f}"
 
 
 def quotient(value: float | None) -> str:
-    """Show a quotient, or a dash where there was nothing to hide."""
+    """Return a quotient as text, or a dash if there is none."""
     return "-" if value is None else f"{value:.2f}"

@@ -1,10 +1,10 @@
-"""What recording a timeline costs, and what it costs when nobody records.
+"""Measure the cost of recording a timeline, and the cost without recording.
 
     python benchmarks/timeline_cost.py --link 1gbit
 
-Off: nanoseconds of one look, beside the bare call. On: forward and backward of a row-parallel layer, 8 chunks,
-recorded and not, in turn and in random order, the same on both ranks; each timed from a barrier, medians
-of the rounds, and of the difference within a round.
+Off: nanoseconds of a check, beside the bare call. On: forward and backward of a row-parallel layer, 8 chunks, with and
+without recording, in a random order that is the same on both ranks; each timed from a barrier. Medians over the rounds,
+and of the difference within a round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ascend_parallel.ops.record import MATMUL, RECORDING, compute
 from ascend_parallel.tuning.launch.link import End, shaped_link
 from ascend_parallel.tuning.launch.ranks import Job, begin_rank, deliver, report, run_ranks
 
-# M, K, N of each rank's matmul: one with much to do, and the demo's, where the host's part is large.
+# M, K, N of each rank's matmul: a large one, and the demo's, where the host's share is large.
 SHAPES = ((2048, 1024, 1024), (512, 128, 256))
 
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def off() -> tuple[float, float]:
-    """Return ns of a call of a function that does nothing, bare and through `compute`."""
+    """Return the ns of a call of an empty function, bare and through `compute`."""
 
     def nothing(x: object, w: object, out: object) -> None:
         pass
@@ -88,7 +88,7 @@ def run_rank() -> None:
 
 
 def time_shape(shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
-    """Return the slower rank's seconds of each round, with and without the recorder that is at work."""
+    """Return the slower rank's seconds of each round, with and without the active recorder."""
     m, k, n = shape
     x, weight = torch.randn(m, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
     dy, recorder = torch.randn(m, n), RECORDING.recorder

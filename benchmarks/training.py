@@ -1,12 +1,11 @@
-"""Whole training steps of a real GPT (megatron-core), without overlap and with: what a user gains, or loses.
+"""Time whole training steps of a real GPT (megatron-core), with and without overlap.
 
     python benchmarks/training.py --link 1gbit      about four minutes; needs root for the link
     python benchmarks/training.py                   over the loopback, where there is little to hide
 
-Forward, backward and the optimizer's step, fp32, 2 ranks, in all-reduce mode and with sequence parallelism. The ways
-run in turn, in an order drawn anew for each round, each timed from a barrier to the slowest rank; medians, and
-the ratio of the plain step to it, paired by round, with a bootstrap interval. "first step" has what auto pays for
-finding its chunks.
+Forward, backward and the optimizer's step, fp32, 2 ranks, in all-reduce mode and with sequence parallelism. Every round
+runs all variants in a random order, each timed from a barrier to the slowest rank. The table has medians, and the ratio
+plain / variant, paired by round, with a bootstrap interval. "first step" includes auto's search for chunks.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def main() -> int:
         arguments = {**options, "limit": 1200}
         job = Job(program=(str(Path(__file__)),), arguments=arguments, ranks=RANKS, limit=1200, ends=ends)
         found = run_ranks(job, lambda line: status.update(line))
-    print("| mode | COC_PARALLEL_NUM | step, ms | plain / it | 95 % | first step, ms |\n|---|---|---|---|---|---|")
+    print("| mode | COC_PARALLEL_NUM | step, ms | plain / variant | 95 % | first step, ms |\n|---|---|---|---|---|---|")
     for mode, variants in found.items():
         for name, times in variants.items():
             print(_row(mode, name, times, variants[PLAIN]))
@@ -71,7 +70,7 @@ def _row(mode: str, name: str, times: list[float], plain: list[float]) -> str:
 
 
 def rank() -> None:
-    """Time every way of both modes on this rank."""
+    """Time every variant of both modes on this rank."""
     job = begin_rank()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["limit"]))
@@ -100,30 +99,30 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, list[float]]:
         optimizer.step()
         return time.perf_counter() - start
 
-    step()  # the allocator's and the optimizer's first
-    ways = _ways(job["chunks"].split(","))
-    times = {name: [_with(forwards, step)] for name, forwards in ways.items()}
+    step()  # warm-up of allocator and optimizer
+    variants = _variants(job["chunks"].split(","))
+    times = {name: [_with(forwards, step)] for name, forwards in variants.items()}
     for index in range(job["rounds"]):
         report(f"{mode}: round {index + 1} of {job['rounds']}")
-        order = list(ways)
+        order = list(variants)
         random.Random(index).shuffle(order)
         for name in order:
-            times[name].append(_with(ways[name], step))
-    _with(ways[PLAIN], step)  # leaves the plain methods behind
+            times[name].append(_with(variants[name], step))
+    _with(variants[PLAIN], step)  # restores the plain methods
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(times, slowest.tolist(), strict=True))
 
 
-def _ways(chunks: list[str]) -> dict[str, tuple[Any, Any]]:
-    """Return both layers' forward methods as each setting has them, the plain ones first."""
+def _variants(chunks: list[str]) -> dict[str, tuple[Any, Any]]:
+    """Return both layers' forward methods by setting, the plain methods first."""
     ascend_parallel.configure(num_chunks=1)
-    ways = {PLAIN: _forwards()}
-    for asked in chunks:
-        ascend_parallel.configure(**({"auto": True} if asked == "auto" else {"num_chunks": int(asked)}))
-        ways[asked] = _forwards()
+    variants = {PLAIN: _forwards()}
+    for requested in chunks:
+        ascend_parallel.configure(**({"auto": True} if requested == "auto" else {"num_chunks": int(requested)}))
+        variants[requested] = _forwards()
         ascend_parallel.configure(num_chunks=1)
-    return ways
+    return variants
 
 
 def _classes() -> tuple[Any, Any]:

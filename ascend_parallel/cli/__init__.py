@@ -1,1 +1,1 @@
-"""The command `ascend-parallel`: typer and rich, never imported by training processes."""
+"""The command `ascend-parallel`, with typer and rich; training processes never import this package."""

@@ -21,7 +21,7 @@ from ascend_parallel.diagnostics.doctor import BAD, examine_request
 from ascend_parallel.overlap.summary import overlap_in_words
 from ascend_parallel.patch_control import Status
 
-app = typer.Typer(no_args_is_help=True, help="Matmul and collective that share their time.")
+app = typer.Typer(no_args_is_help=True, help="Overlap the matmul and the collective of tensor-parallel linear layers.")
 app.command()(doctor)
 app.command(help=EXAMPLES)(predict)
 app.command()(bench)
@@ -40,40 +40,40 @@ def root() -> None:
 
 @app.command()
 def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts.")) -> None:
-    """Show the settings that the environment gives, and what they would replace.
+    """Show the settings of the environment, and the methods that they replace.
 
-    Ends with 1 if a training would not get what the variables ask for, as doctor does.
+    Exits with 1 if the variables would not take effect in a training, as doctor does.
 
     Example: COC_PARALLEL_NUM=4 ascend-parallel status
     """
     bad = [finding for finding in examine_request(ascend_parallel._control) if finding.verdict == BAD]
-    found = ascend_parallel.status()
+    current = ascend_parallel.status()
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(current.as_dict(), indent=2))
     else:
-        _show(found, {finding.found for finding in bad})
+        _show(current, {finding.found for finding in bad})
     for finding in bad:
         typer.echo(f"{finding.name}: {finding.found}" + (f"; {finding.advice}" if finding.advice else ""), err=True)
     raise typer.Exit(1 if bad else 0)
 
 
-def _show(found: Status, bad: set[str]) -> None:
-    """Print what is in force, but for what is `bad` and said apart."""
+def _show(current: Status, bad: set[str]) -> None:
+    """Print the status, without the findings of `bad`, which `status` prints to stderr."""
     console = Console()
-    console.print(f"ascend_parallel {found.version}: {found.state}", markup=False, highlight=False)
+    console.print(f"ascend_parallel {current.version}: {current.state}", markup=False, highlight=False)
     if not bad:
-        console.print(f"overlap is {overlap_in_words(found.settings)}", markup=False, highlight=False)
+        console.print(f"overlap is {overlap_in_words(current.settings)}", markup=False, highlight=False)
     table = Table()
     table.add_column("setting")
     table.add_column("value")
-    for name, value in found.settings.as_dict().items():
+    for name, value in current.settings.as_dict().items():
         table.add_row(name, str(value))
     console.print(table)
-    for patch in found.patches:
+    for patch in current.patches:
         console.print(f"{'replaced' if patch.applied else 'untouched'}  {patch.target}: {patch.reason}", markup=False)
-    for kernel, state in found.kernels.items():
+    for kernel, state in current.kernels.items():
         console.print(f"kernel {kernel}: {state}", markup=False)
-    for note in found.notes:
+    for note in current.notes:
         if note not in bad:
             console.print(f"note: {note}", markup=False)
 

@@ -1,4 +1,4 @@
-"""``ascend-parallel bench`` and ``ascend-parallel tune``: layers measured on this machine's processors."""
+"""``ascend-parallel bench`` and ``ascend-parallel tune``: time layers on this machine's processors."""
 
 from __future__ import annotations
 
@@ -31,23 +31,29 @@ LAYERS = ("row", "column")
 SECONDS_A_PASS = 60.0
 MOST_ROWS = 1 << 30
 
-ModelOption = Annotated[str | None, typer.Option(help="Layers of a preset: ascend-parallel predict --list.")]
-ShapeOption = Annotated[list[str] | None, typer.Option("--shape", metavar="M,K,N", help="A matmul; may be repeated.")]
+ModelOption = Annotated[str | None, typer.Option(help="A preset's layers: ascend-parallel predict --list.")]
+ShapeOption = Annotated[
+    list[str] | None, typer.Option("--shape", metavar="M,K,N", help="Matmul [M, K] x [K, N]; may be repeated.")
+]
 LayerOption = Annotated[str, typer.Option(help="For --shape: row, column or both.")]
 RanksOption = Annotated[int, typer.Option("--tp", min=2, max=64, help="Processes to start on this machine.")]
-SequenceOption = Annotated[int, typer.Option("--seq", min=1, max=MOST_ROWS, help="For --model: rows of one sequence.")]
-BatchOption = Annotated[int, typer.Option("--micro-batch", min=1, max=MOST_ROWS, help="For --model: sequences.")]
-ScaleOption = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="For --model: make it so many times narrower.")]
-ParallelOption = Annotated[bool, typer.Option(help="Gather and scatter the sequence, or all-reduce.")]
+SequenceOption = Annotated[int, typer.Option("--seq", min=1, max=MOST_ROWS, help="For --model: sequence length.")]
+BatchOption = Annotated[
+    int, typer.Option("--micro-batch", min=1, max=MOST_ROWS, help="For --model: sequences per micro-batch.")
+]
+ScaleOption = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="For --model: divide its widths by this number.")]
+ParallelOption = Annotated[bool, typer.Option(help="All-gather and reduce-scatter, or all-reduce.")]
 DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
-ChunksOption = Annotated[str, typer.Option(help="Counts to try, separated by commas.")]
-RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="How often each is timed, in turn.")]
-LinkOption = Annotated[str | None, typer.Option(metavar="RATE", help="Between the ranks, such as 1gbit; needs root.")]
+ChunksOption = Annotated[str, typer.Option(help="Chunk counts to try, separated by commas.")]
+RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="Timings of each variant.")]
+LinkOption = Annotated[
+    str | None, typer.Option(metavar="RATE", help="A slow link of this rate, such as 1gbit; needs root.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to measure."""
+    """The layers to time and the conditions."""
 
     names: list[str]
     cases: list[dict[str, Any]]
@@ -77,14 +83,16 @@ def bench(
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
-    every: Annotated[bool, typer.Option("--all", help="A line for every variant, not only the best.")] = False,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw into this file: .png, .svg, .pdf.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Print a line for every variant, not only the best.")] = False,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Write a chart to this file: .png, .svg, .pdf.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
 ) -> None:
-    """Time linear layers: serial, in chunks, by the model's chunk sizes and fused, beside the bound.
+    """Time linear layers: serial, in chunks, with the cost model's chunk sizes and fused, beside the lower bound.
 
-    The variants run in turn, in an order drawn anew for each round; medians, and the interval of the paired speedup.
-    The best is the fastest whose whole interval lies above 1, or serial where there is none.
+    Every round times all variants in a random order. The table has medians and the interval of the paired speedup.
+    The best variant is the fastest whose whole interval lies above 1; without such a variant, serial is best.
 
     Examples:
 
@@ -123,12 +131,14 @@ def tune(
     chunks: ChunksOption = "2,3,4,6,8,12",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; the cache that COC_PARALLEL_NUM=auto reads.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Plan file to write; default: the cache of COC_PARALLEL_NUM=auto.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan.")] = False,
 ) -> None:
-    """Measure a model's layers and keep the fastest chunk sizes as a plan, one chunk where overlap loses.
+    """Time a model's layers and write the fastest chunk sizes to a plan; one chunk where overlap loses.
 
-    A run measures its own shapes with COC_TUNE=plan.json; this does so before one.
+    COC_TUNE=plan.json measures the shapes of a run during the run; this command measures before the run.
 
     Examples:
 
@@ -141,14 +151,14 @@ def tune(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
         if out is None and link is not None:
-            raise PlanningError("--link needs --out: the cache is for this machine's own links")
+            raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")
         if out is not None and out.exists():
-            load_plan(str(out), "--out")  # what is no plan is not overwritten
+            load_plan(str(out), "--out")  # refuse to overwrite a file that is not a plan
         measured = _measure(replace(request, fused=False))
         plan = plan_of(measured["plan"])
         path = out if out is not None else cached_plan(plan.machine)
-        if path.exists() and not differences(known := load_plan(str(path), "--out"), plan.machine):
-            plan = known.with_entries(plan.entries)
+        if path.exists() and not differences(saved := load_plan(str(path), "--out"), plan.machine):
+            plan = saved.with_entries(plan.entries)
         plan.save(path)
     if as_json:
         typer.echo(json.dumps(plan.as_dict(), indent=1))
@@ -211,7 +221,7 @@ def _request(
 
 def _measure(request: Request) -> dict[str, Any]:
     with _link(request) as ends, Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
-        found: dict[str, Any] = call_on_ranks(
+        measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
             request.ranks,
             limit=request.limit,
@@ -222,7 +232,7 @@ def _measure(request: Request) -> dict[str, Any]:
             fused=request.fused and request.link is None,
             rounds=request.rounds,
         )
-    return found
+    return measured
 
 
 @contextmanager
@@ -236,7 +246,7 @@ def _link(request: Request) -> Iterator[list[End]]:
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """End with 2 for what the user can put right, with 1 if a rank failed."""
+    """Print an error as one line; exit with 2 for a user error, with 1 if a rank failed."""
     try:
         yield
     except (PlanningError, LinkError, ValueError, OSError) as error:
@@ -261,7 +271,7 @@ def _report(request: Request, measured: dict[str, Any], rows: list[Row]) -> dict
         "ranks": request.ranks,
         "link": request.link,
         "passes": [row.as_dict() for row in rows],
-        "times": [found["times"] for found in measured["passes"]],
+        "times": [result["times"] for result in measured["passes"]],
         "plan": measured["plan"],
     }
 

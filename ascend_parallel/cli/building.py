@@ -1,4 +1,4 @@
-"""A model that the user names by module and function, built without memory; errors as one line."""
+"""Build the model that a user names by module and function, on the meta device; print errors as one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 @contextmanager
 def errors(command: str) -> Iterator[None]:
-    """End with 2 and a line for what the user can put right."""
+    """Print an error as one line and exit with 2."""
     try:
         yield
     except (PlanningError, ValueError, OSError, ImportError) as error:
@@ -28,10 +28,10 @@ def errors(command: str) -> Iterator[None]:
 
 
 def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:
-    """Call the function that the user named; return model, arguments, and keyword arguments or the loss."""
+    """Call the named function; return the model, its arguments, and the keyword arguments or the loss."""
     where, _, name = text.rpartition(":")
     if not where:
-        raise ValueError(f"{text!r}: give a module or a .py file and a function in it, such as my_models:llama")
+        raise ValueError(f"{text!r}: give a module or a .py file and a function, such as my_models:llama")
     module = _import(where)
     if not hasattr(module, name):
         raise ValueError(f"{where} has no {name!r}")
@@ -41,12 +41,12 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
     except Exception as error:  # the user's own function
         raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
     fits = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
-    wanted = "(model, batch) or (model, batch, loss)" if with_loss else "(model, args) or (model, args, kwargs)"
+    expected = "(model, batch) or (model, batch, loss)" if with_loss else "(model, args) or (model, args, kwargs)"
     if not fits:
-        raise ValueError(f"{text} returned {type(returned).__name__}: give {wanted}")
+        raise ValueError(f"{text} returned {type(returned).__name__}: give {expected}")
     model, args, *rest = returned
     if rest and callable(rest[0]) != with_loss:
-        raise ValueError(f"{text} returned a {type(rest[0]).__name__} as the third: give {wanted}")
+        raise ValueError(f"{text} returned a {type(rest[0]).__name__} as the third value: give {expected}")
     if isinstance(args, torch.Tensor):
         raise ValueError(f"{text} returned a tensor as the arguments: give a tuple, such as (x,)")
     return model, tuple(args), rest[0] if rest else None
@@ -62,6 +62,6 @@ def _import(where: str) -> ModuleType:
         raise ValueError(f"{where}: no such file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))  # as a script finds what lies beside it
+    sys.path.insert(0, str(path.parent))  # as for a script: the file may import its neighbours
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""``ascend-parallel checkpoint``: look into checkpoints, compare and convert them, in one process."""
+"""``ascend-parallel checkpoint``: show, compare and convert checkpoints in one process."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.tree import Tree
 
-if TYPE_CHECKING:  # imported where it is used: it takes a second, which the other commands need not wait for
+if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import Saved
 
-WIDTH = 120  # of what goes to a file
+WIDTH = 120  # of output to a file
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, compare and convert them.")
+app = typer.Typer(no_args_is_help=True, help="Show, compare and convert checkpoints.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Step = Annotated[int | None, typer.Option(min=0, help="Of a folder of checkpoints; else the latest.")]
+Step = Annotated[int | None, typer.Option(min=0, help="Step in a folder of checkpoints; default: the latest.")]
 
 
 @app.command()
 def show(
-    path: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one of them.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a checkpoint's step, values and tensors, after its checksums were compared.
+    """Compare a checkpoint's checksums, then show its step, values and tensors.
 
     Example: ascend-parallel checkpoint show checkpoints
     """
@@ -43,23 +43,27 @@ def show(
 
     with _errors(), Console(stderr=True).status("comparing checksums"):
         saved = Saved.open(path, step)
-        told = _as_dict(saved, steps(path))
+        description = _as_dict(saved, steps(path))
     if as_json:
-        typer.echo(json.dumps(told, indent=1))
+        typer.echo(json.dumps(description, indent=1))
         return
-    _console().print(_tree(told))
+    _console().print(_tree(description))
 
 
 @app.command(name="convert")
 def convert_command(
     path: Annotated[Path, typer.Argument(help="A checkpoint, a Megatron-core directory, or a .safetensors file.")],
-    out: Annotated[Path, typer.Argument(help="The file to write; with --to dcp a folder.")],
+    out: Annotated[Path, typer.Argument(help="The file to write; a folder with --to dcp.")],
     to: Annotated[str, typer.Option(help="safetensors, torch or dcp.")],
-    dtype: Annotated[str | None, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; else as it is.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Dtype of the written model: {', '.join(DTYPES)}; default: unchanged.")
+    ] = None,
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint in another format: the full model as safetensors, all of it for torch.load, or again as dcp.
+    """Write a checkpoint in another format.
+
+    safetensors: the full model; torch: the whole checkpoint for torch.load; dcp: the whole checkpoint as dcp.
 
     Examples:
 
@@ -72,7 +76,7 @@ def convert_command(
 
     with _errors():
         if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+            raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
         source = open_source(path, step, [megatron_format])
         with _progress("converting", len(source.kinds)) as progress:
             written = convert(source, out, to, None if dtype is None else getattr(torch, dtype), progress)
@@ -82,10 +86,10 @@ def convert_command(
 @app.command()
 def diff(
     first: Annotated[Path, typer.Argument(help="A checkpoint, a Megatron-core directory, or a .safetensors file.")],
-    second: Annotated[Path, typer.Argument(help="Another.")],
+    second: Annotated[Path, typer.Argument(help="A second checkpoint of any of these formats.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say in which names, shapes, dtypes, elements and values two checkpoints differ; ends with 1 if they do.
+    """Compare names, shapes, dtypes, elements and values of two checkpoints; exits with 1 if they differ.
 
     Example: ascend-parallel checkpoint diff checkpoints/step-00000010 checkpoints/step-00000020
     """
@@ -93,25 +97,25 @@ def diff(
     from ascend_parallel.training.checkpoint.convert import compare, open_source
 
     with _errors():
-        one, other = (open_source(path, others=[megatron_format]) for path in (first, second))
-        with _progress("comparing", len(one.kinds)) as progress:
-            found = list(compare(one, other, progress))
+        left, right = (open_source(path, others=[megatron_format]) for path in (first, second))
+        with _progress("comparing", len(left.kinds)) as progress:
+            differences = list(compare(left, right, progress))
     if as_json:
-        typer.echo(json.dumps([{"name": name, "differs": how} for name, how in found], indent=1))
-    elif not found:
-        typer.echo(f"{len(one.kinds)} tensors and all values are the same")
+        typer.echo(json.dumps([{"name": name, "differs": how} for name, how in differences], indent=1))
+    elif not differences:
+        typer.echo(f"{len(left.kinds)} tensors and all values are the same")
     else:
         table = Table("name", "differs", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for name, how in found:
+        for name, how in differences:
             table.add_row(name, how)
         _console().print(table)
-    if found:
+    if differences:
         raise typer.Exit(1)
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """End with 2 and a line for what the user can put right."""
+    """Print an error as one line and exit with 2."""
     from ascend_parallel.training.checkpoint import CheckpointError
 
     try:
@@ -122,10 +126,10 @@ def _errors() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(what: str, count: int) -> Iterator[Callable[[str], object]]:
+def _progress(title: str, count: int) -> Iterator[Callable[[str], object]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(what, total=count)
+        task = shown.add_task(title, total=count)
         yield lambda name: shown.advance(task)
 
 
@@ -153,23 +157,25 @@ def _as_dict(saved: Saved, all_steps: list[int]) -> dict[str, Any]:
     return {"path": str(saved.path), **about, "steps": all_steps, "values": values, "tensors": tensors}
 
 
-def _tree(told: dict[str, Any]) -> Tree:
+def _tree(description: dict[str, Any]) -> Tree:
     from ascend_parallel.sharding.visualize.explain import size_of
 
-    total = sum(tensor["bytes"] for tensor in told["tensors"].values())
-    tree = Tree(f"[bold]{told['path']}[/]  step {told['step']}, ranks: {told['ranks']}, {size_of(total)}")
-    if len(told["steps"]) > 1:
-        tree.add(f"steps here: {', '.join(map(str, told['steps']))}")
+    total = sum(tensor["bytes"] for tensor in description["tensors"].values())
+    tree = Tree(
+        f"[bold]{description['path']}[/]  step {description['step']}, ranks: {description['ranks']}, {size_of(total)}"
+    )
+    if len(description["steps"]) > 1:
+        tree.add(f"steps here: {', '.join(map(str, description['steps']))}")
     values = tree.add("values")
-    for name, value in told["values"].items():
+    for name, value in description["values"].items():
         values.add(f"{name} = {value}", style="cyan")
     for space in ("model", "optimizer"):
-        names = [name for name in told["tensors"] if name.startswith(f"{space}.")]
-        bytes_ = sum(told["tensors"][name]["bytes"] for name in names)
+        names = [name for name in description["tensors"] if name.startswith(f"{space}.")]
+        bytes_ = sum(description["tensors"][name]["bytes"] for name in names)
         branch = tree.add(f"{space}: {len(names)} tensors, {size_of(bytes_)}")
         table = Table("tensor", "shape", "dtype", "size", "written in", box=box.SIMPLE, padding=(0, 1, 0, 0))
         for name in names:
-            tensor = told["tensors"][name]
+            tensor = description["tensors"][name]
             shape = " x ".join(map(str, tensor["shape"])) or "scalar"
             table.add_row(
                 name.removeprefix(f"{space}."), shape, tensor["dtype"], size_of(tensor["bytes"]), _cut(tensor["boxes"])
@@ -180,6 +186,6 @@ def _tree(told: dict[str, Any]) -> Tree:
 
 
 def _cut(boxes: list[dict[str, list[int]]]) -> str:
-    """Return how a tensor was cut: 1 piece, or 2 x 4 pieces."""
+    """Return the number of boxes of a tensor by dimension: "1 piece" or "2 x 4 pieces"."""
     starts = [len({entry["offsets"][dim] for entry in boxes}) for dim in range(len(boxes[0]["offsets"]))]
     return "1 piece" if len(boxes) == 1 else f"{' x '.join(map(str, starts))} pieces"

@@ -12,17 +12,19 @@ from rich.table import Table
 import ascend_parallel
 from ascend_parallel.diagnostics.doctor import Report, examine
 
-WIDTH = 120  # where the output is no terminal
+WIDTH = 120  # of output that is not a terminal
 MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 
 
 def doctor(
-    group: int = typer.Option(0, metavar="RANKS", min=0, max=16, help="Try every kernel on that many local processes."),
+    group: int = typer.Option(
+        0, metavar="RANKS", min=0, max=16, help="Try every kernel on this number of local processes."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts."),
 ) -> None:
-    """Say what is installed, switched on and possible here, and what to put right.
+    """Report what is installed, enabled and available on this machine, and what to fix.
 
-    Ends with 1 if something is wrong, with 0 if not.
+    Exits with 1 if something is wrong, otherwise with 0.
 
     Examples:
 
@@ -35,8 +37,8 @@ def doctor(
     if os.environ.get("RANK", "0") != "0":
         return
     errors = Console(stderr=True)
-    with errors.status("looking") as line:
-        report = examine(ascend_parallel._control, group, lambda what: line.update(f"looking at {what}"))
+    with errors.status("examining") as line:
+        report = examine(ascend_parallel._control, group, lambda step: line.update(f"examining {step}"))
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

@@ -1,4 +1,4 @@
-"""``ascend-parallel predict``: what a model's tensor-parallel layers gain by overlap, predicted."""
+"""``ascend-parallel predict``: predict the gain of overlap in a model's tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 WIDTH = 150
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 30
-EXAMPLES = """Predict what a model gains by overlap, per layer and end to end: a model of costs, no device needed.
+EXAMPLES = """Predict the gain of overlap for a model, per layer and end to end, from a cost model; needs no device.
 
 Examples:
 
@@ -40,24 +40,24 @@ Examples:
 def predict(
     model: Annotated[str | None, typer.Option(help="A preset; --list shows them.")] = None,
     model_file: Annotated[
-        Path | None, typer.Option(help="A TOML file of layers, hidden, ffn, heads, vocab ...")
+        Path | None, typer.Option(help="TOML file with layers, hidden, ffn, heads, vocab ...")
     ] = None,
     hardware: Annotated[str | None, typer.Option(help="A preset; --list shows them.")] = None,
-    hardware_file: Annotated[Path | None, typer.Option(help="A TOML file, such as a calibration wrote.")] = None,
-    link: Annotated[str | None, typer.Option(help="Rate of each rank's link, as 1gbit; cpu-gloo only.")] = None,
-    tp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share a layer.")] = 8,
-    dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Replicas.")] = 1,
+    hardware_file: Annotated[Path | None, typer.Option(help="TOML file with a hardware's numbers.")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of each rank's link, such as 1gbit; cpu-gloo only.")] = None,
+    tp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel ranks.")] = 8,
+    dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel replicas.")] = 1,
     pp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Pipeline stages.")] = 1,
     seq: Annotated[
-        int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequence length; the model's own, or 4096.")
+        int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequence length; default: the model's, or 4096.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Sequences of a micro-batch.")] = 1,
+    micro_batch: Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Sequences per micro-batch.")] = 1,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, max=MOST_ROWS, help="Micro-batches a step and replica; 8 per stage.")
+        int | None, typer.Option(min=1, max=MOST_ROWS, help="Micro-batches per step and replica; default: 8 per stage.")
     ] = None,
-    sequence_parallel: Annotated[bool, typer.Option(help="Gather and scatter the sequence, or all-reduce.")] = True,
-    recompute: Annotated[str, typer.Option(help=f"Forward again in backward: {', '.join(RECOMPUTE)}.")] = "none",
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the hardware's own by default.")] = None,
+    sequence_parallel: Annotated[bool, typer.Option(help="All-gather and reduce-scatter, or all-reduce.")] = True,
+    recompute: Annotated[str, typer.Option(help=f"Activation recompute: {', '.join(RECOMPUTE)}.")] = "none",
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: the hardware's.")] = None,
     launch_us: Annotated[
         float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")
     ] = None,
@@ -73,9 +73,9 @@ def predict(
         if list_all:
             _list(console)
             return
-        found = _hardware(hardware, hardware_file, link, launch_us)
+        machine = _hardware(hardware, hardware_file, link, launch_us)
         if sources:
-            show_sources(found, console)
+            show_sources(machine, console)
             return
         chosen = _model(model, model_file)
         batch = Batch(
@@ -83,13 +83,16 @@ def predict(
             micro_batch=micro_batch,
             tp=tp,
             sequence_parallel=sequence_parallel,
-            dtype=lookup("--dtype", dtype or found.dtype, DTYPES),
-            device=found.device,
+            dtype=lookup("--dtype", dtype or machine.dtype, DTYPES),
+            device=machine.device,
         )
         count = micro_batches if micro_batches is not None else 8 * pp
         layout = Layout(dp=dp, pp=pp, micro_batches=count, recompute=recompute)
-        result = predicted(chosen, batch, layout, found)
-    except (PlanningError, ArithmeticError) as error:  # of a file's numbers, such as a bandwidth of 0
+        result = predicted(chosen, batch, layout, machine)
+    except (
+        PlanningError,
+        ArithmeticError,
+    ) as error:  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
         typer.echo(f"predict: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
@@ -101,10 +104,10 @@ def predict(
 def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:
     if (name is None) == (path is None):
         raise PlanningError(f"give either --hardware or --hardware-file. Known: {', '.join(all_hardware())}")
-    found = read_hardware(path) if path is not None else find_hardware(name or "")
+    hardware = read_hardware(path) if path is not None else find_hardware(name or "")
     if link is not None:
-        found = found.with_link(link)
-    return found if launch_us is None else found.with_launch(launch_us * 1e-6)
+        hardware = hardware.with_link(link)
+    return hardware if launch_us is None else hardware.with_launch(launch_us * 1e-6)
 
 
 def _model(name: str | None, path: Path | None) -> Model:

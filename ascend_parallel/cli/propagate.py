@@ -1,4 +1,4 @@
-"""``ascend-parallel propagate``: a layout for every tensor of a model, without a device and for meshes of any size."""
+"""``ascend-parallel propagate``: plan a layout for every tensor of a model, without a device, for any mesh."""
 
 from __future__ import annotations
 
@@ -19,29 +19,37 @@ MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
 
 
 def propagate(
-    model: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns (model, arguments of its forward).")],
-    mesh: Annotated[str, typer.Option(help="Names and sizes, such as dp=2,mp=4.")],
-    config: Annotated[Path | None, typer.Option(help="A TOML file of strategies.")] = None,
+    model: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns (model, arguments of its forward).")
+    ],
+    mesh: Annotated[str, typer.Option(help="Names and sizes of the mesh dimensions, such as dp=2,mp=4.")],
+    config: Annotated[Path | None, typer.Option(help="TOML file with strategies.")] = None,
     objective: Annotated[
         str,
-        typer.Option(help="time: with what each rank computes; or redistribution, the default in Python."),
+        typer.Option(
+            help="Cost to minimise: time (redistribution and computation) or redistribution (Python's default)."
+        ),
     ] = "time",
     semi_auto: Annotated[
         str | None,
-        typer.Option(metavar="DIM", help="Cut what has no strategy along this mesh dimension or not at all."),
+        typer.Option(
+            metavar="DIM", help="Shard nodes without a strategy along this mesh dimension, or replicate them."
+        ),
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="What a rank may hold in a training step, such as 32e9 or 32GB.")
+        str | None, typer.Option(metavar="BYTES", help="Memory of a rank in a training step, such as 32e9 or 32GB.")
     ] = None,
-    hardware: Annotated[str, typer.Option(help="Whose costs; ascend-parallel predict --list shows them.")] = "910b",
-    html: Annotated[Path | None, typer.Option(help="Write a page with the graph, coloured by layout.")] = None,
-    advice: Annotated[bool, typer.Option("--advise", help="Say which operators to configure, and why.")] = False,
-    brief: Annotated[bool, typer.Option(help="Only what the plan comes to.")] = False,
+    hardware: Annotated[
+        str, typer.Option(help="Hardware of the costs; ascend-parallel predict --list shows all.")
+    ] = "910b",
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
+    advice: Annotated[bool, typer.Option("--advise", help="List the operators to configure, with reasons.")] = False,
+    brief: Annotated[bool, typer.Option(help="Print only the summary of the plan.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
 ) -> None:
-    """Find the sharding of a model from the strategies of a few operators, and explain it.
+    """Plan the sharding of a model from the strategies of a few operators, and explain the plan.
 
-    The function is called with no arguments while torch makes tensors without memory (the meta device).
+    The function is called without arguments under torch.device("meta"), so tensors take no memory.
 
     Examples:
 
@@ -54,7 +62,7 @@ def propagate(
       ascend-parallel propagate my_models:llama_70b --mesh dp=8,mp=8 --semi-auto dp --memory-limit 64GB
     """
     from ascend_parallel.sharding import advise, trace
-    from ascend_parallel.sharding import propagate as found_plan
+    from ascend_parallel.sharding import propagate as plan_layouts
     from ascend_parallel.sharding.mesh import ProcessMesh
     from ascend_parallel.sharding.planner.annotate import annotated, read_strategies
     from ascend_parallel.sharding.visualize.explain import as_dict, explain, summary
@@ -67,18 +75,18 @@ def propagate(
         limit = None if memory_limit is None else bytes_of(memory_limit)
         if advice and (semi_auto or limit):
             raise ValueError("--advise compares automatic plans: leave out --semi-auto and --memory-limit")
-        on = ProcessMesh(torch.arange(prod(sizes)).view(sizes).tolist(), names)
+        process_mesh = ProcessMesh(torch.arange(prod(sizes)).view(sizes).tolist(), names)
         strategies = {} if config is None else read_strategies(config)
         built, args, kwargs = build_model(model)
         if advice:
             status.update("propagating with and without each operator")
-            typer.echo(str(advise(built, args, on, kwargs, hardware)))
+            typer.echo(str(advise(built, args, process_mesh, kwargs, hardware)))
             return
         graph = trace(built, args, kwargs)
         status.update(f"propagating over {len(graph.nodes)} nodes")
-        plan = found_plan(
+        plan = plan_layouts(
             graph,
-            on,
+            process_mesh,
             {**annotated(built), **strategies},
             objective=objective,
             semi_auto=semi_auto,
@@ -102,18 +110,18 @@ def _mesh(text: str) -> tuple[list[str], list[int]]:
     if not all(names) or min(sizes) < 1:
         raise ValueError(f"--mesh {shown(text)}: give names and sizes, such as dp=2,mp=4")
     if prod(sizes) > MOST_RANKS:
-        raise ValueError(f"--mesh {shown(text)}: {prod(sizes)} ranks, of at most {MOST_RANKS}")
+        raise ValueError(f"--mesh {shown(text)}: has {prod(sizes)} ranks; give at most {MOST_RANKS}")
     return names, sizes
 
 
 def bytes_of(text: str) -> float:
-    """Read a number of bytes with or without a unit."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?i?B)?\s*", text)
+    """Return the bytes of a text such as 32e9, 32GB or 30GiB."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?i?B)?\s*", text)
     try:
-        number = float(found[1]) if found else 0.0
+        number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
-    unit = found[2] or "B" if found else "B"
+    unit = match[2] or "B" if match else "B"
     base = 1024 if "i" in unit else 1000
     number *= base ** " kMGT".index(unit[0] if unit[0] in "kMGT" else " ")
     if not 0 < number <= MOST_BYTES:

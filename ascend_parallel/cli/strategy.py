@@ -1,4 +1,4 @@
-"""``ascend-parallel strategy``: what a training strategy comes to for a model, without processes."""
+"""``ascend-parallel strategy``: plan a training of a model by a strategy, without processes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ascend_parallel.cli.building import build_model, errors
 
 
 def strategy(
-    model: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns (model, batch).")],
-    config: Annotated[Path, typer.Option(help="The strategy, a TOML file.")],
-    operators: Annotated[bool, typer.Option("--operators", help="Also the layout of every operator.")] = False,
-    schedule: Annotated[Path | None, typer.Option(help="Write the pipeline's schedule as a picture (SVG).")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the graph, coloured by layout.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns (model, batch).")],
+    config: Annotated[Path, typer.Option(help="TOML file with the strategy.")],
+    operators: Annotated[bool, typer.Option("--operators", help="Also print the layout of every operator.")] = False,
+    schedule: Annotated[Path | None, typer.Option(help="Write the pipeline schedule as SVG.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
 ) -> None:
-    """Plan the training of a model by a strategy, for any number of ranks, and say what each option comes to.
+    """Plan the training of a model by a strategy for any number of ranks, and explain the effect of each option.
 
-    The function is called with no arguments while torch makes tensors without memory (the meta device). Its model
-    returns the mean loss of a batch, which is that of all replicas together.
+    The function is called without arguments under torch.device("meta"), so tensors take no memory. The model returns
+    the mean loss of the global batch, over all replicas.
 
     Examples:
 
@@ -40,16 +40,16 @@ def strategy(
         for option, file in (("--schedule", schedule), ("--html", html)):
             if file is not None and not file.absolute().parent.is_dir():
                 raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
-        wanted = Strategy.from_toml(config)
-        if schedule is not None and wanted.pipeline.degree == 1:
+        requested = Strategy.from_toml(config)
+        if schedule is not None and requested.pipeline.degree == 1:
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
         built, batch, loss = build_model(model, with_loss=True)
-        planned = plan_training(wanted, built, batch, loss or mean_loss)
-        told = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators)
+        planned = plan_training(requested, built, batch, loss or mean_loss)
+        text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators)
     if schedule is not None:
-        schedule.write_text(wanted.pipeline.svg(), encoding="utf-8")
+        schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
     if html is not None:
         html.write_text(to_html(planned.plan), encoding="utf-8")
-    typer.echo(told)
+    typer.echo(text)
     if planned.stages and not as_json:
-        typer.echo(f"\n{wanted.pipeline}")
+        typer.echo(f"\n{requested.pipeline}")

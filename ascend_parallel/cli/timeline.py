@@ -19,7 +19,7 @@ from ascend_parallel.diagnostics.timeline.merge import Merged, merge
 from ascend_parallel.diagnostics.timeline.report import cell, clock, columns
 from ascend_parallel.diagnostics.timeline.table import Row
 
-WIDTH = 130  # of a table that goes to a file
+WIDTH = 130  # of a table written to a file
 
 app = typer.Typer(help="Timelines recorded with COC_TIMELINE.")
 
@@ -28,30 +28,31 @@ app = typer.Typer(help="Timelines recorded with COC_TIMELINE.")
 def timeline(
     folder: Annotated[Path, typer.Argument(help="The folder that COC_TIMELINE named.")],
     against: Annotated[
-        Path | None, typer.Option(help="The folder of a serial run (COC_MODE=1): drawn above, and for E_bound.")
+        Path | None, typer.Option(help="Folder of a serial run (COC_MODE=1) to draw above and to compute E_bound with.")
     ] = None,
-    run: Annotated[str | None, typer.Option(help="One of several runs of the folder; else the latest.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write; else the folder itself.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of a run in the folder; default: the latest.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; default: the same folder.")] = None,
     png: Annotated[
-        bool | None, typer.Option("--png/--no-png", help="Also timeline.png; else if matplotlib is installed.")
+        bool | None,
+        typer.Option("--png/--no-png", help="Write timeline.png or not; default: if matplotlib is installed."),
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for scripts.")] = False,
 ) -> None:
-    """Merge the ranks' files into trace.json (Perfetto), report.html and timeline.png, and show the table.
+    """Merge the files of all ranks into trace.json (Perfetto), report.html and timeline.png; print the table.
 
     Example: COC_PARALLEL_NUM=4 COC_TIMELINE=spans torchrun ... ; ascend-parallel timeline spans
     """
     try:
         merged = merge(folder, run, against)
-        written, lacking = merged.write(out or folder, png)
+        written, missing = merged.write(out or folder, png)
     except (TimelineError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(_plain(merged, written), indent=2))
     else:
-        _show(merged, written, lacking)
+        _show(merged, written, missing)
     if open_:
         webbrowser.open(written[1].resolve().as_uri())
 
@@ -66,14 +67,14 @@ def _plain(merged: Merged, written: Sequence[Path]) -> dict[str, object]:
     }
 
 
-def _show(merged: Merged, written: Sequence[Path], lacking: Sequence[str]) -> None:
+def _show(merged: Merged, written: Sequence[Path], missing: Sequence[str]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
     console.print(_table(merged.about, merged.rows()))
     for shift in merged.shifts:
         console.print(f"clock of {clock(shift)}", markup=False, highlight=False, soft_wrap=True)
-    for note in [*merged.notes, *lacking]:
+    for note in [*merged.notes, *missing]:
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     for path in written:
         console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
@@ -81,7 +82,7 @@ def _show(merged: Merged, written: Sequence[Path], lacking: Sequence[str]) -> No
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
     silent = sum(not row.comm and row.comm is not None for row in rows)
-    others = f"; {silent} passes that do not communicate are in the report" if silent else ""
+    others = f"; {silent} passes without communication are in the report" if silent else ""
     shown = Table(title=f"{title}: medians in ms{others}", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layer", "pass", "chunks"):
         shown.add_column(name, overflow="fold")

@@ -1,1 +1,1 @@
-"""Did it overlap, and is it right: timelines, verification inside a run, and the doctor."""
+"""Diagnose runs: timelines of overlap, verification of layers inside a run, and the doctor."""

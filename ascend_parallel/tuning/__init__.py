@@ -1,1 +1,1 @@
-"""How many chunks: a cost model, measurements on real ranks, and what both choose."""
+"""Choose chunk counts: by a cost model, and by measurements on real ranks."""

@@ -1,4 +1,4 @@
-"""Numbers and files that commands are given and cannot take: an error that names them, and exit status 2."""
+"""Invalid numbers and files of commands: an error that names them, and exit status 2."""
 
 import pytest
 from typer.testing import CliRunner

@@ -1,4 +1,4 @@
-"""What ascend-parallel predict prints and refuses, and the tables of docs/predict.md."""
+"""Output and errors of ascend-parallel predict, and the tables of docs/predict.md."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_the_document_has_the_tables_that_the_command_prints():
 
 
 def test_the_published_gains_changed_no_number():
-    """They stand in published.py and the document alone, not in any data the model reads."""
+    """Published gains are in published.py and the document only, not in data that the model reads."""
     folder = Path(published.__file__).parent
     for path in folder.glob("data/**/*.toml"):
         text = path.read_text(encoding="utf-8")

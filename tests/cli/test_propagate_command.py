@@ -1,4 +1,4 @@
-"""``ascend-parallel propagate``: plans without a device, and what it says of wrong words."""
+"""``ascend-parallel propagate``: plans without a device, and errors for wrong options."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""``ascend-parallel strategy``: what it prints and writes, and what a user has to put right in one line and exit 2."""
+"""``ascend-parallel strategy``: its output and files, and user errors as one line with exit status 2."""
 
 import json
 from pathlib import Path
@@ -72,10 +72,10 @@ def test_the_function_may_give_the_loss(told):
 
 def test_json_is_all_that_is_printed(told):
     found = json.loads(told(PIPELINE, "--json").stdout)
-    assert (found["ranks"], found["mesh"], [one["stage"] for one in found["stages"]]) == (4, {"dp": 2}, ["0", "1"])
+    assert (found["ranks"], found["mesh"], [stage["stage"] for stage in found["stages"]]) == (4, {"dp": 2}, ["0", "1"])
     assert found["bubble"] == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1)
     # elements in fp32 of the whole model, 2 x (64 + 8), over both stages
-    assert sum(one["parameters"] for one in found["stages"]) == 4 * 2 * (64 + 8)
+    assert sum(stage["parameters"] for stage in found["stages"]) == 4 * 2 * (64 + 8)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command `ascend-parallel timeline`, and what it says of files that are missing or damaged."""
+"""The command `ascend-parallel timeline`, and its errors for missing or damaged files."""
 
 import json
 import re
@@ -72,21 +72,21 @@ def test_missing_ranks_are_named(folder):
     (folder / "timeline-20260101-000000-abcd-rank0.jsonl").unlink()
     code, out, _ = run(folder, "--no-png")
     assert code == 0
-    assert "of 2 ranks the files of rank 0 are missing" in out
+    assert "of 2 ranks, the files of rank 0 are missing" in out
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: '{"other": 1}\n', "is no file of an ascend_parallel timeline"),
-        (lambda text: "[1]\n", "is no file of an ascend_parallel timeline"),
+        (lambda text: '{"other": 1}\n', "is not a file of an ascend_parallel timeline"),
+        (lambda text: "[1]\n", "is not a file of an ascend_parallel timeline"),
         (lambda text: "", "cannot be read"),
         (lambda text: "\x00\xff", "cannot be read"),
         (lambda text: text.replace('"version":1', '"version":99'), "has version 99 of the format"),
         (lambda text: text.replace('"ranks":2', '"ranks":"two"'), "line 1, is damaged: ranks='two'"),
         (lambda text: text[:-40], r"line 4, is damaged \(JSONDecodeError"),
         (lambda text: text.replace('"begin"', '"began"'), r"line 2, is damaged \(KeyError: 'begin'"),
-        (lambda text: text.replace('["comm"', '["magic"'), r"line 2, is damaged \(ValueError: a span of an unknown"),
+        (lambda text: text.replace('["comm"', '["magic"'), r"line 2, is damaged \(ValueError: a span has an unknown"),
         (lambda text: text.replace('"begin":0', '"begin":"0"'), r"line 2, is damaged \(ValueError: a time"),
     ],
 )

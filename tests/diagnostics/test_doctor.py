@@ -1,4 +1,4 @@
-"""ascend-parallel doctor: what it finds, what it tries, and how it ends."""
+"""ascend-parallel doctor: its findings, its trial of kernels and its exit status."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_misspelt_variable_is_bad_and_said_in_words():
     ended = doctor(COC_PARALEL_NUM="4")
     assert ended.returncode == 1
     assert "COC_PARALLEL_NUM" in ended.stdout
-    assert "1 thing to put right: variables" in ended.stdout
+    assert "1 thing to fix: variables" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_a_bad_setting_is_a_finding_and_no_traceback(variables, message):
 
 
 def both(python, **variables):
-    """What doctor and status say, which are to end alike."""
+    """Return the exit codes and outputs of doctor and status, which must agree."""
     found = [call(python, "-m", "ascend_parallel", command, **variables) for command in ("doctor", "status")]
     assert found[0].returncode == found[1].returncode, found
-    return found[0].returncode, *(one.stdout + one.stderr for one in found)
+    return found[0].returncode, *(process.stdout + process.stderr for process in found)
 
 
 def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     python = environment(tmp_path, without=["megatron"])
     status, doctor, said = both(python, COC_PARALLEL_NUM="4")
     assert status == 1
-    assert doctor.splitlines()[-1] == "1 thing to put right: megatron-core"
+    assert doctor.splitlines()[-1] == "1 thing to fix: megatron-core"
     assert "found none installed: the variables have nothing to overlap" in said
     assert "overlap is on" not in doctor + said
     status, doctor, _ = both(python)

@@ -1,4 +1,4 @@
-"""Files of every format that is read, damaged at random: an error of the package that names the file, or a result.
+"""Randomly damaged files of every format: reading gives an error of the package that names the file, or a result.
 
 Two kinds of damage: of bytes (as a disk or a copy does it), and of the values that a text holds (as an editor does it).
 The draws are seeded, so that a failure comes again.
@@ -56,7 +56,7 @@ FEW, MANY = 60, 3000
 
 
 def bytes_damaged(raw, draw):
-    """Return bytes with one to three places changed, cut out, doubled or put in."""
+    """Return bytes with 1 to 3 places changed, removed, doubled or inserted."""
     for _ in range(draw.randint(1, 3)):
         at, length = draw.randrange(len(raw) + 1), draw.choice([1, 1, 1, 2, 8, 64, 1000])
         piece = raw[at : at + length]
@@ -67,21 +67,21 @@ def bytes_damaged(raw, draw):
 
 
 def places(value, path=()):
-    """Return the way to every value inside lists and dicts."""
+    """Return the path of every value inside lists and dicts."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(way for key, one in inner for way in places(one, (*path, key)))]
+    return [path, *(deeper for key, child in inner for deeper in places(child, (*path, key)))]
 
 
 def values_damaged(value, draw):
-    """Return a value of JSON in which one to three were replaced, taken away, doubled or made a name of."""
+    """Return a JSON value with 1 to 3 of its values replaced, removed, doubled or used as a key."""
     value = copy.deepcopy(value)
     for _ in range(draw.randint(1, 3)):
-        ways = [way for way in places(value) if way]
-        if not ways:
+        paths = [path for path in places(value) if path]
+        if not paths:
             return draw.choice(VALUES)
-        *way, key = draw.choice(ways)
+        *path, key = draw.choice(paths)
         holder = value
-        for step in way:
+        for step in path:
             holder = holder[step]
         change = draw.randrange(4)
         if change == 0:

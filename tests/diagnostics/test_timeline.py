@@ -1,4 +1,4 @@
-"""What is recorded of real gloo ranks, and that recording changes nothing else."""
+"""Recording on real gloo ranks; it must change nothing else."""
 
 import itertools
 import threading
@@ -37,27 +37,27 @@ def test_recording_changes_no_bit_and_every_span_is_there(ranks, tmp_path, setti
     assert [file.rank for file in files] == [0, 1]
     assert notes == []
     for file, (_, counts, _) in zip(files, results, strict=True):
-        assert [one.key for one in file.passes] == [
+        assert [layer_pass.key for layer_pass in file.passes] == [
             ("first", "forward"),
             ("second", "forward"),
             ("second", "backward"),
             ("first", "backward"),
         ]
         check_counts(file.passes, counts, sequence_parallel)
-        for one in file.passes:
-            check_spans(one)
+        for layer_pass in file.passes:
+            check_spans(layer_pass)
 
 
 def check_counts(passes, counts, sequence_parallel):
-    """Calls, chunks and collectives as COUNTS has them; the gather of the column layer's backward is nobody's call."""
-    calls = [call for one in passes for call in one.calls]
+    """Return the recorded calls, chunks and collectives like COUNTS, which omits the gather of a column backward."""
+    calls = [call for layer_pass in passes for call in layer_pass.calls]
     found = {}
     for call in calls:
         count = found.setdefault(call["operator"], {"calls": 0, "chunks": 0})
         count["calls"] += 1
         count["chunks"] += call["chunks"]
     assert found == {name: {part: count[part] for part in ("calls", "chunks")} for name, count in counts.items()}
-    spans = [span for one in passes for span in one.spans]
+    spans = [span for layer_pass in passes for span in layer_pass.spans]
     fused = [call["operator"] for call in calls if call["kernel"] == "shm"]
     assert sum(span.kind == "fused" for span in spans) == len(fused)
     for name, count in counts.items():
@@ -66,29 +66,31 @@ def check_counts(passes, counts, sequence_parallel):
     assert any(span.name == "all_gather" for span in spans) == sequence_parallel
 
 
-def check_spans(one):
-    """Complete, inside their pass, computations one after the other, each collective waited for after it ended."""
-    assert one.finished
-    assert all(one.begin <= span.queued <= span.begin <= span.end <= one.end for span in one.spans)
-    computed = sorted((s.begin, s.end) for s in one.spans if s.kind in ("matmul", "beside", "fused"))
+def check_spans(layer_pass):
+    """Check spans: complete, inside their pass, computations in turn, and each wait ends after its collective."""
+    assert layer_pass.finished
+    assert all(layer_pass.begin <= span.queued <= span.begin <= span.end <= layer_pass.end for span in layer_pass.spans)
+    computed = sorted((s.begin, s.end) for s in layer_pass.spans if s.kind in ("matmul", "beside", "fused"))
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(computed))
-    assert sum(span.kind == "wait" for span in one.spans) >= sum(span.kind == "comm" for span in one.spans)
-    for span in one.spans:
+    assert sum(span.kind == "wait" for span in layer_pass.spans) >= sum(
+        span.kind == "comm" for span in layer_pass.spans
+    )
+    for span in layer_pass.spans:
         if span.kind == "comm":
-            assert span.end <= max(s.end for s in one.spans if s.kind == "wait" and s.index == span.index)
+            assert span.end <= max(s.end for s in layer_pass.spans if s.kind == "wait" and s.index == span.index)
             assert span.queued < span.end
 
 
 def test_collectives_begin_before_the_next_chunks_matmul_ends(ranks, tmp_path):
     ranks(2).run(operators, tmp_path)
     for file in read_run(tmp_path)[0]:
-        assert [one.kind for one in file.passes] == list(OPERATORS)
-        for one in file.passes:
-            check_spans(one)
+        assert [layer_pass.kind for layer_pass in file.passes] == list(OPERATORS)
+        for layer_pass in file.passes:
+            check_spans(layer_pass)
         reduce, scatter, gather = file.passes
-        for one in (reduce, scatter):
-            matmuls = {span.index: span for span in one.spans if span.kind == "matmul"}
-            collectives = {span.index: span for span in one.spans if span.kind == "comm"}
+        for layer_pass in (reduce, scatter):
+            matmuls = {span.index: span for span in layer_pass.spans if span.kind == "matmul"}
+            collectives = {span.index: span for span in layer_pass.spans if span.kind == "comm"}
             assert sorted(matmuls) == sorted(collectives) == [0, 1, 2]
             for index, collective in collectives.items():
                 assert matmuls[index].end <= collective.queued
@@ -123,18 +125,18 @@ def slowly(group, folder, seconds):
 def test_a_slow_link_shows_as_exposed_communication(ranks, tmp_path):
     assert ranks(2).run(slowly, tmp_path, 0.03) == [True, True]
     files, _ = read_run(tmp_path)
-    (one,) = files[0].passes
+    (layer_pass,) = files[0].passes
     # 4 chunks of 30 ms each, and nothing to compute meanwhile: a matmul this small takes microseconds.
-    assert length(communicating(one)) >= 100e6
-    assert length(exposed(one)) >= 100e6
-    assert length(within(communicating(one), busy(one))) <= length(communicating(one)) / 4
+    assert length(communicating(layer_pass)) >= 100e6
+    assert length(exposed(layer_pass)) >= 100e6
+    assert length(within(communicating(layer_pass), busy(layer_pass))) <= length(communicating(layer_pass)) / 4
     (row,) = table(files[:1])
     assert row.hidden < 0.25
-    assert row.exposed == pytest.approx(length(exposed(one)) / 1e6)
+    assert row.exposed == pytest.approx(length(exposed(layer_pass)) / 1e6)
 
 
 class Seen:
-    """A receive that tells when somebody has waited for it."""
+    """A receive that signals when a thread has waited for it."""
 
     def __init__(self, work, waited):
         self.work, self.waited = work, waited
@@ -145,7 +147,7 @@ class Seen:
 
 
 def exchanged_while_computing(group, folder):
-    """The second chunk's matmul goes on until somebody has seen the first chunk's exchange end."""
+    """The second chunk's matmul continues until the end of the first chunk's exchange is recorded."""
     kept, mm = dist.irecv, torch.mm
     receives, calls = [], []
     x, w = torch.randn(128, 64), torch.randn(64, 64)
@@ -173,15 +175,15 @@ def exchanged_while_computing(group, folder):
 def test_the_end_of_sends_and_receives_is_seen_while_the_rank_computes(ranks, tmp_path):
     ranks(2).run(exchanged_while_computing, tmp_path)
     for file in read_run(tmp_path)[0]:
-        (one,) = file.passes
-        first = next(span for span in one.spans if span.kind == "comm")
-        last_matmul = max(span.end for span in one.spans if span.kind == "matmul")
-        first_wait = min(span.begin for span in one.spans if span.kind == "wait")
+        (layer_pass,) = file.passes
+        first = next(span for span in layer_pass.spans if span.kind == "comm")
+        last_matmul = max(span.end for span in layer_pass.spans if span.kind == "matmul")
+        first_wait = min(span.begin for span in layer_pass.spans if span.kind == "wait")
         assert first.end < last_matmul <= first_wait
 
 
 def failing(group, folder):
-    """A call that fails on all ranks alike: what ran is written, and what did not end is marked."""
+    """A call that fails on all ranks: its spans are written, and unfinished spans are marked."""
     kept, calls = torch.mm, []
     x, w = torch.randn(128, 8), torch.randn(8, 8)
     ops.matmul_all_reduce(x, w, group, num_chunks=4)  # asks which chunks keep the bits, by matmuls of its own
@@ -204,5 +206,5 @@ def failing(group, folder):
 def test_what_failed_is_written_and_marked(ranks, tmp_path):
     assert ranks(2).run(failing, tmp_path) == [True, True]
     for file in read_run(tmp_path)[0]:
-        assert [one.finished for one in file.passes] == [False]
+        assert [layer_pass.finished for layer_pass in file.passes] == [False]
         assert table([file]) == []

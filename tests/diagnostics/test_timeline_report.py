@@ -1,4 +1,4 @@
-"""From files to table, trace, page and picture, on times made up for the purpose."""
+"""Table, trace, page and picture from files with invented times."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_a_run_of_other_shapes_or_in_chunks_is_nothing_to_compare_with(folder, t
     assert (row.serial, row.e_bound) == (None, None)
     assert merged.notes == [f"{tmp_path / 'other'} has no pass of the same layers and shapes: nothing is compared"]
     (note,) = merge(folder, against=folder).notes
-    assert note == f"{folder} is no serial run, but has chunked 2: record one with COC_MODE=1"
+    assert note == f"{folder} is not a serial run, but has chunked 2: record a serial run with COC_MODE=1"
 
 
 def test_a_worker_runs_one_collective_at_a_time(folder):
@@ -82,9 +82,9 @@ def test_a_worker_runs_one_collective_at_a_time(folder):
 
 
 def test_a_fused_operator_is_one_span(tmp_path):
-    header, (one,) = made(0, ranks=1)
-    one["spans"] = [["fused", "shm", 0, 0, 30 * MS, 0]]
-    write(tmp_path, header, [one])
+    header, (layer_pass,) = made(0, ranks=1)
+    layer_pass["spans"] = [["fused", "shm", 0, 0, 30 * MS, 0]]
+    write(tmp_path, header, [layer_pass])
     (row,) = table(read_run(tmp_path)[0])
     assert (row.total, row.matmul, row.comm, row.hidden, row.e_bound) == (40, None, None, None, None)
 
@@ -123,7 +123,7 @@ def test_the_trace_is_in_chromes_format(folder):
 
 
 class Page(HTMLParser):
-    """Collects tags, and what would need a network."""
+    """Collects tags, and references that need a network."""
 
     def __init__(self):
         super().__init__()
@@ -254,10 +254,10 @@ def test_nothing_that_a_rank_wrote_becomes_a_tag(tmp_path):
     for rank in range(2):
         header, passes = made(rank, steps=2, boot=f"{TAG}{rank}", clocks=clocks if rank else None)
         header["host"] = TAG
-        for one in passes:
-            one |= {"layer": f"{TAG}.{TAG}", "kind": TAG, "direction": TAG}
-            one["calls"] = [{**call, "operator": TAG, "kernel": TAG} for call in one["calls"]]
-            one["spans"] = [[kind, TAG, *rest] for kind, _, *rest in one["spans"]]
+        for layer_pass in passes:
+            layer_pass |= {"layer": f"{TAG}.{TAG}", "kind": TAG, "direction": TAG}
+            layer_pass["calls"] = [{**call, "operator": TAG, "kernel": TAG} for call in layer_pass["calls"]]
+            layer_pass["spans"] = [[kind, TAG, *rest] for kind, _, *rest in layer_pass["spans"]]
         write(tmp_path, header, passes)
     merged = merge(tmp_path, against=tmp_path)
     merged.write(tmp_path, False)

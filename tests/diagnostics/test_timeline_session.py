@@ -1,4 +1,4 @@
-"""A recording from its start to its end: what is kept, who takes part, the variable, and nothing when it is off."""
+"""A recording from start to end: its content, its ranks, the variable, and no effect when off."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def test_two_runs_in_one_folder_are_kept_apart(ranks, tmp_path):
     older = notes[0].split()[-2]
     assert files[0].header["run"] == files[1].header["run"] > older
     assert read_run(tmp_path, older)[0][0].header["run"] == older
-    with pytest.raises(TimelineError, match="there is no run 'x'"):
+    with pytest.raises(TimelineError, match="has no run 'x'"):
         read_run(tmp_path, "x")
 
 
@@ -238,7 +238,7 @@ def test_configure_starts_and_ends_a_recording(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_when_it_is_configured(tmp_path):
-    """Before anything changes: what was in force stays so."""
+    """The error comes before any change: settings and recording stay as before."""
     import ascend_parallel
     from ascend_parallel import SettingsError
 
@@ -251,7 +251,9 @@ def test_a_folder_that_cannot_be_written_to_is_found_when_it_is_configured(tmp_p
         tmp_path / ("x" * 300) / "y",
         "a\0b",
     ):
-        with pytest.raises(SettingsError, match=r"^COC_TIMELINE='.*' cannot be written to \(.*\): give a folder"):
+        with pytest.raises(
+            SettingsError, match=r"^COC_TIMELINE='.*' cannot be written to \(.*\): give a writable folder"
+        ):
             ascend_parallel.configure(timeline=str(folder), num_chunks=2)
         assert current_settings() is before
         with (

@@ -1,4 +1,4 @@
-"""Checks inside a run: silent on every path, and without effect on it."""
+"""Checks inside a run: silent on every path, and without side effects."""
 
 import itertools
 import math
@@ -58,7 +58,7 @@ def test_every_path_is_verified_silently_and_keeps_its_bits(ranks, count):
 
 
 class Extension(types.ModuleType):
-    """What Megatron's CUDA extension computes, for a CPU; `wrong` multiplies what is added."""
+    """Replace Megatron's CUDA extension on a CPU; `wrong` multiplies the added gradient."""
 
     wrong = 1.0
 
@@ -79,7 +79,7 @@ FUSED = {"gradient_accumulation_fusion": True}
 
 
 def fused_main_grad(group, start, dtype):
-    """gradient_accumulation_fusion: main_grad keeps its bits, and what is added to it is checked."""
+    """gradient_accumulation_fusion: main_grad keeps its bits, and the added gradient is checked."""
     with_extension()
     results = []
     for hooks, kind in itertools.product((False, True), ("ColumnParallelLinear", "RowParallelLinear")):
@@ -100,7 +100,7 @@ def fused_main_grad(group, start, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("start", [0.0, 1e5])
 def test_gradients_added_to_main_grad_are_verified(ranks, start, dtype):
-    """A main_grad of 1e5 rounds what is added by more than the limit: that is no error of the layer."""
+    """A main_grad of 1e5 rounds the added gradient by more than the limit; this is no error of the layer."""
     for results in ranks(2).run(fused_main_grad, start, dtype):
         for different, found in results:
             assert different == []
@@ -131,7 +131,7 @@ def test_a_wrong_addition_to_main_grad_is_caught(ranks):
 
 
 def deferred(group):
-    """defer_embedding_wgrad_compute: buffers get what they would get; the gradient is said not to be checked."""
+    """defer_embedding_wgrad_compute: buffers are unchanged, and a note says that the gradient is not checked."""
     import ascend_parallel
 
     with_extension()
@@ -165,7 +165,7 @@ def test_a_deferred_weight_gradient_is_said_once_and_checked_beyond_the_limit(ra
 
 
 def special_calls(group):
-    """Frozen weights, inputs without gradient, autocast, no gradients at all: what there is is checked."""
+    """Frozen weights, inputs without gradient, autocast, no gradients: every existing quantity is checked."""
     import ascend_parallel
 
     def frozen(layer, x):
@@ -230,7 +230,7 @@ def test_what_special_calls_have_is_verified(ranks):
 
 
 def recomputed(group, kind):
-    """Both kinds of recomputation: every n-th call with gradients is checked, forward and backward."""
+    """Both kinds of recompute: every N-th call with gradients is checked, forward and backward."""
     from megatron.core import tensor_parallel
     from torch.utils.checkpoint import checkpoint
 
@@ -260,7 +260,7 @@ def recomputed(group, kind):
 
 
 def test_recomputed_layers_are_verified(ranks):
-    """Megatron's first pass has no gradients and is checked apart; torch's has, and its second may stop early."""
+    """Megatron's first pass has no gradients and is counted apart; torch's has, and its second may stop early."""
     for found, equal in ranks(2).run(recomputed, "megatron"):
         assert equal
         assert found == {0: None, 1: (12, 6), 2: (6, 3), 3: (4, 2)}
@@ -272,7 +272,7 @@ def test_recomputed_layers_are_verified(ranks):
 
 
 def nothing_left_behind(group):
-    """Random states, Megatron's tracker and buffer, hooks, and what a reference could draw or write."""
+    """Random states, Megatron's tracker and buffer, and hooks: everything that a reference could change."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.tensor_parallel import layers as module
@@ -323,7 +323,7 @@ def test_nothing_is_left_behind(ranks):
 
 
 def twice(group):
-    """A retained graph: the first backward is checked, the second left alone."""
+    """A retained graph: only the first backward is checked."""
     import ascend_parallel
 
     with verifying(group) as layers:
@@ -341,7 +341,7 @@ def test_a_second_backward_of_one_graph(ranks):
 
 
 def overflowing(group, value):
-    """What is not finite in the original is not compared, which is said; in the patched layer alone it is caught."""
+    """Non-finite reference values are not compared, with a note; non-finite values in the patched layer alone raise."""
     import ascend_parallel
     from ascend_parallel.overlap import linear
 

@@ -6,7 +6,7 @@ from verified import planted, run, verifying
 
 
 def caught(group, where, sequence_parallel, kind, dtype):
-    """Plant a fault on one rank after some calls; return how many later it was caught, and the message."""
+    """Plant a fault on one rank after some calls; return the calls until the error, and its message."""
     import ascend_parallel
     from ascend_parallel.overlap import linear
 

@@ -1,4 +1,4 @@
-"""A verified run where operands are not what they were: hooks on what is saved, data and gradients replaced."""
+"""A verified run with changed operands: hooks on saved tensors, replaced data and gradients."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ def swapped_input(layer, x):
 
 
 def lossy(layer, x):
-    """What is saved for backward is kept in bf16."""
+    """Save tensors for backward in bf16."""
     with saved_tensors_hooks(lambda saved: (saved.dtype, saved.bfloat16()), lambda packed: packed[1].to(packed[0])):
         return layer(x)[0]
 
 
 def lossy_activations(layer, x):
-    """Parameters are kept as they are: they have to be recognised as such."""
+    """Keep parameters unchanged, so that they are recognised as parameters."""
 
     def pack(saved):
         return saved if isinstance(saved, torch.nn.Parameter) else saved.bfloat16()
@@ -95,7 +95,7 @@ def verified(group, path):
                 runs.append({"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad})
             different += [f"{use.__name__} {name}" for name in runs[0] if not same(runs[0][name], runs[1][name])]
         report = ascend_parallel.verification()
-        backwards = [one.backwards for one in report.layers]
+        backwards = [layer.backwards for layer in report.layers]
     return different, report.notes, backwards
 
 

@@ -1,4 +1,4 @@
-"""Whole runs with verification: a GPT keeps every bit, ranks that differ are told so, and the command's exit codes."""
+"""Whole runs with verification: a GPT keeps every bit, ranks with different calls raise, exit codes of the command."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ from ascend_parallel.environment import read_settings
 
 
 def both(group, options):
-    """Train a GPT overlapped, with every second call checked and without; return what differs and the report."""
+    """Train a GPT with overlap, with and without checks of every second call; return the differences and the report."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -71,7 +71,7 @@ def test_a_verified_run_keeps_every_bit(ranks, count, options):
 
 
 def memory(group):
-    """Bytes alive between forward and backward, and after it, without a check and with one."""
+    """Return the bytes alive between forward and backward, and after it, without and with a check."""
     import ascend_parallel
 
     def held(every):
@@ -88,7 +88,7 @@ def memory(group):
             return between, settled(watch)
 
     def settled(watch):
-        """Return the least in a fifth of a second: gloo's threads let go of what they sent a moment later."""
+        """Return the minimum over 0.2 s: gloo's threads free sent buffers with a delay."""
         found = []
         gc.collect()
         for _ in range(20):
@@ -159,10 +159,11 @@ CLOSE = """
 
 
 @pytest.mark.parametrize(
-    "case", [one if place < 2 else pytest.param(one, marks=pytest.mark.stress) for place, one in enumerate(FAULTS)]
+    "case",
+    [fault if place < 2 else pytest.param(fault, marks=pytest.mark.stress) for place, fault in enumerate(FAULTS)],
 )
 def test_ranks_that_do_not_check_the_same_call_are_told(case):
-    """None of them hangs, and no check's collective meets one of the run's."""
+    """No fault hangs, and no check's collective pairs with a collective of the run."""
     code, expected = FAULTS[case]
     support = str(Path(__file__).parents[1] / "support")
     results = launch(PREPARE.format(support=support) + code + CLOSE, [{}, {}])

@@ -1,4 +1,4 @@
-"""ascend-parallel bench and tune, run as a user runs them; no test looks at how fast anything was."""
+"""ascend-parallel bench and tune, run as a user runs them; no test checks a time."""
 
 import io
 import json
@@ -37,20 +37,20 @@ def test_bench_measures_every_pass_and_draws(tmp_path):
     ended = command("bench", "--shape", "256,64,96", "--json", "--plot", str(picture), *FEW)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    passes = [(one["layer"], one["run"], one["operator"]) for one in found["passes"]]
+    passes = [(row["layer"], row["run"], row["operator"]) for row in found["passes"]]
     assert passes == [
         ("row", "forward", "matmul_reduce_scatter"),
         ("row", "backward", "all_gather_matmul"),
         ("column", "forward", "all_gather_matmul"),
         ("column", "backward", "matmul_reduce_scatter"),
     ]
-    for one, times in zip(found["passes"], found["times"], strict=True):
-        names = [variant["name"] for variant in one["variants"]]
+    for row, times in zip(found["passes"], found["times"], strict=True):
+        names = [variant["name"] for variant in row["variants"]]
         assert {"2 chunks", "4 chunks"} <= set(names)
         assert ("shm" in names) == (not isinstance(shm.extension(), str))
         assert all(len(values) == 3 and min(values) > 0 for values in times.values())
-        assert one["serial"] == sorted(times[SERIAL])[1]
-        assert one["bound"] == max(one["matmul"], one["comm"])
+        assert row["serial"] == sorted(times[SERIAL])[1]
+        assert row["bound"] == max(row["matmul"], row["comm"])
     assert picture.read_text().count("<svg") == 1
 
 

@@ -1,4 +1,4 @@
-"""The cost model: closed forms against event simulation, bounds, the search, and times as others measured them."""
+"""The cost model: closed forms against event simulation, bounds, the search, and published times."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -68,7 +68,7 @@ def test_lanes_at_full_speed_take_what_the_closed_form_says(call):
 @settings(max_examples=100, deadline=None)
 @given(calls(), st.integers(1, 4), st.integers(1, 4))
 def test_lanes_that_slow_each_other_down_against_exact_fractions(call, compute_quarters, collective_quarters):
-    """The same call exactly: each lane goes at four quarters alone, and at fewer beside the other."""
+    """Return the exact makespan: a lane runs at four quarters alone, and at fewer beside the other lane."""
     whole = replace(
         call,
         issue=0.0,
@@ -83,7 +83,7 @@ def test_lanes_that_slow_each_other_down_against_exact_fractions(call, compute_q
 
 
 def exactly(call, compute_quarters, collective_quarters):
-    """Run the list that `tasks` gives, in fractions: its names, lanes and dependencies, none of the code tested."""
+    """Run the tasks of `tasks` in fractions, independently of the tested code."""
     left = {task.name: round(48 * task.seconds) for task in tasks(call)}
     after = {task.name: set(task.after) for task in tasks(call)}
     lanes = {lane: [task.name for task in tasks(call) if task.lane == lane] for lane in ("compute", "communicate")}
@@ -111,7 +111,7 @@ def heads(lanes):
 
 
 def ready(after, name):
-    return not {one for one in after[name] if not one.startswith("issue")}
+    return not {task for task in after[name] if not task.startswith("issue")}
 
 
 @settings(deadline=None)
@@ -151,7 +151,7 @@ def test_the_simulation_keeps_the_order_of_a_lane():
 def test_the_simulation_refuses_tasks_that_wait_for_each_other():
     with pytest.raises(ValueError, match="'a' never starts"):
         simulate([Task("a", "x", 1.0, ("b",)), Task("b", "x", 1.0)])
-    with pytest.raises(ValueError, match="which is no task"):
+    with pytest.raises(ValueError, match="which is not a task"):
         simulate([Task("a", "x", 1.0, ("z",))])
 
 
@@ -180,10 +180,10 @@ def test_no_sizes_beat_the_bound_and_the_search_beats_equal_chunks(name, problem
     costs, again = COSTS[name], again and problem.operator == REDUCE_SCATTER
 
     def seconds(sizes):
-        return makespan(costs.call(problem, sizes, tail=tail, gathers_again=again))
+        return makespan(costs.call(problem, sizes, tail=tail, gathers_input=again))
 
     best = best_sizes(problem.rows, seconds)
-    assert costs.bound(problem, tail=tail, gathers_again=again) <= best.seconds * (1 + 1e-12)
+    assert costs.bound(problem, tail=tail, gathers_input=again) <= best.seconds * (1 + 1e-12)
     assert best.seconds <= best.equal_seconds <= best.whole
     assert best.seconds <= min(seconds(split_rows(problem.rows, count)) for count in (1, 2, 4, 8)) * (1 + 1e-6)
     assert best.seconds == seconds(best.sizes)
@@ -206,7 +206,7 @@ def test_more_rows_and_bytes_never_take_less(name, problem, more):
 
 @pytest.mark.parametrize("ratio", [0.3, 0.7, 1.5, 4.0])
 def test_uneven_chunks_beat_the_best_equal_ones_where_overlap_pays(ratio):
-    """Linear costs with a fixed part, both schedules' shape: strictly better, shorter at the exposed end."""
+    """Linear costs with a fixed part: unequal chunks are strictly better, shorter at the exposed end."""
 
     def seconds(sizes):
         fixed = 1e-3
@@ -222,7 +222,7 @@ def test_uneven_chunks_beat_the_best_equal_ones_where_overlap_pays(ratio):
 
 
 def test_uneven_chunks_of_the_presets_beat_equal_ones():
-    """Never worse, and better but where equal chunks hide all there is to hide."""
+    """Never worse than equal chunks, and better unless equal chunks hide everything."""
     costs, cut, better = COSTS["ascend-910b2"], 0, 0
     for model in all_models().values():
         for linear in layer_linears(model, Batch(sequence=4096, micro_batch=2, tp=8)):

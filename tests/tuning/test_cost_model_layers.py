@@ -1,4 +1,4 @@
-"""Layers, training steps and what the data files hold."""
+"""Layers, training steps and the data files."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_one_rank_communicates_nothing():
 
 
 def test_ten_thousand_ranks():
-    """TP 8 x PP 25 x DP 50 of a model of 405B; more replicas cost gradients' time alone."""
+    """TP 8 x PP 25 x DP 50 of a model of 405B; more replicas cost only the gradients' time."""
     costs, model = COSTS["ascend-910b1"], find_model("llama3-405b")
     batch = Batch(sequence=8192, micro_batch=1, tp=8)
     few, many = (

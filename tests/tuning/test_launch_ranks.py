@@ -1,4 +1,4 @@
-"""Ranks started for a measurement: their results, and what is told of those that fail, hang or are foreign."""
+"""Ranks started for a measurement: their results, and the errors of ranks that fail, hang or are foreign."""
 
 import json
 import os

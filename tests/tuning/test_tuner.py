@@ -1,4 +1,4 @@
-"""COC_TUNE and COC_PARALLEL_NUM=auto: what is found in a run, alike on every rank."""
+"""COC_TUNE and COC_PARALLEL_NUM=auto: chunk sizes chosen in a run, equal on every rank."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ CASE = Case(kind="row", rows=1024, n=64, k=64, dtype=torch.float32, device="cpu"
 
 
 def parts(matmul, collective, latency):
-    """Return parts whose pieces cost what they should."""
+    """Return parts with consistent times."""
     return Parts(
         rows=1024,
         count=8,
@@ -51,37 +51,39 @@ def parts(matmul, collective, latency):
 
 
 def test_what_the_model_makes_of_the_parts():
-    (one,) = CASE.passes(2)
-    balanced = predicted(one, parts(10e-3, 10e-3, 50e-6), 2)
+    (operator,) = CASE.passes(2)
+    balanced = predicted(operator, parts(10e-3, 10e-3, 50e-6), 2)
     assert len(balanced.sizes) > 2
     assert balanced.chosen < 0.7 * balanced.serial
-    assert predicted(one, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
-    assert predicted(one, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
-    bound = predicted(one, parts(10e-3, 30e-3, 50e-6), 2)
+    assert predicted(operator, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
+    assert predicted(operator, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
+    bound = predicted(operator, parts(10e-3, 30e-3, 50e-6), 2)
     assert bound.sizes[0] < bound.sizes[-1]  # communication-bound: a short first chunk
 
 
 def test_one_chunk_is_predicted_as_its_parts_in_turn():
-    (one,) = CASE.passes(2)
-    assert seconds(one, parts(10e-3, 4e-3, 50e-6), 2, (1024,)) == pytest.approx(14e-3)
+    (operator,) = CASE.passes(2)
+    assert seconds(operator, parts(10e-3, 4e-3, 50e-6), 2, (1024,)) == pytest.approx(14e-3)
 
 
 def test_lanes_that_slow_each_other_down_hide_less():
-    (one,) = CASE.passes(2)
+    (operator,) = CASE.passes(2)
     free = parts(10e-3, 10e-3, 50e-6)
     equal = (256,) * 4
     slowed = replace(free, compute_rate=0.6, collective_rate=0.8)
     in_turn = replace(free, compute_rate=0.5, collective_rate=0.5)
-    assert seconds(one, free, 2, equal) < seconds(one, slowed, 2, equal) < seconds(one, in_turn, 2, equal)
-    # Lanes at half their speed move nothing sooner than one after the other.
-    assert seconds(one, in_turn, 2, equal) >= seconds(one, in_turn, 2, (1024,))
-    assert predicted(one, in_turn, 2).sizes == (1024,)
+    assert (
+        seconds(operator, free, 2, equal) < seconds(operator, slowed, 2, equal) < seconds(operator, in_turn, 2, equal)
+    )
+    # Lanes at half their speed gain nothing over running in turn.
+    assert seconds(operator, in_turn, 2, equal) >= seconds(operator, in_turn, 2, (1024,))
+    assert predicted(operator, in_turn, 2).sizes == (1024,)
 
 
 @pytest.mark.parametrize(("piece", "pieces"), [(1e-3, 20e-3), (1e-3, 1e-4), (5e-3, 5e-3)])
 @pytest.mark.parametrize(("compute", "collective"), [(0.5, 0.9), (0.7, 0.4), (1.0, 1.0)])
 def test_rates_are_found_from_what_was_timed(piece, pieces, compute, collective):
-    """What two lanes at these rates would take gives the rates back, as long as the collectives outlast the matmuls."""
+    """`rates` recovers the rates from the times of two lanes, if the collectives outlast the matmuls."""
     matmuls, collectives = repeats(piece, pieces)
     alone, whole = matmuls * piece, collectives * pieces
     beside = alone / compute
@@ -92,14 +94,14 @@ def test_rates_are_found_from_what_was_timed(piece, pieces, compute, collective)
 
 
 def cases(group):
-    """Every kind of layer, measured and predicted; the sizes have to be the same on every rank."""
+    """Return the sizes for every kind of layer, measured and predicted; equal on every rank."""
     found = {}
     for kind in ("column", "row"):
         for sequence_parallel in (False, True):
             for tune in ("nowhere.json", None):
                 settings = Settings(tune=tune, auto=tune is None)
-                one = Tuner(settings)
-                one._save = lambda *_: None
+                own_tuner = Tuner(settings)
+                own_tuner._save = lambda *_: None
                 case = Case(
                     kind=kind,
                     rows=192,
@@ -111,9 +113,9 @@ def cases(group):
                 )
                 torch.manual_seed(3)
                 before = torch.get_rng_state()
-                chosen = one.settings_for(case, group, backward=True)
+                chosen = own_tuner.settings_for(case, group, backward=True)
                 assert torch.equal(before, torch.get_rng_state())
-                assert one.settings_for(case, group, backward=True) is chosen
+                assert own_tuner.settings_for(case, group, backward=True) is chosen
                 found[kind, sequence_parallel, tune] = [(e.run, e.operator, e.sizes) for e in chosen.plan.entries]
     return found
 
@@ -131,9 +133,9 @@ def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
 
 
 def decided(group, path, seconds):
-    """What is said of one shape of which each cut takes `seconds(chunks)` each round, and the sizes that run."""
+    """Return the log and the sizes of a shape, if a cut takes `seconds(chunks)` in each round."""
     kept = pass_times.Layer.time_sizes, tuner.cached_plan
-    pass_times.Layer.time_sizes = lambda self, one, candidates, rounds: {
+    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
     }
     tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
@@ -180,9 +182,9 @@ def test_what_was_found_is_said_in_words_once_and_on_rank_0(ranks, tmp_path, sec
 
 
 def overlap_always_wins(group, path):
-    """A run of a real layer with COC_TUNE, in which every chunked call is made to look faster."""
+    """Run a real layer with COC_TUNE; a planted clock makes every chunked call faster."""
     kept = pass_times.Layer.time_sizes
-    pass_times.Layer.time_sizes = lambda self, one, candidates, rounds: {
+    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
     }
     lines = []
@@ -293,7 +295,7 @@ def test_the_cache_has_a_file_for_each_machine(monkeypatch, tmp_path):
 
 
 def alone(group):
-    """A forward that communicates nothing is no reason to ask the other ranks."""
+    """Run a forward without a collective on one rank only; the tuner must not communicate."""
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks="auto")
         if group.rank() == 0:
@@ -309,7 +311,7 @@ def test_what_does_not_communicate_is_not_measured(ranks):
 
 
 def checkpointed(group):
-    """torch's checkpoint counts the tensors that are saved: none of those are the tuner's."""
+    """torch's checkpoint counts saved tensors; the tuner's tensors must not count."""
     from torch.utils.checkpoint import checkpoint
 
     found = []
@@ -329,7 +331,7 @@ def test_a_checkpoint_does_not_see_what_is_measured(ranks):
 
 
 def unlike(group):
-    """Ranks that come to a layer with different needs of gradients would measure different passes."""
+    """Ranks that call a layer with and without gradients would measure different passes."""
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks="auto")
         layer = layers.make("RowParallelLinear", (64, 96))

@@ -1,4 +1,4 @@
-"""What is installed, switched on and possible on this machine, and what to do about it."""
+"""Report what is installed, enabled and available on this machine, with advice for every problem."""
 
 from ascend_parallel.diagnostics.doctor.findings import BAD, Finding, Report, examine, examine_request
 

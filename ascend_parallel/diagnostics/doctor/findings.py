@@ -1,4 +1,4 @@
-"""The examination: what is installed and switched on, each with a verdict and what to do."""
+"""Examine the installation and the settings; every finding has a verdict and advice."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from ascend_parallel.settings import Settings
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 
-# Package -> why its layers are not covered.
+# Package -> why this package does not overlap its layers, or conflicts with it.
 OTHER_LAYERS = {
-    "transformer_engine": "its layers are not covered: give Megatron --transformer-impl local",
-    "mindspeed": "its CoC and MC2 replace the same layers: switch on one of them only",
+    "transformer_engine": "its layers are not overlapped: give Megatron --transformer-impl local",
+    "mindspeed": "its CoC and MC2 replace the same layers: enable either MindSpeed's or this package",
 }
 
 REBUILD = (
-    "for it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, setuptools, "
-    "wheel and a C++ compiler installed; -v shows why if it is left out again)"
+    "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
+    "setuptools, wheel and a C++ compiler installed; -v shows why a build fails)"
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: a verdict ("good", "note" or "bad"), what was found, and what to do."""
+    """The result of one check: what was found, a verdict ("good", "note" or "bad"), and advice."""
 
     section: str
     name: str
@@ -57,15 +57,15 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is bad."""
+        """Whether no finding is bad."""
         return all(finding.verdict != BAD for finding in self.findings)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """A summary in one sentence."""
         bad = [finding for finding in self.findings if finding.verdict == BAD]
         if bad:
-            return f"{len(bad)} thing{'s' if len(bad) > 1 else ''} to put right: {', '.join(f.name for f in bad)}"
+            return f"{len(bad)} thing{'s' if len(bad) > 1 else ''} to fix: {', '.join(f.name for f in bad)}"
         lacking = "" if _version("megatron-core") else "; megatron-core, which variables act on, is not installed"
         return f"nothing is wrong; overlap is {overlap_in_words(self.settings)}{lacking}"
 
@@ -76,22 +76,22 @@ class Report:
 
 
 def examine(control: PatchControl, ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Report:
-    """Return findings on everything; with `ranks` of 2 or more, every kernel is tried on that many local processes.
+    """Return all findings; with `ranks` of 2 or more, also try every kernel on that many local processes.
 
     control
-        The patches of this process; they are applied if the settings ask for it.
+        The patches of this process; applied if the settings enable them.
     say
         Called with the name of each step, for a progress line.
     """
     findings: list[Finding] = []
-    for what, look in (
+    for step, check in (
         ("versions", _versions),
         ("devices", _devices),
         ("settings and patches", lambda: examine_request(control)),
         ("kernels", lambda: _kernels(control)),
     ):
-        say(what)
-        findings += look()
+        say(step)
+        findings += check()
     if ranks:
         say(f"every kernel on {ranks} processes")
         findings += _trial(ranks)
@@ -99,7 +99,7 @@ def examine(control: PatchControl, ranks: int = 0, say: Callable[[str], None] = 
 
 
 def examine_request(control: PatchControl) -> Iterator[Finding]:
-    """Give findings on the variables, and on whether a training gets what they ask for; `status` judges by them too."""
+    """Yield findings on the variables and on whether they take effect in a training; `status` uses them too."""
     yield from _settings(control)
     yield from _patches(control)
 
@@ -136,7 +136,7 @@ def _version(package: str) -> str | None:
 
 
 def _cann() -> str | None:
-    """Return the version of CANN that the environment points to (ASCEND_HOME_PATH, set by its set_env.sh)."""
+    """Return the version of the CANN at ASCEND_HOME_PATH, which CANN's set_env.sh sets; None without it."""
     home = os.environ.get("ASCEND_HOME_PATH")
     if home is None:
         return None
@@ -153,10 +153,10 @@ def _compiler() -> str | None:
         return None
     try:
         words = [*shlex.split(name), "--version"]
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{name}, which does not run: {error}"
-    return asked.stdout.partition("\n")[0] or None
+    return done.stdout.partition("\n")[0] or None
 
 
 def _devices() -> Iterator[Finding]:
@@ -167,7 +167,9 @@ def _devices() -> Iterator[Finding]:
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         small = free < 256 << 20
-        advice = "give it more (docker run --shm-size=1g): the shared-memory kernel needs some times the largest result"
+        advice = (
+            "enlarge it (docker run --shm-size=1g): the shared-memory kernel needs several times the largest result"
+        )
         yield Finding(section, "/dev/shm", f"{free >> 20} MB free", NOTE if small else GOOD, advice if small else "")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator else 0
@@ -181,13 +183,13 @@ def _settings(control: PatchControl) -> Iterator[Finding]:
     status = control.status()
     if control.refused is not None:
         yield Finding(section, "variables", str(control.refused), BAD, "correct or unset it")
-    ours = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("COC_", "USE_COC_"))}
-    yield Finding(section, "variables", ", ".join(f"{k}={v}" for k, v in ours.items()) or "none set")
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("COC_", "USE_COC_"))}
+    yield Finding(section, "variables", ", ".join(f"{k}={v}" for k, v in variables.items()) or "none set")
     for note in status.notes:
         if "not initialised" not in note:
             yield Finding(section, "variables", note, BAD, "correct or unset it")
-    if ours and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        advice = "unset it, import ascend_parallel in the script, or start it by python -m ascend_parallel run"
+    if variables and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        advice = "unset it, import ascend_parallel in the script, or start it with python -m ascend_parallel run"
         yield Finding(section, "TORCH_DEVICE_BACKEND_AUTOLOAD", "0: variables alone do not patch", BAD, advice)
 
 

@@ -1,4 +1,4 @@
-"""Every kernel tried on one small problem by a few real ranks of this machine."""
+"""Try every kernel on one small problem, on a few real ranks of this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
 
-ROWS, K, N = 128, 64, 48  # ROWS of one rank where rows are gathered, of all ranks together where not
+ROWS, K, N = 128, 64, 48  # input rows of one rank: ROWS for an all-gather, ROWS * ranks otherwise
 DTYPE = torch.float32
-LIMIT = 1e-5  # of the largest magnitude: fp32 sums of K R products, with room
+LIMIT = 1e-5  # share of the largest magnitude: rounding of fp32 sums of K R products, with a margin
 
 
 def try_kernels(ranks: int, time_limit: float = 60.0) -> dict[str, str]:
-    """Run the three operators by each kernel on `ranks` gloo ranks; return "right", or what was wrong, by kernel."""
+    """Run the three operators with each kernel on `ranks` gloo ranks; return "right" or the error by kernel."""
     try:
         outcome: dict[str, str] = call_on_ranks(f"{__name__}:try_all", ranks, limit=time_limit)
     except RankError as error:
@@ -28,7 +28,7 @@ def try_kernels(ranks: int, time_limit: float = 60.0) -> dict[str, str]:
 
 
 def try_all(group: dist.ProcessGroup) -> dict[str, str]:
-    """Try every kernel on this group; one is right if it is on every rank."""
+    """Try every kernel on this group; return "right" for a kernel only if every rank found it right."""
     own = {name: _try(name, group) for name in KERNELS}
     answers: list[dict[str, str]] = [{} for _ in range(group.size())]
     dist.all_gather_object(answers, own, group=group)
@@ -49,7 +49,7 @@ def _try(name: str, group: dist.ProcessGroup) -> str:
 
 
 def _error(name: str, operator: str, group: dist.ProcessGroup) -> float:
-    """Return the largest error against the float64 truth, relative to its largest magnitude."""
+    """Return the largest error against the float64 result, relative to the largest magnitude of that result."""
     generator = torch.Generator().manual_seed(1)
     ranks, rank = group.size(), group.rank()
     rows = ROWS if operator == ALL_GATHER else ROWS * ranks
@@ -65,8 +65,8 @@ def _error(name: str, operator: str, group: dist.ProcessGroup) -> float:
 
 
 def _run(kernel: Any, operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    cut = x.shape[0] // group.size() if operator == "matmul_reduce_scatter" else x.shape[0]
-    sizes = (cut,) if kernel is KERNELS["reference"] else split_rows(cut, 3)
+    rows = x.shape[0] // group.size() if operator == "matmul_reduce_scatter" else x.shape[0]
+    sizes = (rows,) if kernel is KERNELS["reference"] else split_rows(rows, 3)
     result = getattr(kernel, operator)(x, w, group, sizes)
     y: torch.Tensor = result[0] if operator == ALL_GATHER else result.wait()
     return y

@@ -1,4 +1,4 @@
-"""When every matmul and collective ran, on each rank: recorded, merged, and drawn. See docs/timeline.md."""
+"""Record when every matmul and collective ran on each rank; merge and draw the records. See docs/timeline.md."""
 
 from ascend_parallel.diagnostics.timeline.clocks import ClockError
 from ascend_parallel.diagnostics.timeline.files import TimelineError

@@ -1,7 +1,7 @@
-"""One clock for the files of all ranks.
+"""Convert the times of all ranks' files to one clock.
 
-Ranks of one host share CLOCK_MONOTONIC; the difference that was measured must then be no larger than its error. Ranks
-of other hosts are moved by what was measured, along the groups in which clocks were compared.
+Ranks of one host share CLOCK_MONOTONIC, so a measured difference should not exceed its error there. Ranks of other
+hosts are shifted by the measured differences, along the groups whose ranks compared clocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ascend_parallel.diagnostics.timeline.files import Pass, RankFile, Span
 
 @dataclass(frozen=True)
 class Shift:
-    """What to add to a rank's times, its largest error (None: not known), and how it was found; both in ns."""
+    """The offset added to a rank's times and its largest error (None: unknown), in ns, and how it was found."""
 
     rank: int
     offset: int
@@ -24,7 +24,7 @@ class Shift:
 
 
 def align(files: Sequence[RankFile]) -> tuple[list[RankFile], list[Shift]]:
-    """Bring the times of all files to the clock of the first one's rank; return them and what was added."""
+    """Convert all times to the clock of the first file's rank; return the files and the shifts."""
     first = files[0]
     shifts = {first.rank: Shift(first.rank, 0, 0, "the others are compared with it")}
     _follow_links(files, shifts)
@@ -34,60 +34,60 @@ def align(files: Sequence[RankFile]) -> tuple[list[RankFile], list[Shift]]:
             how = "never compared with the others: placed by the wall clock of its host"
             shifts[file.rank] = Shift(file.rank, offset, None, how)
     aligned = [
-        RankFile(file.path, file.header, [_moved(one, shifts[file.rank].offset) for one in file.passes])
+        RankFile(file.path, file.header, [_moved(layer_pass, shifts[file.rank].offset) for layer_pass in file.passes])
         for file in files
     ]
     return aligned, [shifts[file.rank] for file in files]
 
 
 def _follow_links(files: Sequence[RankFile], shifts: dict[int, Shift]) -> None:
-    """Reach as many ranks as there are ways to: in each round those next to a rank that was reached."""
+    """Fill `shifts` for every rank that a chain of clock comparisons, or a common host, connects to the first rank."""
     headers = {file.rank: file.header for file in files}
-    links = [(rank, known) for rank, header in headers.items() for known in header["clocks"] if known["to"] != rank]
+    links = [(rank, link) for rank, header in headers.items() for link in header["clocks"] if link["to"] != rank]
     reached = 0
     while reached != len(shifts):
         reached = len(shifts)
         for rank, link in links:
-            other = link["to"]
-            offset, error, how = _difference(headers[rank], headers.get(other), link)
-            if other in shifts and rank not in shifts:
-                shifts[rank] = _step(rank, shifts[other], offset, error, how)
-            elif rank in shifts and other not in shifts and other in headers:
-                shifts[other] = _step(other, shifts[rank], -offset, error, how)
+            peer = link["to"]
+            offset, error, how = _difference(headers[rank], headers.get(peer), link)
+            if peer in shifts and rank not in shifts:
+                shifts[rank] = _chained(rank, shifts[peer], offset, error, how)
+            elif rank in shifts and peer not in shifts and peer in headers:
+                shifts[peer] = _chained(peer, shifts[rank], -offset, error, how)
         for rank, header in headers.items():
             near = next((shifts[r] for r, h in headers.items() if r in shifts and _one_host(h, header)), None)
             if rank not in shifts and near is not None:
-                shifts[rank] = _step(rank, near, 0, 0, f"one host with rank {near.rank}, not compared")
+                shifts[rank] = _chained(rank, near, 0, 0, f"one host with rank {near.rank}, not compared")
 
 
-def _difference(header: dict[str, Any], other: dict[str, Any] | None, link: dict[str, Any]) -> tuple[int, int, str]:
-    """Return offset, error and how they were found, of a rank against the one it asked."""
+def _difference(header: dict[str, Any], peer: dict[str, Any] | None, link: dict[str, Any]) -> tuple[int, int, str]:
+    """Return offset and error of a rank against the peer of its `link`, and how they were found."""
     offset, error = link["offset"], link["error"]
     measured = f"{offset / 1e3:+.0f} ± {error / 1e3:.0f} µs measured"
-    if other is None or not _one_host(header, other):
+    if peer is None or not _one_host(header, peer):
         return offset, error, measured
     if abs(offset) <= error:
         return 0, 0, f"one host, one clock ({measured})"
-    return offset, error, f"one host, but {measured}: its clock is another, and was moved"
+    return offset, error, f"one host, but {measured}: it has another clock, and was shifted"
 
 
-def _step(rank: int, via: Shift, offset: int, error: int, how: str) -> Shift:
-    return Shift(rank, via.offset + offset, None if via.error is None else via.error + error, how)
+def _chained(rank: int, peer: Shift, offset: int, error: int, how: str) -> Shift:
+    return Shift(rank, peer.offset + offset, None if peer.error is None else peer.error + error, how)
 
 
-def _one_host(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(one["boot"]) and one["boot"] == other["boot"]
+def _one_host(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return bool(first["boot"]) and first["boot"] == second["boot"]
 
 
 def _wall(file: RankFile) -> int:
-    """What a rank's clock is behind its host's wall clock."""
+    """Return a rank's monotonic clock minus its host's wall clock, in ns."""
     now = file.header["now"]
     return int(now["monotonic"]) - int(now["wall"])
 
 
-def _moved(one: Pass, offset: int) -> Pass:
-    spans = tuple(_moved_span(span, offset) for span in one.spans)
-    return replace(one, begin=one.begin + offset, end=one.end + offset, spans=spans)
+def _moved(original: Pass, offset: int) -> Pass:
+    spans = tuple(_moved_span(span, offset) for span in original.spans)
+    return replace(original, begin=original.begin + offset, end=original.end + offset, spans=spans)
 
 
 def _moved_span(span: Span, offset: int) -> Span:

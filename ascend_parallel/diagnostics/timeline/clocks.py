@@ -1,8 +1,8 @@
-"""How far the clocks of a group's ranks are apart, found out through the group's store.
+"""Measure the clock differences between the ranks of a group, through the group's store.
 
-CLOCK_MONOTONIC counts from the start of a host, so ranks of two hosts share no zero. Each rank asks the
-group's first rank for its time, again and again. The answer that came back fastest counts, and half of
-the time it took is the largest error the difference can have.
+CLOCK_MONOTONIC counts from the boot of a host, so ranks of two hosts have different zeros. Each rank asks the group's
+first rank for its time, ROUNDS times. The fastest answer counts, and half of its round trip is the largest possible
+error of the difference.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROUNDS = 10
 
 
 class ClockError(RuntimeError):
-    """A rank of a group does not take part in comparing clocks; the message names it."""
+    """A rank of a group does not take part in the clock comparison; the message names the rank."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What to add to this rank's times to have those of rank `to`, and the largest error of that; both in ns."""
+    """The offset from this rank's clock to that of rank `to`, and its largest error; both in ns."""
 
     to: int
     offset: int
@@ -36,16 +36,16 @@ class Difference:
 
 
 def compare(group: dist.ProcessGroup) -> Difference | None:
-    """Compare the clocks of `group`, on all its ranks alike; None where its ranks do not exist (backend "fake").
+    """Return this rank's clock difference to the first rank of `group`; None for the backend "fake".
 
-    Raises `ClockError` when the store's time limit has passed, on the ranks that waited.
+    Every rank of the group must call this function. Raises `ClockError` on the waiting ranks after the store's timeout.
     """
     if dist.get_backend(group) == "fake":
         return None
     store: Any = c10d._get_process_group_store(group)
     ranks = dist.get_process_group_ranks(group)
     first, mine = ranks[0], dist.get_rank()
-    # Each rank counts its comparisons, so that no key of an earlier one is met again.
+    # Each rank counts its comparisons, so that two comparisons have different keys.
     prefix = f"ascend_parallel/clocks/{store.add(f'ascend_parallel/clocks/count/{mine}', 1)}"
     if mine != first:
         return _ask(store, prefix, mine, first, group)
@@ -57,15 +57,15 @@ def compare(group: dist.ProcessGroup) -> Difference | None:
 
 
 def _ask(store: Any, prefix: str, mine: int, first: int, group: dist.ProcessGroup) -> Difference:
-    found = []
+    answers = []
     for number in range(ROUNDS):
         key = f"{prefix}/{mine}/{number}"
         before = time.monotonic_ns()
         store.set(f"{key}/asked", "")
         _wait(store, f"{key}/answer", first, group)
         after = time.monotonic_ns()
-        found.append(((after - before + 1) // 2, int(store.get(f"{key}/answer")) - (before + after) // 2))
-    error, offset = min(found)
+        answers.append(((after - before + 1) // 2, int(store.get(f"{key}/answer")) - (before + after) // 2))
+    error, offset = min(answers)
     return Difference(first, offset, error)
 
 
@@ -73,15 +73,15 @@ def _wait(store: Any, key: str, rank: int, group: dist.ProcessGroup) -> None:
     limit: timedelta = store.timeout
     try:
         store.wait([key], limit)
-    except RuntimeError as error:  # a DistStoreError, but of a store in a file
+    except RuntimeError as error:  # DistStoreError is a RuntimeError; a FileStore raises RuntimeError
         raise ClockError(
             f"timeline: rank {rank} of {describe(group)} did not compare its clock within {limit.total_seconds():g} s: "
-            "it has stopped, or does not record (record on every rank alike, and export COC_TIMELINE on each); "
+            "it has stopped, or does not record (record on every rank, or export COC_TIMELINE on every rank); "
             f"{first_line(error)}"
         ) from error
 
 
 def boot_id() -> str:
-    """Return what tells one start of a host from all others, or an empty text where the system does not say."""
+    """Return the host's boot id, which is unique for each boot; empty where the system has none."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -1,11 +1,11 @@
-"""The file that each rank writes: JSON lines, a header and then one pass per line. All times in ns.
+"""Write and read the file of each rank: JSON lines, a header and then one pass per line. All times are in ns.
 
     {"format": "ascend_parallel timeline", "version": 1, "run": ..., "rank": 0, "ranks": 2, ...}
     {"layer": "mlp.linear_fc2", "kind": "row", "direction": "forward", "group": [0, 1], "begin": ..., "end": ...,
      "calls": [{"operator": "matmul_all_reduce", "m": ..., ...}],
      "spans": [[kind, name, index, begin, end, workers], ...]}
 
-Times are those of the rank's own clock. A span whose end is null had not ended when the file was written.
+Times are those of the rank's own clock. A null end means that the span had not ended when the file was written.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SPAN_KINDS = ("matmul", "beside", "comm", "wait", "fused", "clocks")
 
 
 MOST_RANKS, MOST_WORKERS = 1 << 20, 4096
-MOST = 1 << 63  # of ns, as clocks have them, and of anything that is counted
+MOST = 1 << 63  # bound for times in ns and for counts
 
 
 class TimelineError(ValueError):
-    """A folder or file that no timeline can be made of; the message says what is wrong with it."""
+    """A folder or file from which no timeline can be made; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran, in ns; `queued` is when a collective was handed over, `begin` when it can have begun."""
+    """Work in ns; `queued` is when a collective was issued, `begin` the earliest time at which it can have begun."""
 
     kind: str
     name: str
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward or backward of a layer, or one operator called by itself; unfinished if a span has no end."""
+    """One forward or backward of a layer, or one direct call of an operator; unfinished if a span has no end."""
 
     layer: str
     kind: str
@@ -64,12 +64,12 @@ class Pass:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells a layer's passes from those of others: its name or shape, and the direction."""
+        """The key that groups the passes of a layer: its name or shape, and the direction."""
         return self.title, self.direction
 
     @property
     def title(self) -> str:
-        """The layer's name, or what it is and the shape of its matmul."""
+        """The layer's name, or its kind and the shape of its matmul."""
         if self.layer:
             return self.layer
         shape = [self.calls[0][side] for side in "mkn"] if self.calls else ""
@@ -78,7 +78,7 @@ class Pass:
 
 @dataclass
 class RankFile:
-    """What one rank recorded."""
+    """The record of one rank."""
 
     path: Path
     header: dict[str, Any]
@@ -91,7 +91,7 @@ class RankFile:
 
 
 def _is_text(value: object) -> bool:
-    """Tell whether a value is a text that can be written: JSON also spells halves of characters."""
+    """Return whether a value is a text that UTF-8 can encode: JSON also allows lone surrogates."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
@@ -100,7 +100,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_clock(value: object) -> bool:
-    """Tell whether a value is one difference of clocks: to which rank, how much, by what error."""
+    """Return whether a value is a clock difference: a dict of the rank `to`, `offset` and `error`."""
     names = ("to", "offset", "error")
     fits = isinstance(value, dict) and all(type(value.get(name)) is int and abs(value[name]) < MOST for name in names)
     return fits and isinstance(value, dict) and value["error"] >= 0
@@ -114,13 +114,13 @@ HEADER: dict[str, Callable[[Any], bool]] = {
     "host": _is_text,
     "boot": _is_text,
     "clocks": lambda value: isinstance(value, list) and all(map(_is_clock, value)),
-    "now": lambda value: isinstance(value, dict) and all(_is_count(value.get(one)) for one in ("monotonic", "wall")),
+    "now": lambda value: isinstance(value, dict) and all(_is_count(value.get(key)) for key in ("monotonic", "wall")),
     "versions": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
 }
 
 
 def write(folder: Path, header: dict[str, Any], passes: Iterable[dict[str, Any]]) -> Path:
-    """Write one rank's file at once: whoever looks sees no file or the whole."""
+    """Write one rank's file atomically and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"timeline-{header['run']}-rank{header['rank']}.jsonl"
     lines = [{"format": FORMAT, "version": VERSION, **header}, *passes]
@@ -129,55 +129,55 @@ def write(folder: Path, header: dict[str, Any], passes: Iterable[dict[str, Any]]
 
 
 def require_writable(folder: str | Path, option: str = "COC_TIMELINE") -> None:
-    """Raise `SettingsError` naming the option unless files can be written to a folder, or where it is to be made."""
-    at = Path(folder)
+    """Raise `SettingsError` with the option unless files can be written to a folder, or to its nearest parent."""
+    nearest = Path(folder)
     try:
         if "\0" in str(folder):
-            raise ValueError("no path has a null byte")
-        while not at.exists() and at != at.parent:
-            at = at.parent
-        with tempfile.TemporaryFile(dir=at) as file:
+            raise ValueError("a path cannot have a null byte")
+        while not nearest.exists() and nearest != nearest.parent:
+            nearest = nearest.parent
+        with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b" " * 4096)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(
-            f"{option}={shown(str(folder))} cannot be written to ({why}): give a folder that can be"
+            f"{option}={shown(str(folder))} cannot be written to ({why}): give a writable folder"
         ) from error
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that it is never seen half written."""
+    """Write a file atomically: a reader never sees half of it."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
 def read_run(folder: Path, run: str | None = None) -> tuple[list[RankFile], list[str]]:
-    """Read the files of one run, the latest if `run` is None, in rank order; and what a user should know of them.
+    """Return the files of one run in rank order, and notes for the user; `run` None means the latest run.
 
-    Raises `TimelineError` if there is nothing to read, or a file is none of ours or damaged.
+    Raises `TimelineError` if there is no file, or if a file is damaged or of another format.
     """
     if not folder.is_dir():
-        raise TimelineError(f"{folder}: no such folder; give the one that COC_TIMELINE named")
+        raise TimelineError(f"{folder}: no such folder; give the folder that COC_TIMELINE named")
     paths = sorted(folder.glob(PATTERN))
     if not paths:
         raise TimelineError(
-            f"{folder}: no timeline-*-rank*.jsonl in it; run with COC_TIMELINE={folder}, and wait until the run has "
-            "ended: files are written then"
+            f"{folder}: no timeline-*-rank*.jsonl in it; run with COC_TIMELINE={folder}, and wait for the end of the "
+            "run, which writes the files"
         )
     headers = {path: _read_header(path) for path in paths}
     runs = sorted({header["run"] for header in headers.values()})
     chosen = runs[-1] if run is None else run
     if chosen not in runs:
-        raise TimelineError(f"{folder}: there is no run {chosen!r}; there are {', '.join(runs)}")
+        raise TimelineError(f"{folder} has no run {chosen!r}; it has {', '.join(runs)}")
     files = sorted((_read(path) for path in paths if headers[path]["run"] == chosen), key=lambda file: file.rank)
     for before, file in pairwise(files):
         if before.rank == file.rank:
-            raise TimelineError(f"{before.path} and {file.path} are both of rank {file.rank} of one run")
+            raise TimelineError(f"{before.path} and {file.path} are both of rank {file.rank} of the same run")
     if len({file.header["ranks"] for file in files}) > 1:
-        raise TimelineError(f"{folder}: the files of run {chosen} disagree on how many ranks it had")
+        raise TimelineError(f"{folder}: the files of run {chosen} have different numbers of ranks")
     notes = [f"{folder} has other runs too: {', '.join(set(runs) - {chosen})} (--run)"] if len(runs) > 1 else []
-    return files, [*_missing(files), *_cut(files), *notes]
+    return files, [*_missing(files), *_dropped(files), *notes]
 
 
 def _missing(files: Sequence[RankFile]) -> list[str]:
@@ -186,8 +186,8 @@ def _missing(files: Sequence[RankFile]) -> list[str]:
     if not lacking:
         return []
     return [
-        f"of {files[0].header['ranks']} ranks the files of rank {_listed(lacking)} are missing: they ended "
-        "without writing one, recorded nothing, or wrote it on another host"
+        f"of {files[0].header['ranks']} ranks, the files of rank {_listed(lacking)} are missing: these ranks ended "
+        "without writing a file, recorded nothing, or wrote it on another host"
     ]
 
 
@@ -196,8 +196,8 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:MOST_LISTED])) + more
 
 
-def _cut(files: Sequence[RankFile]) -> list[str]:
-    """Say which ranks recorded more than they kept."""
+def _dropped(files: Sequence[RankFile]) -> list[str]:
+    """Return a note for each rank that dropped its earliest passes."""
     return [
         f"rank {file.rank} kept its last {len(file.passes)} of {file.header['passes']} passes (timeline_passes)"
         for file in files
@@ -212,7 +212,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise TimelineError(f"{path} cannot be read: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise TimelineError(f"{path} is no file of an ascend_parallel timeline")
+        raise TimelineError(f"{path} is not a file of an ascend_parallel timeline")
     if header.get("version") != VERSION:
         raise TimelineError(f"{path} has version {header.get('version')!r} of the format; this package reads {VERSION}")
     for name, fits in HEADER.items():
@@ -234,8 +234,8 @@ def _read(path: Path) -> RankFile:
             if line:
                 file.passes.append(_pass(json.loads(line)))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise TimelineError(f"{path}, line {number}, is damaged ({what}); move the file away to go on") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise TimelineError(f"{path}, line {number}, is damaged ({reason}); move the file away") from error
     return file
 
 
@@ -243,17 +243,17 @@ def _pass(line: dict[str, Any]) -> Pass:
     _check(line)
     ends = [line["end"], *(end for *_, end, _ in line["spans"])]
     last = max(end for end in [line["begin"], *(begin for *_, begin, _, _ in line["spans"]), *ends] if end is not None)
-    raw = [(*what, begin, last if end is None else end, workers) for *what, begin, end, workers in line["spans"]]
+    raw = [(*head, begin, last if end is None else end, workers) for *head, begin, end, workers in line["spans"]]
     if any(kind not in SPAN_KINDS or not begin <= end for kind, _, _, begin, end, _ in raw):
-        raise ValueError("a span of an unknown kind, or one that ends before it begins")
+        raise ValueError("a span has an unknown kind, or ends before it begins")
     finished = None not in ends
     spans = _begun(raw)
-    what = (line["layer"], line["kind"], line["direction"], tuple(line["group"]))
-    return Pass(*what, line["begin"], last, tuple(line["calls"]), spans, finished)
+    head = (line["layer"], line["kind"], line["direction"], tuple(line["group"]))
+    return Pass(*head, line["begin"], last, tuple(line["calls"]), spans, finished)
 
 
 def _check(line: dict[str, Any]) -> None:
-    """Raise `ValueError` unless a pass, its calls and its spans have the types that they are written with."""
+    """Raise `ValueError` unless a pass, its calls and its spans have the types that `write` gives them."""
     texts = [line["layer"], line["kind"], line["direction"], *(name for _, name, *_ in line["spans"])]
     texts += [call[key] for call in line["calls"] for key in ("operator", "kernel")]
     sizes = [*line["group"], *(call[key] for call in line["calls"] for key in ("m", "k", "n", "chunks"))]
@@ -261,21 +261,21 @@ def _check(line: dict[str, Any]) -> None:
     times = [line["begin"], *(begin for _, _, _, begin, _, _ in line["spans"])]
     ends = [line["end"], *(end for _, _, _, _, end, _ in line["spans"])]
     if not all(map(_is_text, texts)):
-        raise ValueError("a name that is no text")
+        raise ValueError("a name is not a text")
     if not all(type(size) is int and 0 <= size < MOST for size in sizes):
-        raise ValueError("a size or a number that is no whole number of 0 or more")
+        raise ValueError("a size or number is not a whole number of 0 or more")
     if any(workers > MOST_WORKERS for *_, workers in line["spans"]):
-        raise ValueError(f"a span of more than {MOST_WORKERS} workers")
+        raise ValueError(f"a span has more than {MOST_WORKERS} workers")
     if not all(type(time) is int and abs(time) < MOST for time in (*times, *(end for end in ends if end is not None))):
-        raise ValueError("a time that is no whole number of ns")
+        raise ValueError("a time is not a whole number of ns")
     if line["end"] is not None and line["end"] < line["begin"]:
-        raise ValueError("it ends before it begins")
+        raise ValueError("the pass ends before it begins")
 
 
 def _begun(raw: Sequence[tuple[Any, ...]]) -> tuple[Span, ...]:
-    """Let each collective begin when it was handed over or, if later, when one of the backend's workers was free.
+    """Return spans whose collectives begin when issued or, if later, when a worker of the backend is free.
 
-    Collectives wait for `workers` threads, sends and receives for one connection; nobody waits where it is 0.
+    A collective waits for one of `workers` threads, a send or receive for its one connection. 0 workers: no waiting.
     """
     free: dict[int, list[int]] = {}
     spans = []

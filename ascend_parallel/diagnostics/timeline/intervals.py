@@ -1,4 +1,4 @@
-"""Sets of time: sorted lists of intervals that do not touch."""
+"""Operations on sets of time, as sorted lists of intervals that do not touch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Intervals = list[tuple[int, int]]
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """Join intervals, which may overlap and stand in any order."""
+    """Return the union of intervals, which may overlap and have any order."""
     joined: Intervals = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if joined and begin <= joined[-1][1]:
@@ -19,12 +19,12 @@ def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
-    """Return the time they cover."""
+    """Return the total length of the intervals."""
     return sum(end - begin for begin, end in intervals)
 
 
 def within(intervals: Intervals, others: Intervals) -> Intervals:
-    """Return the time that both cover."""
+    """Return the intersection of both sets."""
     common = []
     for begin, end in intervals:
         common += [(max(begin, b), min(end, e)) for b, e in others if b < end and e > begin]
@@ -32,7 +32,7 @@ def within(intervals: Intervals, others: Intervals) -> Intervals:
 
 
 def without(intervals: Intervals, others: Intervals) -> Intervals:
-    """Return the time that the first cover and the second do not."""
+    """Return the first set minus the second."""
     left = []
     for begin, end in intervals:
         for b, e in others:

@@ -1,4 +1,4 @@
-"""HTML and SVG by template: every value that is put in is escaped, unless a template made it."""
+"""Make HTML and SVG from templates; every value is escaped unless it is `Markup`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from string import Template
 
 
 class Markup(str):
-    """Text that is HTML or SVG already: made by `fill` or `joined`, or a constant of this package."""
+    """Text that is HTML or SVG: a result of `fill` or `joined`, or a constant of this package."""
 
 
 def fill(template: str, **values: object) -> Markup:
@@ -18,5 +18,5 @@ def fill(template: str, **values: object) -> Markup:
 
 
 def joined(parts: Iterable[Markup], between: str = "") -> Markup:
-    """Return all parts one after the other."""
+    """Return the parts joined with `between`."""
     return Markup(between.join(parts))

@@ -1,4 +1,4 @@
-"""From the ranks' files of a folder to trace, report and picture."""
+"""Merge the files of all ranks into a trace, a report and a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ascend_parallel.diagnostics.timeline.trace import trace
 
 @dataclass(frozen=True)
 class Merged:
-    """One run of a folder, its ranks on one clock, beside a serial one or none."""
+    """One run of a folder with all ranks on one clock, and optionally a serial run to compare with."""
 
     folder: Path
     files: list[RankFile]
@@ -29,17 +29,17 @@ class Merged:
 
     @property
     def about(self) -> str:
-        """Which run it is, in words."""
+        """A description of the run in words."""
         return f"run {self.files[0].header['run']}, {self.files[0].header['ranks']} ranks"
 
     def rows(self) -> list[Row]:
-        """Return the table."""
+        """Return the rows of the table."""
         return table(self.files, self.serial)
 
     def write(self, out: Path, png: bool | None) -> tuple[list[Path], list[str]]:
-        """Write trace.json, report.html and timeline.png to `out`; return the files, and why one is left out.
+        """Write trace.json, report.html and timeline.png to `out`; return the files, and a note if there is no PNG.
 
-        png=None leaves the picture out where matplotlib is missing; True then raises `TimelineError`.
+        Without matplotlib, png=None writes no PNG and png=True raises `TimelineError`.
         """
         out.mkdir(parents=True, exist_ok=True)
         pictures = [] if self.serial is None else [picture(self.serial, "serial")]
@@ -50,18 +50,18 @@ class Merged:
         if png or (png is None and importlib.util.find_spec("matplotlib")):
             draw(pictures, out / "timeline.png")
             return [*written, out / "timeline.png"], []
-        return written, [] if png is False else ["no timeline.png: pip install 'ascend_parallel[plot]' for it"]
+        return written, [] if png is False else ["no timeline.png: it needs pip install 'ascend_parallel[plot]'"]
 
 
 def merge(folder: Path, run: str | None = None, against: Path | None = None) -> Merged:
-    """Read a folder, and that of a serial run to compare with; raises `TimelineError` if that cannot be."""
+    """Read a folder, and optionally the folder of a serial run; raises `TimelineError` if a folder is unusable."""
     files, notes = read_run(folder, run)
     aligned, shifts = align(files)
     if not any(file.passes for file in aligned):
-        raise TimelineError(f"{folder}: its files hold no pass of a layer")
+        raise TimelineError(f"{folder}: its files have no pass of a layer")
     if against is None:
         return Merged(folder, aligned, shifts, notes, None)
-    other, more = read_run(against)
-    serial, _ = align(other)
-    said = compare(table(aligned, serial), serial, against)
-    return Merged(folder, aligned, shifts, [*notes, *more, *said], serial)
+    serial_files, serial_notes = read_run(against)
+    serial, _ = align(serial_files)
+    comparison = compare(table(aligned, serial), serial, against)
+    return Merged(folder, aligned, shifts, [*notes, *serial_notes, *comparison], serial)

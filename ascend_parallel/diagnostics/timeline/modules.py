@@ -1,4 +1,4 @@
-"""Which module's forward is running, by the name that its model knows it by: what layers are called in a timeline."""
+"""Track the name of the module whose forward is running, to name the layers of a timeline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.nn.modules import module as hooks
 
 
 class ModuleNames:
-    """Follows the calls of all modules by torch's global hooks, which exist only while somebody records.
+    """The stack of running modules, tracked by torch's global module hooks until `remove`.
 
-    A module that no running module holds is a model: its own modules get their names from it.
+    A module that runs outside all other modules is a model: its submodules get their names from `named_modules`.
     """
 
     def __init__(self) -> None:
-        """Hook in."""
+        """Register the hooks."""
         self.stack: list[str] = []
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._handles = [
@@ -25,7 +25,7 @@ class ModuleNames:
         ]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -36,5 +36,5 @@ class ModuleNames:
         self.stack.append(self._names[module] or type(module).__name__)
 
     def _leave(self, *_: Any) -> None:
-        if self.stack:  # empty where recording began inside
+        if self.stack:  # empty if recording began inside this forward
             self.stack.pop()

@@ -1,6 +1,7 @@
-"""What a picture of a timeline shows, as rectangles in ms: one step, two lanes for each rank.
+"""Compute the picture of a timeline as rectangles in ms: one step, two lanes for each rank.
 
-The step shown is the one of median length. Steps begin where the first layer's pass of the last step comes again.
+The picture shows the step of median length. A step ends with a pass of the layer and direction that the record ends
+with.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
-from ascend_parallel.diagnostics.timeline.intervals import length, union, within, without
-from ascend_parallel.diagnostics.timeline.table import busy, exposed
+from ascend_parallel.diagnostics.timeline.intervals import length, within, without
+from ascend_parallel.diagnostics.timeline.table import busy, communicating, exposed
 from ascend_parallel.diagnostics.timeline.trace import collectives, label, tracks
 
-# Of more passes than this a picture shows the last ones: bars would be thinner than a pixel.
+# A picture shows at most this many passes, the last ones: otherwise bars would be thinner than a pixel.
 MOST_PASSES = 96
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that ran, from `begin` to `end` in ms; `low` and `high` are its place in the lane, 0 to 1."""
+    """Work from `begin` to `end` in ms; `low` and `high` are the bar's edges in the lane, 0 to 1."""
 
     kind: str
     label: str
@@ -32,7 +33,7 @@ class Bar:
 
 @dataclass
 class Lanes:
-    """One rank: the passes' names, what it computed or waited for, and what it communicated."""
+    """The lanes of one rank: names of passes, computation and waits, and communication."""
 
     rank: int
     passes: list[Bar] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Picture:
-    """One step of one run; `share` is the share of the ranks' communication that was exposed, or None without any."""
+    """One step of one run; `share` is the exposed share of its communication, or None without communication."""
 
     title: str
     ranks: list[Lanes]
@@ -51,21 +52,21 @@ class Picture:
 
 
 def picture(files: Sequence[RankFile], title: str) -> Picture:
-    """Draw the step of median length of a run whose clocks are aligned."""
+    """Return the picture of the step of median length; `files` must have aligned clocks."""
     begin, end, which = _step(files[0].passes)
-    shown = {file.rank: [one for one in file.passes if one.begin < end and one.end > begin] for file in files}
-    passes = [one for found in shown.values() for one in found]
-    first = min((one.begin for one in passes), default=begin)
-    last = max((one.end for one in passes), default=end)
-    communicated = sum(length(union((s.begin, s.end) for s in one.spans if s.kind == "comm")) for one in passes)
-    bare = sum(length(exposed(one)) for one in passes)
-    lanes = [_lanes(rank, found, first) for rank, found in shown.items()]
+    by_rank = {file.rank: [p for p in file.passes if p.begin < end and p.end > begin] for file in files}
+    passes = [layer_pass for of_rank in by_rank.values() for layer_pass in of_rank]
+    first = min((layer_pass.begin for layer_pass in passes), default=begin)
+    last = max((layer_pass.end for layer_pass in passes), default=end)
+    communicated = sum(length(communicating(layer_pass)) for layer_pass in passes)
+    bare = sum(length(exposed(layer_pass)) for layer_pass in passes)
+    lanes = [_lanes(rank, of_rank, first) for rank, of_rank in by_rank.items()]
     share = min(bare / communicated, 1.0) if communicated else None
     return Picture(f"{title}{which}", lanes, (last - first) / 1e6, share)
 
 
 def _step(passes: Sequence[Pass]) -> tuple[int, int, str]:
-    """Return begin and end of the step to show, and which it is, in words."""
+    """Return begin and end of the step to show, and its number in words."""
     if not passes:
         return 0, 0, ""
     steps = _steps(passes)
@@ -77,28 +78,28 @@ def _step(passes: Sequence[Pass]) -> tuple[int, int, str]:
 
 
 def _steps(passes: Sequence[Pass]) -> list[list[Pass]]:
-    """Cut passes into steps that end as the last one ends; what is before the first whole step belongs to none."""
-    ends = [index for index, one in enumerate(passes) if one.key == passes[-1].key]
+    """Split passes into steps: each ends with a pass of the last pass's key; incomplete steps are dropped."""
+    ends = [index for index, layer_pass in enumerate(passes) if layer_pass.key == passes[-1].key]
     steps = [list(passes[a + 1 : b + 1]) for a, b in zip([-1, *ends], ends, strict=False)]
     usual = median_low(len(step) for step in steps)
-    whole = [step for step in steps if len(step) == usual and all(one.finished for one in step)]
-    return whole or steps
+    complete = [step for step in steps if len(step) == usual and all(p.finished for p in step)]
+    return complete or steps
 
 
 def _lanes(rank: int, passes: Sequence[Pass], zero: int) -> Lanes:
     lanes = Lanes(rank)
-    for one in passes:
-        name = f"{one.title} {one.direction}".strip()
-        lanes.passes.append(_bar("pass", name, one.begin, one.end, zero))
-        for span in one.spans:
+    for layer_pass in passes:
+        name = f"{layer_pass.title} {layer_pass.direction}".strip()
+        lanes.passes.append(_bar("pass", name, layer_pass.begin, layer_pass.end, zero))
+        for span in layer_pass.spans:
             if span.kind != "comm":
                 lanes.compute.append(_bar(span.kind, label(span), span.begin, span.end, zero))
-    both = collectives(passes)
-    numbers = tracks([span for _, span in both])
+    pairs = collectives(passes)
+    numbers = tracks([span for _, span in pairs])
     count = max(numbers, default=0) + 1
-    for (one, span), number in zip(both, numbers, strict=True):
+    for (layer_pass, span), number in zip(pairs, numbers, strict=True):
         place = (number / count, (number + 1) / count)
-        whole, computing = [(span.begin, span.end)], busy(one)
+        whole, computing = [(span.begin, span.end)], busy(layer_pass)
         for kind, pieces in (("hidden", within(whole, computing)), ("exposed", without(whole, computing))):
             lanes.comm += [_bar(kind, label(span), begin, end, zero, *place) for begin, end in pieces]
     return lanes

@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing from outside, with the picture and the table."""
+"""Make the report: a self-contained HTML page with the pictures and the table."""
 
 from __future__ import annotations
 
@@ -60,23 +60,28 @@ $table
 </body></html>
 """
 
-# Column, its value, and what it means.
+# (heading, value, format, meaning)
 Column = tuple[str, Callable[[Row], float | None], str, str]
 COLUMNS: list[Column] = [
     ("T", lambda row: row.total, ".2f", "median of the whole pass, on the rank where it is longest"),
-    ("T_mm", lambda row: row.matmul, ".2f", "all its matmuls, the weight gradient's too"),
-    ("T_comm", lambda row: row.comm, ".2f", "time in which at least one of its collectives ran"),
-    ("exposed", lambda row: row.exposed, ".2f", "communication or waiting for it, while the rank computed nothing"),
+    ("T_mm", lambda row: row.matmul, ".2f", "all matmuls of the pass, with the weight gradient"),
+    ("T_comm", lambda row: row.comm, ".2f", "time in which at least one collective of the pass ran"),
+    ("exposed", lambda row: row.exposed, ".2f", "communication or waiting for it while the rank computed nothing"),
     ("hidden", lambda row: row.hidden, ".0%", "share of T_comm beside a computation"),
     ("serial", lambda row: row.serial, ".2f", "T of the same pass in the serial run"),
-    ("E_bound", lambda row: row.e_bound, ".2f", "1: all that could be hidden was; 0: nothing, or overlap lost"),
+    (
+        "E_bound",
+        lambda row: row.e_bound,
+        ".2f",
+        "1: all that can be hidden was hidden; 0: nothing was, or overlap lost",
+    ),
 ]
 
 
 def report(
     pictures: Sequence[Picture], rows: Sequence[Row], shifts: Sequence[Shift], notes: Sequence[str], about: str
 ) -> str:
-    """Return the page; `about` says which run it is, `notes` what a reader should know of it."""
+    """Return the page; `about` describes the run, `notes` are warnings for the reader."""
     key = joined(
         fill(
             '<span class="key"><i style="background:$colour"></i>$meaning</span> ',
@@ -101,13 +106,13 @@ def report(
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns to show: that of the serial run only if there is one."""
+    """Return the columns to show; the serial column only with a serial run."""
     compared = any(row.serial is not None for row in rows)
     return [column for column in COLUMNS if compared or column[0] != "serial"]
 
 
 def clock(shift: Shift) -> str:
-    """Say how a rank's times came to the common clock."""
+    """Return, in words, how a rank's times were shifted to the common clock."""
     error = "an unknown error" if shift.error is None else f"at most {shift.error / 1e3:.0f} µs of error"
     return f"rank {shift.rank}: {shift.offset / 1e3:+.0f} µs, {error}; {shift.how}"
 
@@ -140,5 +145,5 @@ def _table(rows: Sequence[Row]) -> Markup:
 
 
 def cell(value: float | None, form: str) -> str:
-    """Show a number, or that there is none."""
+    """Return a number as text, or "-" for None."""
     return "-" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""Recording from a start to an end in one process, and the file that comes of it."""
+"""Record the passes of one process and write the rank's file."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PASSES = 4096
 
 
 class Session:
-    """Records in this process from now on, until `finish` writes the rank's file to `folder`."""
+    """A recording in this process, from the constructor until `finish`, which writes the rank's file to `folder`."""
 
     def __init__(self, folder: str | Path, passes: int = PASSES) -> None:
-        """Keep the last `passes` passes of layers; raises `ValueError` if that is no number from 1 to a million.
+        """Start recording; keep the last `passes` passes of layers.
 
-        Raises `SettingsError` if the folder cannot be written to.
+        Raises `ValueError` unless `passes` is from 1 to a million, and `SettingsError` if `folder` is not writable.
         """
         if type(passes) is not int or not 1 <= passes <= MOST_PASSES:
             raise ValueError(f"passes={passes!r} is not allowed: give a whole number from 1 to {MOST_PASSES}")
@@ -45,53 +45,53 @@ class Session:
         self._differences: list[clocks.Difference] = []
         self._pid = os.getpid()
         self._names = ModuleNames()
-        self._recorder = Recorder(passes, self._meet, self._names.stack)
-        self._before = RECORDING.recorder
+        self._recorder = Recorder(passes, self._compare_clocks, self._names.stack)
+        self._outer = RECORDING.recorder
         self._written: Path | None = None
         self._finished = False
         RECORDING.recorder = self._recorder
 
     def finish(self) -> Path | None:
-        """Stop recording and write the file; None if nothing ran. A second call does nothing."""
-        if self._finished or os.getpid() != self._pid:  # a forked child has the same passes
+        """Stop recording, write the file and return its path, or None if nothing ran. A second call does nothing."""
+        if self._finished or os.getpid() != self._pid:  # a forked child must not write the parent's passes
             return self._written
         self._finished = True
         self._names.remove()
         if RECORDING.recorder is self._recorder:
-            RECORDING.recorder = self._before
+            RECORDING.recorder = self._outer
         self.write()
         return self._written
 
     def write(self) -> None:
-        """Write the file, once, if anything ran."""
+        """Write the file if a pass ran and the file is not written yet."""
         if self._written is None and self._recorder.total:
             self._written = files.write(self.folder, self._header(), map(_plain, self._recorder.passes))
 
     def say(self) -> None:
-        """Say on rank 0, in one line, where the files are, or why there are none."""
+        """Print one line on rank 0: where the files are, or why there are none."""
         if self._rank or os.getpid() != self._pid:
             return
         if self._written is None:
             if os.environ.get("RANK") != "0" or multiprocessing.parent_process() is not None:
-                return  # a command, another rank, or a data loader's worker
-            said = (
+                return  # an ascend-parallel command, another rank, or a data loader's worker
+            message = (
                 f"nothing was recorded for {self.folder}: no layer or operator of ascend_parallel ran (Megatron-core's "
-                "own are not recorded; COC_MODE=1 replaces them without overlap)"
+                "own layers are not recorded; COC_MODE=1 replaces them without overlap)"
             )
         else:
             kept, total = len(self._recorder.passes), self._recorder.total
             last = f"the last {kept} of {total}" if total > kept else str(kept)
-            said = (
+            message = (
                 f"{last} passes of layers on each of {self._ranks} ranks; see: ascend-parallel timeline {self.folder}"
             )
-        sys.stderr.write(f"ascend_parallel timeline: {said}\n")
+        sys.stderr.write(f"ascend_parallel timeline: {message}\n")
 
-    def _meet(self, group: dist.ProcessGroup) -> None:
-        """Compare clocks with the group, and take the run's name from whichever rank was first."""
+    def _compare_clocks(self, group: dist.ProcessGroup) -> None:
+        """Compare clocks with the group's ranks; the first call also agrees on the run's name with all ranks."""
         if not self._differences:
             self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
             store: Any = c10d._get_default_store()
-            # Each rank counts its sessions: a second one has another name.
+            # Each rank counts its sessions, so that two sessions have different keys.
             count = store.add(f"ascend_parallel/diagnostics/timeline/count/{self._rank}", 1)
             name = store.compare_set(f"ascend_parallel/diagnostics/timeline/run/{count}", "", self.run)
             self.run = name.decode()
@@ -117,9 +117,9 @@ class Session:
 def record(folder: str | Path, *, passes: int = PASSES) -> Iterator[Session]:
     """Record the layers and operators that run inside, and write this rank's file to `folder` at the end.
 
-    Enter it on every rank of a group alike: the group's ranks compare their clocks at their first call, and
-    a rank that does not come is named by a `ClockError`. The last `passes` passes are kept. Nested, the inner
-    one records. The file is written also if the block raises; passes that did not end are marked.
+    Enter the context on every rank of a group: the ranks compare their clocks at their first call, and a `ClockError`
+    names a rank that does not take part. Only the last `passes` passes are kept. Of nested contexts, the innermost
+    records. The file is written even if the block raises; unfinished passes are marked.
     """
     session = Session(folder, passes)
     try:
@@ -130,56 +130,56 @@ def record(folder: str | Path, *, passes: int = PASSES) -> Iterator[Session]:
 
 
 class Variable:
-    """The recording that COC_TIMELINE asks for, which lasts as long as the process."""
+    """The recording of COC_TIMELINE, which lasts until the process ends."""
 
     def __init__(self) -> None:
-        """Start without one."""
+        """Start without a recording."""
         self._session: Session | None = None
-        self._asked: tuple[str, int] | None = None
+        self._requested: tuple[str, int] | None = None
 
     def follow(self, folder: str | None, passes: int) -> None:
-        """Record to `folder` from now on, or stop; nothing changes where the same is asked again.
+        """Record to `folder`, or stop if it is None; do nothing if neither argument has changed.
 
-        Nor if what was recorded so far cannot be written, which raises `OSError`.
+        Raises `OSError`, and keeps recording as before, if the present record cannot be written.
         """
-        asked = None if folder is None else (folder, passes)
-        if asked == self._asked:
+        requested = None if folder is None else (folder, passes)
+        if requested == self._requested:
             return
         if self._session is not None:
             self._session.write()
         self.finish()
-        if asked is not None:
-            self._session, self._asked = Session(*asked), asked
+        if requested is not None:
+            self._session, self._requested = Session(*requested), requested
             atexit.register(self.finish)
 
     def finish(self) -> None:
-        """Write what there is."""
+        """Stop recording, write the file and print the line of `Session.say`."""
         atexit.unregister(self.finish)
-        session, self._session, self._asked = self._session, None, None
+        session, self._session, self._requested = self._session, None, None
         if session is None:
             return
         try:
             session.finish()
-        except OSError as error:  # the run itself ended well
+        except OSError as error:  # the run itself must not fail
             sys.stderr.write(f"ascend_parallel timeline: {session.folder} could not be written to: {error.strerror}\n")
             return
         session.say()
 
 
-def _plain(one: RecordedPass) -> dict[str, Any]:
-    """One pass as plain values, with times in ns."""
+def _plain(recorded: RecordedPass) -> dict[str, Any]:
+    """Return one pass as plain values, with times in ns."""
 
     def ns(mark: Any) -> int | None:
-        return None if mark is None else one.clock.ns(mark)
+        return None if mark is None else recorded.clock.ns(mark)
 
-    spans = [[s.kind, s.name, s.index, ns(s.begin), ns(s.end), s.workers] for s in one.spans]
+    spans = [[s.kind, s.name, s.index, ns(s.begin), ns(s.end), s.workers] for s in recorded.spans]
     return {
-        "layer": one.layer,
-        "kind": one.kind,
-        "direction": one.direction,
-        "group": one.group,
-        "begin": ns(one.begin),
-        "end": ns(one.end),
-        "calls": one.calls,
+        "layer": recorded.layer,
+        "kind": recorded.kind,
+        "direction": recorded.direction,
+        "group": recorded.group,
+        "begin": ns(recorded.begin),
+        "end": ns(recorded.end),
+        "calls": recorded.calls,
         "spans": spans,
     }

@@ -1,10 +1,10 @@
-"""What each layer's forward and backward took, and how much of its communication was hidden.
+"""Compute the table of a timeline: the times of each layer's passes, and the hidden share of their communication.
 
     E_bound = (T_seq - T) / (T_seq - max(T_matmul, T_comm)), from 0 to 1
 
-as in benchmarks/README.md: 1 where everything that could be hidden was, 0 where nothing was, or where overlap lost.
-T_matmul, T_comm and T_seq are those of a serial run if one is given to compare with; else T_seq is T_matmul +
-T_comm of the run itself, whose parts take longer than alone because they share the machine.
+as in benchmarks/README.md. E_bound is 1 if everything that can be hidden is hidden, 0 if nothing is, or if overlap
+lost. With a serial run to compare with, T_matmul, T_comm and T_seq are its times. Otherwise T_seq is T_matmul + T_comm
+of the run itself, whose parts are slower than alone because they share the machine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
 from ascend_parallel.diagnostics.timeline.intervals import Intervals, length, union, within, without
 from ascend_parallel.ops.registry import FUSED
 
-# Less to hide than this share of T_seq drowns in noise: no quotient is given.
+# No E_bound is given if less than this share of T_seq can be hidden: noise would dominate.
 LEAST_SHARE = 0.03
-# A pass that takes this share of the serial time more has lost by more than the medians' last digit.
+# A pass lost if it is slower than the serial pass by more than this share, which exceeds the medians' rounding.
 LEAST_LOSS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """One pass on one rank, or medians of several, in ns; `hidden` is the part of `comm` beside a computation."""
+    """Times of a pass on a rank, or medians of several, in ns; `hidden` is the part of `comm` beside computation."""
 
     total: float
     matmul: float
@@ -37,14 +37,14 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layer's forward or backward: medians in ms over its passes on `rank`, the one that took longest.
+    """Forward or backward of one layer: medians in ms over its passes on `rank`, the slowest rank.
 
     exposed
-        Time in which a collective ran, or was waited for, and the rank computed nothing.
+        Time in which a collective ran, or the rank waited for a collective, and the rank computed nothing.
     hidden
-        The share of T_comm that ran beside a computation; None where nothing communicated, or not to be seen (fused).
+        The share of T_comm beside a computation; None without communication, or for a fused kernel.
     serial
-        What the same pass took in the serial run; None without one, or where that ran it otherwise than serially.
+        Time of the same pass in the serial run; None without a serial run, or if the pass was not serial there.
     """
 
     layer: str
@@ -71,54 +71,54 @@ class Row:
         return {**asdict(self), "lost": self.lost}
 
 
-def busy(one: Pass) -> Intervals:
-    """When the rank computed."""
-    return union((span.begin, span.end) for span in one.spans if span.kind in ("matmul", "beside", "fused"))
+def busy(layer_pass: Pass) -> Intervals:
+    """Return when the rank computed."""
+    return union((span.begin, span.end) for span in layer_pass.spans if span.kind in ("matmul", "beside", "fused"))
 
 
-def communicating(one: Pass) -> Intervals:
-    """When at least one collective ran."""
-    return union((span.begin, span.end) for span in one.spans if span.kind == "comm")
+def communicating(layer_pass: Pass) -> Intervals:
+    """Return when at least one collective ran."""
+    return union((span.begin, span.end) for span in layer_pass.spans if span.kind == "comm")
 
 
-def exposed(one: Pass) -> Intervals:
-    """When a collective ran or was waited for, and the rank computed nothing."""
-    waits = ((span.begin, span.end) for span in one.spans if span.kind == "wait")
-    return without(union([*communicating(one), *waits]), busy(one))
+def exposed(layer_pass: Pass) -> Intervals:
+    """Return when a collective ran, or the rank waited for a collective, and the rank computed nothing."""
+    waits = ((span.begin, span.end) for span in layer_pass.spans if span.kind == "wait")
+    return without(union([*communicating(layer_pass), *waits]), busy(layer_pass))
 
 
-def times(one: Pass) -> Times:
-    """Measure one pass; comparing clocks, once at a group's first call, counts for nothing."""
-    spent = {kind: sum(s.end - s.begin for s in one.spans if s.kind == kind) for kind in ("matmul", "clocks")}
-    comm = communicating(one)
+def times(layer_pass: Pass) -> Times:
+    """Return the times of one pass, without the clock comparison of a group's first call."""
+    spent = {kind: sum(s.end - s.begin for s in layer_pass.spans if s.kind == kind) for kind in ("matmul", "clocks")}
+    comm = communicating(layer_pass)
     return Times(
-        total=one.end - one.begin - spent["clocks"],
+        total=layer_pass.end - layer_pass.begin - spent["clocks"],
         matmul=spent["matmul"],
         comm=length(comm),
-        hidden=length(within(comm, busy(one))),
-        exposed=length(exposed(one)),
+        hidden=length(within(comm, busy(layer_pass))),
+        exposed=length(exposed(layer_pass)),
     )
 
 
 def table(files: Sequence[RankFile], serial: Sequence[RankFile] | None = None) -> list[Row]:
-    """Summarize every layer and direction, in the order in which they first ran.
+    """Return a row for every layer and direction, in the order in which they first ran.
 
-    `serial` are the files of a run without overlap; passes that it lacks, or has with other operators or shapes or in
-    chunks, have no E_bound.
+    serial: the files of a run without overlap. A pass has no E_bound if the serial run lacks the pass, or ran it with
+    other operators or shapes, or in chunks.
     """
-    alone = {} if serial is None else _by_key(serial)
+    serial_passes = {} if serial is None else _by_key(serial)
     rows = []
-    for key, found in _by_key(files).items():
-        rank, middle = _slowest(found)
-        reference = _serial_times(found[rank][-1], alone.get(key))
-        rows.append(_row(key, found[rank], rank, middle, reference, estimated=serial is None))
+    for key, by_rank in _by_key(files).items():
+        rank, medians = _slowest(by_rank)
+        reference = _serial_times(by_rank[rank][-1], serial_passes.get(key))
+        rows.append(_row(key, by_rank[rank], rank, medians, reference, estimated=serial is None))
     return rows
 
 
 def e_bound(total: float, serial: Times, estimated: bool) -> float | None:
-    """Return E_bound of a pass that took `total`; the serial time is T_matmul + T_comm if it is `estimated`.
+    """Return E_bound of a pass that took `total`; `estimated`: the serial time is T_matmul + T_comm.
 
-    A pass that took longer than the serial one has hidden nothing of use, however much longer, which is 0.
+    E_bound is 0 for every pass that is slower than the serial pass.
     """
     if not serial.matmul or not serial.comm:
         return None
@@ -128,56 +128,56 @@ def e_bound(total: float, serial: Times, estimated: bool) -> float | None:
 
 
 def _by_key(files: Iterable[RankFile]) -> dict[tuple[str, str], dict[int, list[Pass]]]:
-    """Finished passes by layer and direction, then by rank."""
-    found: dict[tuple[str, str], dict[int, list[Pass]]] = {}
+    """Return the finished passes by layer and direction, then by rank."""
+    passes: dict[tuple[str, str], dict[int, list[Pass]]] = {}
     for file in files:
-        for one in file.passes:
-            if one.finished:
-                found.setdefault(one.key, {}).setdefault(file.rank, []).append(one)
-    return found
+        for layer_pass in file.passes:
+            if layer_pass.finished:
+                passes.setdefault(layer_pass.key, {}).setdefault(file.rank, []).append(layer_pass)
+    return passes
 
 
 def _slowest(by_rank: dict[int, list[Pass]]) -> tuple[int, Times]:
-    """Return the rank whose median pass took longest, and its medians."""
-    middles = {rank: _middle([times(one) for one in passes]) for rank, passes in by_rank.items()}
-    rank = max(middles, key=lambda rank: middles[rank].total)
-    return rank, middles[rank]
+    """Return the rank with the longest median pass, and its medians."""
+    medians = {rank: _medians([times(layer_pass) for layer_pass in passes]) for rank, passes in by_rank.items()}
+    rank = max(medians, key=lambda rank: medians[rank].total)
+    return rank, medians[rank]
 
 
-def _middle(measured: list[Times]) -> Times:
-    return Times(**{name: median(getattr(one, name) for one in measured) for name in Times.__dataclass_fields__})
+def _medians(measured: list[Times]) -> Times:
+    return Times(**{name: median(getattr(each, name) for each in measured) for name in Times.__dataclass_fields__})
 
 
-def _serial_times(last: Pass, found: dict[int, list[Pass]] | None) -> Times | None:
-    """Return the times of the serial run's same pass; None if it has none of the same shapes, run serially."""
-    if not found:
+def _serial_times(last: Pass, serial_passes: dict[int, list[Pass]] | None) -> Times | None:
+    """Return the serial run's times of the pass `last`; None unless it ran there serially with the same shapes."""
+    if not serial_passes:
         return None
-    rank, middle = _slowest(found)
-    serial = found[rank][-1]
-    return middle if all(map(alone, serial.calls)) and _shape(serial) == _shape(last) else None
+    rank, medians = _slowest(serial_passes)
+    serial = serial_passes[rank][-1]
+    return medians if all(map(alone, serial.calls)) and _shape(serial) == _shape(last) else None
 
 
 def alone(call: dict[str, Any]) -> bool:
-    """Tell whether a call ran its matmul and its collective one after the other: whole, by no fused kernel."""
+    """Return whether a call ran its matmul and its collective in turn: in one chunk and not by a fused kernel."""
     return call["chunks"] == 1 and call["kernel"] not in FUSED
 
 
 def kernel_of(call: dict[str, Any]) -> str:
-    """Name the kernel that ran a call, and its chunks."""
+    """Return the kernel of a call and its number of chunks, as text."""
     return f"{call['kernel']} {call['chunks']}"
 
 
-def _shape(one: Pass) -> str:
-    return ", ".join(f"{call['operator']} [{call['m']}, {call['k']}, {call['n']}]" for call in one.calls)
+def _shape(layer_pass: Pass) -> str:
+    return ", ".join(f"{call['operator']} [{call['m']}, {call['k']}, {call['n']}]" for call in layer_pass.calls)
 
 
 def _row(
-    key: tuple[str, str], passes: list[Pass], rank: int, middle: Times, serial: Times | None, estimated: bool
+    key: tuple[str, str], passes: list[Pass], rank: int, medians: Times, serial: Times | None, estimated: bool
 ) -> Row:
     last = passes[-1]
     fused = any(span.kind == "fused" for span in last.spans)
-    apart = (lambda _: None) if fused else (lambda value: value / 1e6)
-    reference = middle if estimated else serial
+    part_ms = (lambda _: None) if fused else (lambda value: value / 1e6)
+    reference = medians if estimated else serial
     return Row(
         layer=key[0],
         direction=key[1],
@@ -185,11 +185,11 @@ def _row(
         kernel=", ".join(map(kernel_of, last.calls)),
         passes=len(passes),
         rank=rank,
-        total=middle.total / 1e6,
-        matmul=apart(middle.matmul),
-        comm=apart(middle.comm),
-        exposed=apart(middle.exposed),
-        hidden=None if fused or not middle.comm else middle.hidden / middle.comm,
+        total=medians.total / 1e6,
+        matmul=part_ms(medians.matmul),
+        comm=part_ms(medians.comm),
+        exposed=part_ms(medians.exposed),
+        hidden=None if fused or not medians.comm else medians.hidden / medians.comm,
         serial=None if serial is None else serial.total / 1e6,
-        e_bound=None if fused or reference is None else e_bound(middle.total, reference, estimated),
+        e_bound=None if fused or reference is None else e_bound(medians.total, reference, estimated),
     )

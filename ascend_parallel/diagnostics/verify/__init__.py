@@ -1,9 +1,9 @@
-"""Checks inside a run: the original layer beside the patched one, on the same inputs.
+"""Verify layers inside a run: compare a patched layer with the original layer on the same inputs.
 
-compare   how far a result is from the one it should be
-report    what was found so far, layer by layer
+compare   the difference between a result and the expected result
+report    the results so far, layer by layer
 
-How a framework's layers are checked is the framework's business (patches/megatron/verification.py).
+The framework's patches run the checks (patches/megatron/verification.py).
 """
 
 from ascend_parallel.diagnostics.verify.compare import Difference, default_limit, difference, worst_place

@@ -1,4 +1,4 @@
-"""How far a result is from the one it should be, in memory that does not grow with it."""
+"""Compare a tensor with the expected tensor, block by block, in memory independent of their size."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-# Elements compared at a time: 4 MiB in fp32, of which a few are alive at once.
+# Elements per block: 4 MiB in fp32; a few temporaries of this size are alive at a time.
 BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How two tensors differ.
+    """The difference between two tensors.
 
     error
-        Largest absolute difference over the largest magnitude expected; the largest float where NaN was
-        found or nothing but zeros expected.
+        Largest absolute difference / largest expected magnitude; the largest float if the actual tensor has a NaN, or
+        if all expected values are 0 and the actual ones are not.
     scale
-        The largest magnitude expected.
+        The largest expected magnitude.
     skipped
-        Elements not compared, because what is expected of them is not finite.
+        Number of elements that are not compared because their expected value is not finite.
     """
 
     error: float
@@ -31,15 +31,15 @@ class Difference:
     skipped: int
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> Difference:
-    """Compare two tensors; differences up to `rounding` count as none, another shape as the largest error.
+def difference(actual: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> Difference:
+    """Return the difference of two tensors; differences up to `rounding` count as 0, unequal shapes as the maximum.
 
-    An infinity that was found counts as the dtype's largest number: whether a sum near it overflows
-    depends on its order.
+    An actual infinity counts as the dtype's largest number: the order of a sum near that number decides whether the
+    sum overflows.
     """
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return Difference(sys.float_info.max, 0.0, 0)
-    maxima = [_maxima(*block) for block in _blocks(found, expected)]
+    maxima = [_maxima(*block) for block in _blocks(actual, expected)]
     if not maxima:
         return Difference(0.0, 0.0, 0)
     apart, scale, skipped = (column.tolist() for column in torch.stack(maxima).double().cpu().unbind(1))
@@ -48,37 +48,37 @@ def difference(found: torch.Tensor, expected: torch.Tensor, rounding: float = 0.
     return Difference(error, magnitude, int(sum(skipped)))
 
 
-def worst_place(found: torch.Tensor, expected: torch.Tensor) -> tuple[list[int], float, float]:
-    """Return where two tensors differ most, and what is found and expected there."""
-    apart = [_apart(*block).max(0) for block in _blocks(found, expected)]
+def worst_place(actual: torch.Tensor, expected: torch.Tensor) -> tuple[list[int], float, float]:
+    """Return the index of the largest difference, and the actual and the expected value there."""
+    apart = [_apart(*block).max(0) for block in _blocks(actual, expected)]
     number = int(torch.stack([largest for largest, _ in apart]).argmax())
     flat = number * BLOCK + int(apart[number][1])
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), found.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape)]
     place = tuple(index)
-    return index, float(found[place]), float(expected[place])
+    return index, float(actual[place]), float(expected[place])
 
 
 def default_limit(dtype: torch.dtype) -> float:
-    """Return the error allowed where nobody says: 2 %, the published bound, for 16 bits, else 1e-6."""
+    """Return the default of the allowed error: 2 %, the published bound, for 16-bit dtypes, otherwise 1e-6."""
     return 2e-2 if dtype.itemsize <= 2 else 1e-6
 
 
-def _blocks(found: torch.Tensor, expected: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut both into flat blocks of a dtype in which their difference can be told."""
-    if found.numel() == 0:
+def _blocks(actual: torch.Tensor, expected: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of flat blocks of both tensors in a dtype wide enough for their difference."""
+    if actual.numel() == 0:
         return
-    wide = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
-    bound = torch.finfo(found.dtype).max
-    for mine, theirs in zip(*(torch.split(tensor.reshape(-1), BLOCK) for tensor in (found, expected)), strict=True):
-        yield mine.to(wide).nan_to_num(nan=torch.inf, posinf=bound, neginf=-bound), theirs.to(wide)
+    wide = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float32)
+    bound = torch.finfo(actual.dtype).max
+    for left, right in zip(*(torch.split(tensor.reshape(-1), BLOCK) for tensor in (actual, expected)), strict=True):
+        yield left.to(wide).nan_to_num(nan=torch.inf, posinf=bound, neginf=-bound), right.to(wide)
 
 
-def _apart(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return (found - expected).abs_().masked_fill_(~expected.isfinite(), 0)
+def _apart(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (actual - expected).abs_().masked_fill_(~expected.isfinite(), 0)
 
 
-def _maxima(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference, the largest magnitude expected, and how many elements are not finite."""
+def _maxima(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the largest difference, the largest expected magnitude and the number of non-finite expected elements."""
     unusable = ~expected.isfinite()
     scale = expected.abs().masked_fill_(unusable, 0).max()
-    return torch.stack([_apart(found, expected).max(), scale, unusable.sum().to(expected.dtype)])
+    return torch.stack([_apart(actual, expected).max(), scale, unusable.sum().to(expected.dtype)])

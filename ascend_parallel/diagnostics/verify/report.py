@@ -1,4 +1,4 @@
-"""What the checks of this process have found, layer by layer; to be shown, never to decide."""
+"""Collect the results of this process's checks, layer by layer, for display only."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class LayerErrors:
     """The largest errors of one layer, over all its checks and all ranks of its group.
 
     layer, kind
-        Its name in the model, or, outside any, its number; its class.
+        Its name in the model, or its class and a number if it is in no model; its class.
     forwards, backwards
-        How many of them were checked.
+        Number of checked forwards and backwards.
     errors
-        Largest error by quantity ("output", "input gradient", "weight gradient"), relative to the
-        largest magnitude of the original's; a quantity that was never checked is missing.
+        Largest error by quantity ("output", "input gradient", "weight gradient"), relative to the largest magnitude
+        of the original layer's quantity. A quantity that was never checked is missing.
     limit
-        The error that is allowed.
+        The allowed error.
     """
 
     layer: str
@@ -44,7 +44,7 @@ class LayerErrors:
     limit: float = 0.0
 
     def add(self, direction: str, errors: list[dict[str, float]], limit: float) -> None:
-        """Count a check of a "forward" or "backward", and keep each rank's errors if they are the largest."""
+        """Count a check of a "forward" or "backward", and update the largest errors with those of each rank."""
         self.limit = limit
         self.forwards += direction == "forward"
         self.backwards += direction == "backward"
@@ -54,16 +54,16 @@ class LayerErrors:
 
 @dataclass(frozen=True)
 class Verification:
-    """What verification has found in this process.
+    """The results of verification in this process.
 
     every
-        Each so manieth call is checked; 0: none.
+        Every `every`-th call is checked; 0: none.
     layers
-        The layers that were checked.
+        The checked layers.
     failures
-        What was raised.
+        The messages of the errors raised.
     notes
-        What could not be checked, and why.
+        Unchecked quantities, with reasons.
     """
 
     every: int
@@ -73,7 +73,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether anything was checked and nothing was over its limit."""
+        """Whether at least one layer was checked and no error exceeded its limit."""
         return bool(self.layers) and not self.failures
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Verification:
         return {**asdict(self), "passed": self.passed}
 
     def __str__(self) -> str:
-        """Show a line for each layer."""
+        """Return a summary, a line for each layer, the failures and the notes."""
         checks = sum(layer.forwards + layer.backwards for layer in self.layers)
         lines = [f"verification, every {self.every} calls: {checks} checks of {len(self.layers)} layers, "]
         lines[0] += f"{len(self.failures)} over the limit" if self.layers else "so nothing is known"
@@ -100,10 +100,10 @@ def _line(layer: LayerErrors, width: int) -> str:
 
 
 class Ledger:
-    """What was found so far."""
+    """The results so far."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start without results."""
         self._layers: WeakKeyDictionary[torch.nn.Module, LayerErrors] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._records: list[LayerErrors] = []
@@ -112,7 +112,7 @@ class Ledger:
         self.rank: int | None = None
 
     def record(self, layer: torch.nn.Module) -> LayerErrors:
-        """Return the layer's record, made when it is first asked for."""
+        """Return the layer's record; the first call creates the record."""
         if layer not in self._layers:
             record = LayerErrors(self._name(layer), type(layer).__name__)
             self._layers[layer] = record
@@ -120,28 +120,28 @@ class Ledger:
         return self._layers[layer]
 
     def fail(self, text: str) -> VerificationError:
-        """Keep a failure; return the error to raise."""
+        """Store a failure and return the error to raise."""
         self._failures.append(text)
         return VerificationError(text)
 
     def note(self, text: str, rank: int) -> None:
-        """Say once, and by rank 0, what could not be checked."""
+        """Store a note, and log it once on rank 0."""
         if text not in self._notes:
             self._notes.append(text)
             if rank == 0:
                 log.warning("verification: %s", text)
 
     def summary(self, every: int) -> Verification:
-        """Return what is known now."""
+        """Return the results so far, with a copy of every record."""
         checked = [record for record in self._records if record.errors]
         layers = [replace(record, errors=dict(record.errors)) for record in checked]
         return Verification(every, layers, list(self._failures), list(self._notes))
 
     def clear(self) -> None:
-        """Forget what was found; layers keep their names."""
+        """Delete all results; layers keep their names."""
         self._layers.clear()
-        for kept in (self._records, self._failures, self._notes):
-            kept.clear()
+        for results in (self._records, self._failures, self._notes):
+            results.clear()
 
     def _name(self, layer: torch.nn.Module) -> str:
         if layer not in self._names:
@@ -152,21 +152,21 @@ class Ledger:
 
 
 def module_names() -> dict[torch.nn.Module, str]:
-    """Name every module of this process by its place in the model: ``decoder.layers.0.mlp.linear_fc1``.
+    """Return the name of every module of this process in its model, such as ``decoder.layers.0.mlp.linear_fc1``.
 
-    A layer does not know its place, so parents are looked for among all objects, in one walk. What stands
-    in several places is named by one of them; a wrapper's ``module.`` in front is left out.
+    A module does not know its parent, so the function walks all Python objects once. A module with several parents
+    gets the name under one of them. A wrapper's leading ``module.`` is removed.
     """
-    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    modules = [entry for entry in gc.get_objects() if issubclass(type(entry), torch.nn.Module)]
     parents = {
         id(child): (module, name)
         for module in modules
         for name, child in module.__dict__.get("_modules", {}).items()
         if child is not None
     }
-    # Not those that compare by their contents: they may have no hash.
-    own: Any = object.__hash__
-    return {module: _place(module, parents) for module in modules if type(module).__hash__ is own}
+    # Skip modules that define equality: they may have no hash.
+    identity_hash: Any = object.__hash__
+    return {module: _place(module, parents) for module in modules if type(module).__hash__ is identity_hash}
 
 
 def _place(module: torch.nn.Module, parents: dict[int, tuple[torch.nn.Module, str]]) -> str:

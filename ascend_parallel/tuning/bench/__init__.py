@@ -1,1 +1,1 @@
-"""Linear layers measured on this machine: every kernel and chunk count beside the serial path and the bound."""
+"""Time linear layers on this machine: every kernel and chunk count beside the serial path and the bound."""

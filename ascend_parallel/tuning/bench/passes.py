@@ -1,4 +1,4 @@
-"""The ranks' part of `bench`: every pass of every case timed, serial and in all other ways, paired."""
+"""The part of `bench` that runs on the ranks: time every pass of every case, serial and with every variant."""
 
 from __future__ import annotations
 
@@ -35,80 +35,93 @@ def measure(
     rounds: int,
     equal: bool = False,
 ) -> dict[str, Any]:
-    """Time every pass of `cases`; return, for each, the times by variant and the plan they make.
+    """Time every pass of `cases`; return the times of each pass by variant, and the plan that they make.
 
-    equal: also chunks of equal rows, by the names "2 equal", "4 equal" ...
+    equal: also time chunks of equal rows, under the names "2 equal", "4 equal" ...
     """
     machine = this_machine(group.size(), torch.device("cpu"), "gloo")
-    found, entries = [], []
+    results, entries = [], []
     for index, raw in enumerate(cases):
         case = Case(**{**raw, "dtype": getattr(torch, raw["dtype"])})
         layer = Layer(case, group, PLAIN, machine)
-        for one in case.passes(group.size()):
-            report(f"{index + 1}/{len(cases)}  {case.kind} {one.run} [{one.m}, {one.k}] x [{one.k}, {one.n}]")
-            result = _measure_pass(layer, one, chunks, fused, rounds, equal)
+        for operator in case.passes(group.size()):
+            shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
+            report(f"{index + 1}/{len(cases)}  {case.kind} {operator.run} {shape}")
+            result = _measure_pass(layer, operator, chunks, fused, rounds, equal)
             entries.append(result.pop("entry"))
-            found.append({"case": index, **result})
-    return {"passes": found, "plan": Plan(machine, tuple(entries)).as_dict(), "torch": torch.__version__}
+            results.append({"case": index, **result})
+    return {"passes": results, "plan": Plan(machine, tuple(entries)).as_dict(), "torch": torch.__version__}
 
 
 def _measure_pass(
-    layer: Layer, one: LayerOperator, chunks: list[int], fused: bool, rounds: int, equal: bool
+    layer: Layer, operator: LayerOperator, chunks: list[int], fused: bool, rounds: int, equal: bool
 ) -> dict[str, Any]:
-    ways = _ways(layer, one, layer.parts(one, ROUNDS), chunks, equal)
-    variants = {name: layer.with_sizes(one, sizes) for name, sizes in ways.items()}
-    if fused and _takes_shm(layer, one):
+    candidates = _candidate_sizes(layer, operator, layer.parts(operator, ROUNDS), chunks, equal)
+    variants = {name: layer.with_sizes(operator, sizes) for name, sizes in candidates.items()}
+    if fused and _shm_takes(layer, operator):
         variants["shm"] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
-    parts, times = layer.time_with_parts(one, variants, rounds)
-    # Once more, the best alone: a lucky median among many must not decide.
-    again = layer.time(one, {name: variants[name] for name in _finalists(ways, times, equal)}, rounds)
-    best = min((name for name in again if name != SERIAL), key=lambda name: median(again[name]), default=SERIAL)
-    kept = decide({ways[name]: values for name, values in again.items()}, ways[SERIAL], ways[best])
+    parts, times = layer.time_with_parts(operator, variants, rounds)
+    # Time the finalists again, alone: among many variants, a lucky median may be the smallest.
+    final = layer.time(operator, {name: variants[name] for name in _finalists(candidates, times, equal)}, rounds)
+    best = min((name for name in final if name != SERIAL), key=lambda name: median(final[name]), default=SERIAL)
+    kept = decide({candidates[name]: values for name, values in final.items()}, candidates[SERIAL], candidates[best])
     dtype = str(layer.case.dtype).removeprefix("torch.")
-    entry = Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **kept.measured())
+    entry = Entry(
+        run=operator.run,
+        operator=operator.operator,
+        m=operator.m,
+        k=operator.k,
+        n=operator.n,
+        dtype=dtype,
+        **kept.entry_fields(),
+    )
     return {
-        **asdict(one),
+        **asdict(operator),
         "kind": layer.case.kind,
         "sequence_parallel": layer.case.sequence_parallel,
         "parts": asdict(parts),
-        "sizes": {name: list(sizes) for name, sizes in ways.items()},
+        "sizes": {name: list(sizes) for name, sizes in candidates.items()},
         "times": times,
-        "again": again,
+        "again": final,
         "kept": list(kept.sizes),
         "entry": entry,
     }
 
 
-def _finalists(ways: Mapping[str, Sizes], times: Mapping[str, Sequence[float]], equal: bool) -> list[str]:
-    """Name one chunk and the fastest cut; with `equal`, the fastest of equal chunks and of those that differ."""
-    ranked = sorted(set(ways) - {SERIAL}, key=lambda name: median(times[name]))
+def _finalists(candidates: Mapping[str, Sizes], times: Mapping[str, Sequence[float]], equal: bool) -> list[str]:
+    """Return the names of one chunk and of the fastest cut; with `equal`, the fastest equal and unequal chunks."""
+    ranked = sorted(set(candidates) - {SERIAL}, key=lambda name: median(times[name]))
     if not equal:
         return [SERIAL, *ranked[:1]]
-    alike = [name for name in ranked if max(ways[name]) - min(ways[name]) <= ROW_TILE]
-    return [SERIAL, *alike[:1], *[name for name in ranked if name not in alike][:1]]
+    equals = [name for name in ranked if max(candidates[name]) - min(candidates[name]) <= ROW_TILE]
+    return [SERIAL, *equals[:1], *[name for name in ranked if name not in equals][:1]]
 
 
-def _ways(layer: Layer, one: LayerOperator, parts: Parts, chunks: list[int], equal: bool) -> dict[str, Sizes]:
-    """Name the ways to cut the rows: one chunk, the counts asked for, and what the model finds best.
+def _candidate_sizes(
+    layer: Layer, operator: LayerOperator, parts: Parts, chunks: list[int], equal: bool
+) -> dict[str, Sizes]:
+    """Return chunk sizes by name: one chunk, the requested counts, and the model's best sizes.
 
-    Each as a run would cut, which takes larger chunks where they keep the matmul's bits.
+    Each list is the sizes that a run uses: larger chunks where the matmul's bits need them.
     """
-    ways: dict[str, Sizes] = {SERIAL: (parts.rows,)}
+    candidates: dict[str, Sizes] = {SERIAL: (parts.rows,)}
     for count in chunks:
         cuts = {f"{count} equal": equal_sizes(parts.rows, count)} if equal else {}
         cuts[f"{count} chunks"] = split_rows(parts.rows, count)
-        for name, asked in cuts.items():
-            sizes = layer.as_run(one, asked)
-            if len(sizes) == count and sizes not in ways.values():
-                ways[name] = sizes
+        for name, requested in cuts.items():
+            sizes = layer.sizes_as_run(operator, requested)
+            if len(sizes) == count and sizes not in candidates.values():
+                candidates[name] = sizes
     for name, most in (("model", MOST_CHUNKS), (f"model, {FEW} at most", FEW)):
-        sizes = layer.as_run(one, best_of_model(one, parts, layer.group.size(), most).sizes)
-        if sizes not in ways.values():
-            ways[name] = sizes
-    return ways
+        sizes = layer.sizes_as_run(operator, best_of_model(operator, parts, layer.group.size(), most).sizes)
+        if sizes not in candidates.values():
+            candidates[name] = sizes
+    return candidates
 
 
-def _takes_shm(layer: Layer, one: LayerOperator) -> bool:
+def _shm_takes(layer: Layer, operator: LayerOperator) -> bool:
     case, group = layer.case, layer.group
-    problem = shm.ask(Problem(one.operator, one.m, one.k, one.n, case.dtype, "cpu", group.size()), group)
+    problem = shm.ask(
+        Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, "cpu", group.size()), group
+    )
     return choose(problem, Settings(fused=True)).kernel == "shm"

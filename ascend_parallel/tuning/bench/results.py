@@ -1,11 +1,11 @@
-"""From times to figures: medians, gains with their intervals, and how much of what could be hidden was.
+"""Turn times into figures: medians, speedups with their intervals, and the share of the possible gain (E_bound).
 
     E_bound = (T_serial - T) / (T_serial - max(T_matmul, T_comm)), at most 1
 
-is 1 where the shorter of computation and communication has vanished, near 0 where next to nothing was won. T is
-T_serial over the speedup, so that both figures say the same. T_matmul and T_comm are those of the pass, each alone
-and timed in the same rounds: in backward the weight gradient counts as matmul; T_comm is the collective's whole or
-in pieces, as it is faster. Only a variant that surely won has one: a share of nothing won, or of noise, means nothing.
+E_bound is 1 if the shorter of computation and communication is hidden completely, and near 0 if almost nothing is
+hidden. T is T_serial / speedup, so E_bound and the speedup agree. T_matmul and T_comm belong to the pass; each is timed
+alone, in the same rounds. In backward, T_matmul includes the weight gradient. T_comm is that of the whole collective or
+of its pieces, whichever is faster. E_bound is given only for a variant that is faster by more than noise.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.measured.pass_parts import Parts
 
 RESAMPLES = 2000
-# Less to hide than this share of the serial time drowns in noise: no quotient is given.
+# No E_bound is given if less than this share of the serial time can be hidden: noise would dominate.
 LEAST_SHARE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run a pass.
+    """The figures of a pass run with one choice of chunks or kernel.
 
     speedup, low, high
-        Median of the serial time over its own time in each round, and its 95 % interval.
+        Median over the rounds of serial time / own time, and its 95 % interval.
     e_bound
-        None if the interval reaches down to 1, or where there is next to nothing to hide.
+        None if the interval reaches down to 1, or if almost nothing can be hidden.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Variant:
 
     @property
     def won(self) -> bool:
-        """Whether it is faster than the serial path by more than noise: the whole interval lies above 1."""
+        """Whether the variant beats the serial path by more than noise: the whole interval lies above 1."""
         return self.low > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One pass; seconds. `kept` are the rows of each chunk that a plan of what was measured keeps."""
+    """The figures of one pass; times in seconds. kept: the chunk sizes that the plan keeps."""
 
     layer: str
     run: str
@@ -66,13 +66,15 @@ class Row:
 
     @property
     def bound(self) -> float:
-        """Seconds nobody can go below."""
+        """The lower bound of the pass's seconds: max(T_matmul, T_comm)."""
         return max(self.matmul, self.comm)
 
     @property
     def best(self) -> Variant | None:
-        """The fastest of the variants that surely won, or None: then the serial path is best."""
-        return min((one for one in self.variants if one.won), key=lambda variant: variant.seconds, default=None)
+        """The fastest variant that won, or None if the serial path is best."""
+        return min(
+            (variant for variant in self.variants if variant.won), key=lambda variant: variant.seconds, default=None
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -80,20 +82,20 @@ class Row:
 
 
 def rows_of(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
-    """Summarise what the ranks measured; names are those of the cases."""
-    return [_row(names[found["case"]], found) for found in measured]
+    """Return the figures of each measured pass; names: the names of the cases."""
+    return [_row(names[result["case"]], result) for result in measured]
 
 
-def _row(name: str, found: dict[str, Any]) -> Row:
-    parts, times = Parts(**found["parts"]), found["times"]
+def _row(name: str, result: dict[str, Any]) -> Row:
+    parts, times = Parts(**result["parts"]), result["times"]
     matmul, comm = parts.computation, parts.communication
     serial = median(times[SERIAL])
     variants = [
-        _variant(other, times[other], times[SERIAL], max(matmul, comm), found["sizes"].get(other, []))
+        _variant(other, times[other], times[SERIAL], max(matmul, comm), result["sizes"].get(other, []))
         for other in times
         if other != SERIAL
     ]
-    shape = {key: found[key] for key in ("run", "operator", "m", "k", "n", "kept")}
+    shape = {key: result[key] for key in ("run", "operator", "m", "k", "n", "kept")}
     return Row(layer=name, matmul=matmul, comm=comm, serial=serial, variants=variants, **shape)
 
 

@@ -1,4 +1,4 @@
-"""Which layers `bench` and `tune` measure: those of a model, perhaps scaled down, or shapes given one by one."""
+"""The layers that `bench` and `tune` measure: those of a model, possibly scaled down, or given shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST = 1 << 30
 
 
 def scaled(model: Model, factor: int) -> Model:
-    """Return the model with hidden size, heads and MLP a `factor`-th as wide; heads keep their width."""
+    """Return the model with hidden size, head count and MLP width divided by `factor`; heads keep their width."""
     heads = max(1, model.heads // factor)
     return replace(
         model,
@@ -67,7 +67,9 @@ def shape_cases(
 def _parse(text: str) -> tuple[int, int, int]:
     sizes = [whole(part) or 0 for part in text.split(",")]
     if len(sizes) != 3 or not all(0 < size <= MOST for size in sizes):
-        raise PlanningError(f"--shape {shown(text)} is no shape: give M,K,N such as 2048,1024,1024, each up to {MOST}")
+        raise PlanningError(
+            f"--shape {shown(text)} is not a shape: give M,K,N such as 2048,1024,1024, each up to {MOST}"
+        )
     return sizes[0], sizes[1], sizes[2]
 
 

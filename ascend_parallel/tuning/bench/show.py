@@ -1,4 +1,4 @@
-"""What `bench` prints and draws."""
+"""Print and draw the figures of `bench`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ascend_parallel.tuning.bench.results import Row
 
 
 def show(rows: list[Row], conditions: str, console: Console, *, every: bool = False, kept: bool = False) -> None:
-    """Print one line per pass, with its best variant, or with `every` one per variant; with `kept` what a plan keeps.
+    """Print one line per pass with its best variant.
 
-    The two may differ: a plan is made of a second, shorter comparison, and keeps what wins by little too.
+    every: print one line per variant. kept: add a column with the chunk count that the plan keeps. It may differ from
+    the best variant, because a second comparison of fewer variants decides the plan, and a small gain is enough there.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("layer", "pass", "[M, K] x [K, N]"):
@@ -40,7 +41,7 @@ def show(rows: list[Row], conditions: str, console: Console, *, every: bool = Fa
 
 
 def plot(rows: list[Row], conditions: str, path: Path) -> None:
-    """Draw one bar per pass and variant against the bound; the ending of `path` is the format. Needs matplotlib."""
+    """Draw one bar per pass and variant, and the bound; the suffix of `path` is the format. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 1.5 * len(rows)), 4.5), layout="constrained")

@@ -1,6 +1,6 @@
-"""What a chunk count costs: hardware and models as data, a cost model, its simulation, and the search for chunk sizes.
+"""Cost model of chunked calls: hardware and models as data, costs, a simulation, and the search for chunk sizes.
 
-Nothing is imported here: training processes use parts of this package, and pay for those alone.
+This file imports nothing, so that a training process loads only the parts that it uses.
 
     from ascend_parallel.tuning.cost_model.cost import CostModel
     from ascend_parallel.tuning.cost_model.hardware import find_hardware

@@ -1,8 +1,7 @@
-"""How long one call of an operator takes, cut into chunks: closed form, and the same as a list of tasks to simulate.
+"""Compute the time of one operator call in chunks, in closed form, or as a list of tasks to simulate.
 
-A rank has two lanes, one that computes and one that communicates, each first come, first served, and
-a host that issues what they do, one launch after the other. docs/overlap.md has the schedules,
-docs/predict.md the formula.
+A rank has a compute lane and a communication lane. Each lane runs its tasks in the order in which the host issues
+them, one launch after the other. docs/overlap.md has the schedules, docs/predict.md the formula.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ COMPUTE, COMMUNICATE, HOST = "compute", "communicate", "host"
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCall:
-    """One call as durations in seconds; chunk i is ``compute[i]`` and ``collective[i]``.
+    """The durations of one call in seconds; chunk i has ``compute[i]`` and ``collective[i]``.
 
     communicate_first
-        Collectives come before their matmuls (all-gather) instead of after them.
+        Each collective precedes its matmul (all-gather) instead of following it.
     own
-        Matmul of the rows that need no collective, before all chunks; communicate_first only.
+        Matmul of the rank's own rows, before all chunks; only with communicate_first.
     before
-        Collectives that are started before everything else: the input gathered again in backward.
+        Collectives that start first: the all-gather of the layer's input in backward.
     tail
-        Computation after the last matmul, under what is left of the collectives: the weight
-        gradient. It waits for `before`, and where communication comes first for all chunks.
+        Computation after the last matmul, beside the remaining collectives: the weight gradient. It waits for
+        `before`, and with communicate_first for all chunks.
     issue
-        Host seconds per launch. The first launch is free: the host issued it while the call before ran.
+        Host seconds per launch. The first launch is free: the host issues it during the call before.
     """
 
     compute: tuple[float, ...]
@@ -43,24 +42,24 @@ class ChunkedCall:
     issue: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse chunks without a partner."""
+        """Refuse lists of unequal length."""
         if len(self.compute) != len(self.collective):
             raise ValueError(f"{len(self.compute)} matmuls do not pair with {len(self.collective)} collectives")
 
 
 def makespan(call: ChunkedCall) -> float:
-    """Return the seconds from the first task's start to the last one's end, in closed form."""
+    """Return the seconds from the start of the first task to the end of the last, in closed form."""
     return _communicate_first(call) if call.communicate_first else _compute_first(call)
 
 
 def makespan_beside(call: ChunkedCall, compute_rate: float, collective_rate: float) -> float:
-    """Return the makespan where each lane goes at its rate (a share of its own speed) while both run.
+    """Return the makespan if each lane runs at its rate (a share of its own speed) while both lanes run.
 
-    Step by step: between two ends of tasks nothing changes. Launches are not issued by a lane of their own here:
-    where they cost, they belong to the tasks. With rates of 1 it is `makespan` of a call whose issue is 0.
+    The function steps from one end of a task to the next. It has no host lane: the tasks must include the cost of
+    their launches. With both rates 1 the result equals `makespan` of the call with issue 0.
     """
     computing, communicating = _lanes(call)
-    i = j = 0  # tasks that each lane has ended
+    i = j = 0  # tasks that each lane has finished
     left, right = computing[0][0], communicating[0][0]
     end = 0.0
     while i < len(computing) or j < len(communicating):
@@ -79,7 +78,7 @@ def makespan_beside(call: ChunkedCall, compute_rate: float, collective_rate: flo
 
 
 def _lanes(call: ChunkedCall) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-    """Return what computes and what communicates: seconds, and how many tasks of the other lane go before."""
+    """Return the tasks of both lanes: (seconds, number of tasks of the other lane that must end first)."""
     pieces = len(call.before)
     computing = [(call.own, 0)] if call.communicate_first else []
     communicating = [(time, 0) for time in call.before]
@@ -99,10 +98,10 @@ def flow_shop(
     first_ready: Sequence[float],
     second_ready: Sequence[float],
 ) -> float:
-    """Return when the last `second` ends, where second[i] follows first[i] and each lane keeps its order.
+    """Return the end of the last `second` task, if second[i] follows first[i] and each lane keeps its order.
 
-    The longest way through both lanes: it begins when some task is ready, runs along the first lane,
-    changes to the second once, and ends there.
+    The result is the longest path: it starts when a task is ready, follows the first lane, changes to the second lane
+    once, and ends there.
 
         T = max over j of  max(second_ready[j], max over i <= j of (first_ready[i] + first[i] + ... + first[j]))
                            + second[j] + ... + second[-1]
@@ -158,7 +157,7 @@ def _communicate_first(call: ChunkedCall) -> float:
 
 
 def _ends(times: Sequence[float], ready: Sequence[float]) -> float:
-    """Return when one lane has done tasks of these times, each not before it is ready."""
+    """Return the end of a lane's tasks; no task starts before it is ready."""
     end = 0.0
     for time, start in zip(times, ready, strict=True):
         end = max(end, start) + time

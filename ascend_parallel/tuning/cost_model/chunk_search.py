@@ -1,7 +1,7 @@
-"""The best chunk sizes the model can find: equal ones of every count, then sizes that differ.
+"""Search the chunk sizes of least cost: equal sizes of every count first, then unequal sizes.
 
-A pure function of the costs: every rank that has the same numbers finds the same sizes. Sizes are
-counted in tiles of 16 rows; the rows beyond the last whole tile belong to the last chunk.
+The search is a pure function of the costs: ranks with the same numbers find the same sizes. Sizes are counted in tiles
+of 16 rows; the rows beyond the last whole tile belong to the last chunk.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import pairwise
 
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 
-# Counts tried, and how many of the best seeds are refined.
+# The largest count that is tried, and how many of the best seeds are refined.
 MOST_CHUNKS = 16
 REFINED = 6
-# Ratios between neighbouring chunks of the seeds: short first (below 1: short last).
+# Ratios between neighbouring chunks of the seeds; above 1 the first chunk is the shortest, below 1 the last.
 GROWTHS = (0.4, 0.55, 0.7, 0.85, 1.2, 1.45, 1.8, 2.5)
 # Gains below this share are numerical noise.
 LEAST_GAIN = 1e-9
@@ -27,7 +27,7 @@ Cost = Callable[[Sizes], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """What was found: sizes and seconds of the best equal chunks, of the best chunks at all, and of one chunk."""
+    """The result of a search: seconds of one chunk, and sizes and seconds of the best equal chunks and of the best."""
 
     whole: float
     equal: Sizes
@@ -37,17 +37,17 @@ class Best:
 
 
 def equal_sizes(rows: int, count: int) -> Sizes:
-    """Cut `rows` rows into at most `count` chunks as equal as tiles allow; longer ones first, the tail in the last."""
+    """Split `rows` into at most `count` chunks, as equal as tiles allow: longer chunks first, the tail in the last."""
     tiles = rows // ROW_TILE
     count = max(1, min(count, tiles))
     return _sizes(tuple(tiles // count + (i < tiles % count) for i in range(count)), rows)
 
 
 def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS) -> Best:
-    """Search the sizes of least `cost` (seconds of a list of rows per chunk).
+    """Return the sizes of least `cost`, a function from the rows per chunk to seconds.
 
-    One chunk, equal chunks and the package's own proportion (`split_rows`) of every count are among the
-    candidates, so the result is never worse than any of these; ties go to equal chunks, and fewer of them.
+    The candidates include one chunk, equal chunks and `split_rows` of every count, so the result is never worse than
+    any of these. Of equal costs, equal chunks win, and then fewer chunks.
     """
     seconds = cache(cost)
     counts = range(1, max(1, min(most_chunks, rows // ROW_TILE)) + 1)
@@ -56,16 +56,16 @@ def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS) -> Best
     seeds = {equal, *(split_rows(rows, count) for count in counts), *_grown(rows, counts)}
     ranked = sorted(seeds, key=lambda sizes: (seconds(sizes), len(sizes), sizes))
     starts = [equal, *[sizes for sizes in ranked if len(sizes) > 1][:REFINED]]
-    found = [_refined(sizes, rows, seconds) for sizes in dict.fromkeys(starts)]
+    refined = [_refined(sizes, rows, seconds) for sizes in dict.fromkeys(starts)]
     best = equal
-    for sizes in sorted(found, key=lambda sizes: (seconds(sizes), len(sizes), sizes)):
+    for sizes in sorted(refined, key=lambda sizes: (seconds(sizes), len(sizes), sizes)):
         if seconds(sizes) < seconds(best) * (1 - LEAST_GAIN):
             best = sizes
     return Best(whole=seconds(whole), equal=equal, equal_seconds=seconds(equal), sizes=best, seconds=seconds(best))
 
 
 def _refined(sizes: Sizes, rows: int, seconds: Cost) -> Sizes:
-    """Move rows between pairs of chunks, by ever fewer tiles, and merge neighbours, as long as it helps."""
+    """Return better sizes: move tiles between two chunks, or merge neighbours, in ever smaller steps."""
     best, step = _tiles(sizes), max(1, rows // ROW_TILE // 8)
     while step:
         better = min(_neighbours(best, step), key=lambda tiles: seconds(_sizes(tiles, rows)), default=best)
@@ -77,7 +77,7 @@ def _refined(sizes: Sizes, rows: int, seconds: Cost) -> Sizes:
 
 
 def _neighbours(tiles: Tiles, step: int) -> Iterable[Tiles]:
-    """Yield the lists that differ by `step` tiles moved from one chunk to another, or by one chunk fewer."""
+    """Yield the lists with `step` tiles moved between two chunks, or with two neighbours merged."""
     for source, have in enumerate(tiles):
         if have > step:
             for target in range(len(tiles)):
@@ -91,7 +91,7 @@ def _neighbours(tiles: Tiles, step: int) -> Iterable[Tiles]:
 
 
 def _grown(rows: int, counts: Iterable[int]) -> Iterable[Sizes]:
-    """Yield lists in which each chunk is a constant times as long as the one before."""
+    """Yield sizes in geometric progression: each chunk is a constant factor longer than its predecessor."""
     tiles = rows // ROW_TILE
     for count in counts:
         for growth in GROWTHS if 1 < count <= tiles else ():
@@ -105,7 +105,7 @@ def _grown(rows: int, counts: Iterable[int]) -> Iterable[Sizes]:
 
 
 def _sizes(tiles: Tiles, rows: int) -> Sizes:
-    """Rows of chunks of so many tiles; the last one takes what is left."""
+    """Return the rows of chunks of these tiles; the last chunk takes the remaining rows."""
     lengths = [ROW_TILE * count for count in tiles[:-1]]
     return (*lengths, rows - sum(lengths))
 

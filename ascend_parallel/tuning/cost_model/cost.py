@@ -1,6 +1,6 @@
-"""What matmuls, collectives and streams of memory cost on a hardware, and one operator's call as durations.
+"""Compute the times of matmuls, collectives and memory streams on a hardware, and the durations of a chunked call.
 
-Seconds and bytes. The formulas and what they leave out stand in docs/predict.md.
+Units: seconds and bytes. docs/predict.md has the formulas and their limits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall
 from ascend_parallel.tuning.cost_model.hardware import Hardware, Steps
 
 GATHER = "all_gather"
-# No more of a rank's processor goes to moving data than this: its two threads share a core fairly.
+# Largest share of a rank's processor that moves data: the scheduler shares a core fairly between two threads.
 MOST_PROCESSOR = 0.5
 
 
 class CostModel:
-    """Times on one hardware; remembers those of chunks it was asked for."""
+    """Times on one hardware; caches the times of chunks."""
 
     def __init__(self, hardware: Hardware) -> None:
         """Take the numbers of `hardware`."""
@@ -33,8 +33,8 @@ class CostModel:
     ) -> float:
         """Return the time of `batches` products ``[m, k] x [k, n]`` in one launch.
 
-        utilisation, if given, is that of a whole of which this is a part: the parts of a matmul keep
-        the whole's, otherwise cutting would seem to speed it up.
+        utilisation: the utilisation of the whole matmul, for a part of it. A part keeps the utilisation of the whole;
+        otherwise splitting would seem to speed the matmul up.
         """
         unit, item = self.hardware.matmul, itemsize
         if utilisation is None:
@@ -46,7 +46,7 @@ class CostModel:
         return unit.launch + max(rows * width * k / (self._rate(item) * utilisation), self.stream(moved))
 
     def utilisation(self, m: int, k: int, n: int, itemsize: int) -> float:
-        """Return the share of the peak that ``[m, k] x [k, n]`` reaches, by the operands in use and by k."""
+        """Return the share of the peak that ``[m, k] x [k, n]`` reaches, from the operand bytes in use and from k."""
         unit = self.hardware.matmul
         rows = min(ceil(m / unit.block_m), unit.cores) * unit.block_m
         columns = min(ceil(n / unit.block_n), unit.cores) * unit.block_n
@@ -59,10 +59,10 @@ class CostModel:
         return moved / (self.hardware.memory.bandwidth * self.hardware.memory.efficiency)
 
     def collective(self, kind: str, size: float, ranks: int, *, whole: bool = True) -> float:
-        """Return the time of a collective whose whole tensor, over all ranks, has `size` bytes.
+        """Return the time of a collective; `size` is the bytes of the whole tensor over all ranks.
 
-        kind is the operator it belongs to, or "all_gather" for one alone. whole=False: one of several pieces
-        in flight. Beyond the ranks of one domain it goes through the network in between.
+        kind: the operator that the collective belongs to, or "all_gather" for an all-gather alone. whole=False: the
+        collective is one of several pieces in flight. Ranks beyond one domain add the time of the network.
         """
         if ranks == 1 or size == 0:
             return 0.0
@@ -73,32 +73,32 @@ class CostModel:
         return self._in_domain(kind, size, domain, whole) + self.network(kind, size / domain, groups)
 
     def network(self, kind: str, size: float, ranks: int) -> float:
-        """Return the time of a ring over the network; `size` bytes are the whole tensor."""
+        """Return the time of a ring over the network; `size` is the bytes of the whole tensor."""
         if ranks == 1 or size == 0:
             return 0.0
         steps = (2 if kind == ALL_REDUCE else 1) * (ranks - 1)
         return steps * (self.hardware.network.latency + size / ranks / self.hardware.network.bandwidth)
 
     def chunk(self, problem: Problem, rows: int, whole: bool) -> tuple[float, float]:
-        """Return matmul and collective of one chunk of `rows` rows (as `Problem.rows` counts them), alone.
+        """Return the times of matmul and collective of one chunk of `rows` rows (counted as in `Problem.rows`).
 
-        whole: the only chunk, run as the serial path does, without blocks by rank.
+        whole: this is the only chunk, run as on the serial path, without blocks by rank.
         """
         return self._chunks_of(problem, [rows], whole)[0]
 
     def call(
-        self, problem: Problem, sizes: Sequence[int], *, tail: float = 0.0, gathers_again: bool = False
+        self, problem: Problem, sizes: Sequence[int], *, tail: float = 0.0, gathers_input: bool = False
     ) -> ChunkedCall:
-        """Return a call cut into chunks of `sizes` rows.
+        """Return the durations of a call in chunks of `sizes` rows.
 
-        tail: seconds of the weight gradient after it. gathers_again: the column layer's backward, which
-        gathers its input [m, n] in pieces of the same rows beforehand.
+        tail: seconds of the weight gradient after the call. gathers_input: add the all-gather of the layer's input
+        [m, n] before the call, in pieces of the same rows, as in the column layer's backward.
         """
         whole, first = len(sizes) == 1, problem.operator == ALL_GATHER
         compute, collective = zip(*self._chunks_of(problem, sizes, whole), strict=True)
         own = self._own(problem) if first and not whole else 0.0
         before: tuple[float, ...] = ()
-        if gathers_again:
+        if gathers_input:
             row = problem.n * problem.dtype.itemsize * problem.ranks
             before = tuple(self.collective(GATHER, size * row, problem.ranks, whole=whole) for size in sizes)
         host = self.hardware.host
@@ -113,19 +113,19 @@ class CostModel:
         )
         return self._contended(call)
 
-    def bound(self, problem: Problem, *, tail: float = 0.0, gathers_again: bool = False) -> float:
-        """Return what no cutting gets below: the longer of computation and communication, without any overhead."""
+    def bound(self, problem: Problem, *, tail: float = 0.0, gathers_input: bool = False) -> float:
+        """Return the lower bound for all sizes: the longer of computation and communication, without overheads."""
         item, ranks = problem.dtype.itemsize, problem.ranks
         matmul = self._unrounded(problem.m, problem.k, problem.n, item)
         moved = problem.m * (problem.k if problem.operator == ALL_GATHER else problem.n) * item
         collective = self.collective(problem.operator, moved, ranks, whole=False)
         if problem.operator == ALL_GATHER:
             return max(matmul, collective) + tail
-        before = self.collective(GATHER, problem.m * problem.n * item, ranks, whole=False) if gathers_again else 0.0
+        before = self.collective(GATHER, problem.m * problem.n * item, ranks, whole=False) if gathers_input else 0.0
         return max(matmul + tail, before + max(collective, tail))
 
     def _unrounded(self, m: int, k: int, n: int, itemsize: int) -> float:
-        """Return the time of ``[m, k] x [k, n]`` with all cores filled evenly: no parts of it take less together."""
+        """Return the time of ``[m, k] x [k, n]`` with all cores evenly filled: its chunks never take less in sum."""
         width, rate = self._block_width(n), self._rate(itemsize) * self.utilisation(m, k, n, itemsize)
         computing = m * ceil(n / width) * width * k / (self.hardware.matmul.cores * rate)
         return max(computing, self.stream(itemsize * (m * k + k * n + m * n)))
@@ -135,7 +135,7 @@ class CostModel:
         return width if width == 1 else min(width, _tiled(n))
 
     def _rate(self, itemsize: int) -> float:
-        """Multiply-adds a second of one core at its peak."""
+        """Return the peak multiply-adds per second of one core."""
         unit = self.hardware.matmul
         return unit.macs_per_cycle * unit.frequency * (unit.share_32_bit if itemsize >= 4 else 1.0)
 
@@ -180,14 +180,14 @@ class CostModel:
         return own + self._inline(1)
 
     def _launches(self, blocks: int) -> int:
-        """Matmuls of `blocks` ranks' rows: one by one on a CPU; elsewhere in batches before and after the own rows."""
+        """Return the launches for the rows of `blocks` ranks: one per rank on a CPU, elsewhere at most two batches."""
         return blocks if self.hardware.device == "cpu" else min(blocks, 2)
 
     def _inline(self, launches: int) -> float:
         return launches * self.hardware.host.launch if self.hardware.host.inline else 0.0
 
     def _contended(self, call: ChunkedCall) -> ChunkedCall:
-        """Stretch what runs beside the other lane, for as long as that can last."""
+        """Return the call with each lane slowed down for as long as the other lane can run beside it."""
         computing = sum(call.compute) + call.own + call.tail
         communicating = sum(call.collective) + sum(call.before)
         if not computing or not communicating:
@@ -196,11 +196,11 @@ class CostModel:
         collective = 1 + (self._stretches[1] - 1) * min(1.0, computing / communicating)
         if call.communicate_first:
             return self._stretched(call, compute, collective) if len(call.compute) > 1 else call
-        rest = compute if call.before else 1.0  # of the first matmul
-        last = collective if call.tail else 1.0  # of the last collective
+        first = compute if call.before else 1.0  # the first matmul runs beside `before` only
+        last = collective if call.tail else 1.0  # the last collective runs beside `tail` only
         return replace(
             call,
-            compute=(call.compute[0] * rest, *(time * compute for time in call.compute[1:])),
+            compute=(call.compute[0] * first, *(time * compute for time in call.compute[1:])),
             collective=(*(time * collective for time in call.collective[:-1]), call.collective[-1] * last),
             before=tuple(time * collective for time in call.before),
             tail=call.tail * compute,
@@ -208,7 +208,7 @@ class CostModel:
 
     @staticmethod
     def _stretched(call: ChunkedCall, compute: float, collective: float) -> ChunkedCall:
-        """All collectives run beside the own rows' matmul, all matmuls but the last chunk's beside a collective."""
+        """Slow down all collectives, which run beside the own rows' matmul, and all matmuls but the last chunk's."""
         return replace(
             call,
             compute=(*(time * compute for time in call.compute[:-1]), call.compute[-1]),
@@ -218,7 +218,7 @@ class CostModel:
 
 
 def _stretches(hardware: Hardware) -> tuple[float, float]:
-    """Factors of a matmul beside a collective and of a collective beside a matmul."""
+    """Return the slowdown of a matmul beside a collective, and of a collective beside a matmul."""
     compute = hardware.contention.compute
     if hardware.link is not None:
         compute /= 1 - min(MOST_PROCESSOR, hardware.link.processor / hardware.link.seconds_per_byte)
@@ -226,7 +226,7 @@ def _stretches(hardware: Hardware) -> tuple[float, float]:
 
 
 def _steps(hardware: Hardware, kind: str) -> tuple[Steps, float]:
-    """Steps of a collective's time and the factor on them."""
+    """Return the steps of a collective's time and the factor on them."""
     data = hardware.collectives
     if kind == ALL_REDUCE:
         return data.all_reduce, 1.0
@@ -235,13 +235,13 @@ def _steps(hardware: Hardware, kind: str) -> tuple[Steps, float]:
 
 
 def _wire(topology: str, kind: str, ranks: int) -> float:
-    """Share of the whole tensor that goes over one link: of a ring, or each of the links of a mesh."""
+    """Return the share of the whole tensor that goes over each link of a ring or a mesh."""
     rounds = 2 if kind == ALL_REDUCE else 1
     return rounds / ranks * (1 if topology == "mesh" else ranks - 1)
 
 
 def _fit(steps: Steps, size: float) -> float:
-    """Evaluate the step that `size` falls into, and never less than the smallest size costs."""
+    """Return the time of `size` bytes from the step that contains `size`; at least the time of the first step."""
     floor = steps[0][1]
     for limit, fixed, per_byte, per_square in steps:
         if size <= limit:
@@ -250,7 +250,7 @@ def _fit(steps: Steps, size: float) -> float:
 
 
 def _heights(m: int, block: int) -> Sequence[int]:
-    """Heights a kernel may give its blocks of rows: a full one to a half, in tiles of 16, or what few rows need."""
+    """Return the row-block heights that a kernel may choose: half a block to a block; less for few rows."""
     half = block // 2
     return [min(block, _tiled(m))] if block > 1 and m <= half else range(max(1, half), block + 1, ROW_TILE)
 

@@ -1,7 +1,7 @@
-"""Hardware as data: what a matmul, a collective and the host cost, read from TOML files with a source for every number.
+"""Hardware as data: costs of matmuls, collectives and the host, from TOML files with a source for every number.
 
-The files lie in planning/data/hardware/; one that begins with an underscore is a base of others. Units are
-seconds, bytes, multiply-adds. docs/predict.md says how the numbers enter the times.
+The files are in data/hardware/; a file whose name begins with an underscore is a base of other files. Units are
+seconds, bytes and multiply-adds. docs/predict.md says how the numbers enter the times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Steps = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """The unit that multiplies matrices: `cores` of it, each `macs_per_cycle * frequency` multiply-adds a second."""
+    """The matmul unit: `cores` cores, each with `macs_per_cycle * frequency` multiply-adds per second."""
 
     macs_per_cycle: float
     frequency: float
@@ -47,13 +47,13 @@ class Matmul:
     launch: float
 
     def __post_init__(self) -> None:
-        """Refuse steps that end."""
+        """Refuse steps whose last limit is not inf."""
         _check_steps("matmul.utilisation", self.utilisation, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Device memory: bytes a second at best, the share of it that kernels reach, and bytes (0: not known)."""
+    """Device memory: peak bytes per second, the share that kernels reach, and capacity in bytes (0: unknown)."""
 
     bandwidth: float
     efficiency: float
@@ -62,7 +62,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Share of the matmul's peak that a fused attention kernel reaches."""
+    """The share of the matmul peak that a fused attention kernel reaches."""
 
     utilisation: float
 
@@ -71,9 +71,9 @@ class Attention:
 class Collectives:
     """Times of collectives of `fitted_ranks` ranks by the bytes of the whole tensor.
 
-    A step is (up to bytes, seconds, seconds per byte, seconds per byte squared). Without steps of their
-    own, all-gather and reduce-scatter take `gather_share` of an all-reduce. `whole_gather` multiplies the
-    wire's time of an all-gather that is not cut into pieces.
+    A step is (limit in bytes, seconds, seconds per byte, seconds per byte squared). An all-gather or reduce-scatter
+    without steps takes `gather_share` of an all-reduce. `whole_gather` multiplies the wire time of an all-gather in one
+    piece.
     """
 
     fitted_ranks: int
@@ -85,7 +85,7 @@ class Collectives:
     whole_gather: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse steps that end."""
+        """Refuse steps whose last limit is not inf."""
         for name in ("all_reduce", "all_gather", "reduce_scatter"):
             if name == "all_reduce" or getattr(self, name):
                 _check_steps(f"collectives.{name}", getattr(self, name), 4)
@@ -93,7 +93,7 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link of its own for each rank: bits a second, the share that is payload, processor seconds per byte moved."""
+    """The link of each rank: bits per second, the payload share, and processor seconds per byte moved."""
 
     rate: float
     efficiency: float
@@ -101,13 +101,13 @@ class Link:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Time of one byte on the wire, or in the processor if that is slower."""
+        """Seconds of one byte on the wire, or in the processor if the processor is slower."""
         return max(8 / (self.rate * self.efficiency), self.processor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What joins groups beyond the collectives' domain: bytes a second and rank, and seconds a step."""
+    """The network between domains: bytes per second of each rank, and seconds per step."""
 
     bandwidth: float
     latency: float
@@ -115,7 +115,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """Factors on what runs beside the other: a collective beside a matmul, a matmul beside a collective."""
+    """Slowdown factors: of a collective beside a matmul, of a matmul beside a collective."""
 
     collective: float
     compute: float
@@ -123,7 +123,7 @@ class Contention:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Seconds to issue one matmul or collective; inline: on the thread that computes, so they add to its time."""
+    """Host seconds per launch; inline: the computing thread issues the launch, so the seconds add to its time."""
 
     launch: float
     inline: int = 0
@@ -131,7 +131,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of rank and how ranks are joined."""
+    """One kind of rank, and how the ranks are connected."""
 
     name: str
     title: str
@@ -150,25 +150,25 @@ class Hardware:
     numbers: Mapping[str, Sourced] = field(default_factory=dict, compare=False, repr=False)
 
     def with_link(self, rate: str) -> Hardware:
-        """Return the same with links of `rate`, such as ``1gbit``; raises `PlanningError` where a link is no option."""
+        """Return this hardware with links of `rate`, such as ``1gbit``; raises `PlanningError` if it has no [link]."""
         if self.link is None:
             raise PlanningError(f"--link={rate!r} is not allowed with {self.name}: its links are part of its data")
         link = replace(self.link, rate=parse_rate(rate))
         return replace(self, link=link, network=replace(self.network, bandwidth=1 / link.seconds_per_byte))
 
     def with_launch(self, seconds: float) -> Hardware:
-        """Return the same with another host time per launch."""
+        """Return this hardware with another host time per launch."""
         require("--launch-us", seconds * 1e6, 0 <= seconds <= 1, "microseconds from 0 to 1000000")
         return replace(self, host=replace(self.host, launch=seconds))
 
     def with_fixed_cost(self, seconds: float) -> Hardware:
-        """Return the same with `seconds` more for every collective, whatever its size."""
+        """Return this hardware with `seconds` added to every collective of any size."""
         data = self.collectives
         slower: dict[str, Any] = {
             name: tuple((limit, fixed + seconds, *rest) for limit, fixed, *rest in getattr(data, name))
             for name in ("all_reduce", "all_gather", "reduce_scatter")
         }
-        if not data.all_gather:  # they are a share of an all-reduce, of which the fixed cost is not to be halved
+        if not data.all_gather:  # gather_share must not scale the added seconds
             for name in ("all_gather", "reduce_scatter"):
                 slower[name] = tuple(
                     (limit, data.gather_share * fixed + seconds, *(data.gather_share * value for value in rest))
@@ -191,30 +191,30 @@ TABLES: dict[str, type[Any]] = {
 
 def parse_rate(text: str) -> float:
     """Return the bits per second of ``1gbit``, ``2.5gbit`` or ``500mbit``."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.strip().lower())
-    rate = float(found[1]) * UNITS[found[2]] if found else 0.0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.strip().lower())
+    rate = float(match[1]) * UNITS[match[2]] if match else 0.0
     require("--link", text, 0 < rate <= MOST_BITS, "a rate up to 1000000gbit, such as 500mbit, 1gbit or 10gbit")
     return rate
 
 
 @lru_cache(maxsize=1)
 def all_hardware() -> Mapping[str, Hardware]:
-    """Read every file of the package; by name."""
+    """Return the hardware of every file of the package, by name."""
     texts = _texts()
     return {name: _hardware(texts[name], name, texts) for name in sorted(texts) if not name.startswith("_")}
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the hardware of a name or alias; raises `PlanningError` with what exists and the nearest."""
+    """Return the hardware of a name or alias; raises `PlanningError` with the known names and the nearest."""
     known = dict(all_hardware())
     for hardware in all_hardware().values():
         known.update(dict.fromkeys(hardware.aliases, hardware))
-    found: Hardware = lookup("hardware", name, known)
-    return found
+    result: Hardware = lookup("hardware", name, known)
+    return result
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Read one's own file, which may build on a file of the package (``base = "ascend-910b2"``)."""
+    """Read a user's hardware file, which may build on a file of the package (``base = "ascend-910b2"``)."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -222,11 +222,11 @@ def read_hardware(path: Path) -> Hardware:
     try:
         return _hardware(text, str(path), _texts())
     except (AttributeError, TypeError) as error:
-        raise PlanningError(f"{path}: a key has a value of another type than it needs: {error}") from error
+        raise PlanningError(f"{path}: a value has the wrong type: {error}") from error
 
 
 def _texts() -> dict[str, str]:
-    """Return the package's files by the name before ``.toml``."""
+    """Return the texts of the package's files by file name without ``.toml``."""
     folder = resources.files("ascend_parallel.tuning.cost_model") / "data" / "hardware"
     files = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
     return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in files}
@@ -274,5 +274,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, so that hardware can be compared and hashed."""
+    """Return lists as tuples, so that hardware can be compared and hashed."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""A tensor-parallel linear layer's forward and backward: in turn, as Megatron-core runs them, and in the best chunks.
+"""Compute the times of a tensor-parallel linear layer's passes: in turn, as Megatron-core runs them, and in chunks.
 
-Which operator runs where stands in docs/overlap.md; the functions here are `linear.py` in times.
+The classes mirror the passes of overlap/linear.py; docs/overlap.md says which operator runs in which pass.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class LinearPass:
-    """One direction of one layer on one rank; all times in seconds."""
+    """Forward or backward of one layer on one rank; all times in seconds."""
 
     def __init__(self, costs: CostModel, linear: Linear, direction: str) -> None:
-        """Take `direction` "forward" or "backward" of `linear`."""
+        """Set up the pass `direction` ("forward" or "backward") of `linear`."""
         self.costs, self.linear, self.direction = costs, linear, direction
         forward = direction == FORWARD
         self.problem: Problem | None = linear.forward_problem() if forward else linear.backward_problem()
@@ -30,51 +30,51 @@ class LinearPass:
         k, n = (linear.k, linear.n) if forward else (linear.n, linear.k)
         self.matmul = costs.matmul(linear.m, k, n, item)
         self.tail = 0.0 if forward else costs.matmul(linear.n, linear.m, linear.k, item)
-        self.gathers_again = not forward and linear.kind == COLUMN and linear.sequence_parallel
+        self.gathers_input = not forward and linear.kind == COLUMN and linear.sequence_parallel
 
     @property
     def computation(self) -> float:
-        """Matmuls of this pass, whole."""
+        """Seconds of the pass's matmuls, in one chunk."""
         return self.matmul + self.tail
 
     @cached_property
     def communication(self) -> float:
-        """Collectives of this pass, whole."""
+        """Seconds of the pass's collectives, in one chunk."""
         if self.problem is None:
             return 0.0
         collective = self.costs.chunk(self.problem, self.problem.rows, True)[1]
-        return collective + (self._gather() if self.gathers_again else 0.0)
+        return collective + (self._gather() if self.gathers_input else 0.0)
 
     @property
     def in_turn(self) -> float:
-        """Everything one after the other."""
+        """Seconds without any overlap: computation + communication."""
         return self.computation + self.communication
 
     @cached_property
     def megatron(self) -> float:
-        """As Megatron-core runs it: whole, in backward of the column layer its collectives beside the matmuls."""
+        """Seconds as Megatron-core runs the pass: one chunk; the column layer's backward overlaps its collectives."""
         return self.computation if self.problem is None else self.seconds((self.problem.rows,))
 
     @cached_property
     def bound(self) -> float:
-        """What no cutting gets below."""
+        """The lower bound of the seconds, for all chunk sizes."""
         if self.problem is None:
             return self.computation
-        return self.costs.bound(self.problem, tail=self.tail, gathers_again=self.gathers_again)
+        return self.costs.bound(self.problem, tail=self.tail, gathers_input=self.gathers_input)
 
     @cached_property
     def best(self) -> Best | None:
-        """The best chunks, or None where nothing communicates."""
+        """The best chunk sizes, or None if the pass has no collective."""
         return None if self.problem is None else best_sizes(self.problem.rows, self.seconds)
 
     def call(self, sizes: Sizes) -> ChunkedCall:
-        """Return the pass cut into `sizes`, as durations."""
+        """Return the durations of the pass in chunks of `sizes` rows."""
         if self.problem is None:
-            raise ValueError(f"{self.linear.name}, {self.direction}: nothing communicates, so nothing is cut")
-        return self.costs.call(self.problem, sizes, tail=self.tail, gathers_again=self.gathers_again)
+            raise ValueError(f"{self.linear.name}, {self.direction}: the pass has no collective, so it has no chunks")
+        return self.costs.call(self.problem, sizes, tail=self.tail, gathers_input=self.gathers_input)
 
     def seconds(self, sizes: Sizes) -> float:
-        """Return the time of the pass cut into `sizes`."""
+        """Return the time of the pass in chunks of `sizes` rows."""
         return makespan(self.call(sizes))
 
     def _gather(self) -> float:
@@ -85,18 +85,20 @@ class LinearPass:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How passes are run: the way to their sizes, told by a name.
+    """A named rule for the chunk sizes of passes.
 
-    in-turn, megatron, bound, best, equal (best equal chunks), or a count as split_rows cuts it ("4") or
-    of equal chunks ("=4"). column_backward=False leaves the column layer's backward as Megatron-core runs
-    it, which is the fused operators' default.
+    name
+        in-turn, megatron, bound, best, equal (best equal chunks), a count for `split_rows` ("4"), or a count of equal
+        chunks ("=4").
+    column_backward
+        False runs the column layer's backward as Megatron-core does, which is the default of fused operators.
     """
 
     name: str
     column_backward: bool = True
 
     def seconds(self, part: LinearPass) -> float:
-        """Return the time of `part` run so."""
+        """Return the time of `part` under this schedule."""
         if part.problem is None:
             return part.computation
         column_backward = part.direction == BACKWARD and part.linear.kind == COLUMN
@@ -123,12 +125,12 @@ EQUAL = Schedule(name="equal")
 
 
 def passes(costs: CostModel, linear: Linear) -> list[LinearPass]:
-    """Return forward and backward of a layer."""
+    """Return the forward and backward passes of a layer."""
     return [LinearPass(costs, linear, direction) for direction in (FORWARD, BACKWARD)]
 
 
 def operator_of(part: LinearPass) -> str:
-    """Name what the pass runs, for a person."""
+    """Return the name of the pass's operator, for display."""
     if part.problem is None:
         return "matmul"
-    return part.problem.operator + (" + gather" if part.gathers_again else "")
+    return part.problem.operator + (" + gather" if part.gathers_input else "")

@@ -1,4 +1,4 @@
-"""A transformer layer and what stands before and after the layers, forward and backward, on one rank."""
+"""Compute the times of a transformer layer, and of embedding and logits, forward and backward, on one rank."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, head_
 from ascend_parallel.tuning.cost_model.tables import require
 
 RECOMPUTE = ("none", "selective", "full")
-# A fused attention kernel's backward against its forward, in multiply-adds (five products for two).
+# Multiply-adds of a fused attention kernel's backward / forward: five products / two products.
 ATTENTION_BACKWARD = 2.5
-# Backward of the element-wise parts reads and writes about twice what forward does.
+# Bytes of element-wise backward / forward.
 ELEMENTWISE_BACKWARD = 2.0
 NORMS, RESIDUALS = 2, 2
-# Tensors of the width of a row that pass through memory: a norm reads one and writes one, a residual
-# reads two and writes one, an activation reads one (gated: two) and writes one.
+# Row-wide tensors that pass through memory: a norm reads 1 and writes 1, a residual reads 2 and writes 1, an
+# activation reads 1 (gated: 2) and writes 1.
 NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
 
 
 class Layer:
-    """One transformer layer on one rank; times in seconds for one micro-batch."""
+    """The times of one transformer layer on one rank; seconds per micro-batch."""
 
     def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:
-        """Take the layer of `model` as `batch` spreads it."""
+        """Set up a layer of `model` as `batch` distributes it."""
         self.costs, self.model, self.batch = costs, model, batch
         self.linears = layer_linears(model, batch)
         self.parts = {
@@ -35,7 +35,7 @@ class Layer:
 
     @cached_property
     def attention(self) -> float:
-        """Forward of causal attention by a fused kernel: half of the products of s x s scores."""
+        """Seconds of causal attention's forward in a fused kernel: half the products of s x s scores."""
         model, batch, hardware = self.model, self.batch, self.costs.hardware
         heads = -(-model.heads // batch.tp)
         pairs = batch.micro_batch * batch.sequence**2 / 2
@@ -47,7 +47,7 @@ class Layer:
 
     @cached_property
     def elementwise(self) -> float:
-        """Forward of norms, residuals, rotary embedding and activation: their bytes through memory."""
+        """Seconds of the forward of norms, residuals, rotary embedding and activation: their memory traffic."""
         model, batch = self.model, self.batch
         item = batch.dtype.itemsize
         own = batch.own_rows * model.hidden * (NORMS * NORM_ACCESSES + RESIDUALS * RESIDUAL_ACCESSES)
@@ -59,7 +59,7 @@ class Layer:
 
     @cached_property
     def replicated(self) -> float:
-        """Matmuls that every rank runs on its own rows: latent attention's way down."""
+        """Seconds of the matmuls that each rank runs on its own rows: latent attention's down projection."""
         model, batch = self.model, self.batch
         if not model.latent:
             return 0.0
@@ -72,26 +72,26 @@ class Layer:
         return linear + self.attention + self.elementwise + self.replicated
 
     def backward(self, schedule: Schedule, recompute: str = "none") -> float:
-        """Return the time of backward; recompute: "selective" runs attention's forward again, "full" the layer's."""
+        """Return the time of backward; recompute: "selective" repeats attention's forward, "full" the layer's."""
         require("--recompute", recompute, recompute in RECOMPUTE, ", ".join(RECOMPUTE))
         linear = sum(schedule.seconds(part) for part in self.parts[BACKWARD])
         other = ATTENTION_BACKWARD * self.attention + ELEMENTWISE_BACKWARD * self.elementwise + 2 * self.replicated
-        again = {"none": 0.0, "selective": self.attention, "full": self.forward(schedule)}[recompute]
-        return linear + other + again
+        recomputed = {"none": 0.0, "selective": self.attention, "full": self.forward(schedule)}[recompute]
+        return linear + other + recomputed
 
 
 class Ends:
-    """Embedding and logits on the first and last stage."""
+    """The times of the embedding on the first stage and of the logits on the last stage."""
 
     def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:
-        """Take the ends of `model` as `batch` spreads it."""
+        """Set up the ends of `model` as `batch` distributes it."""
         self.costs, self.model, self.batch = costs, model, batch
         self.linear: Linear = head_linear(model, batch)
         self.parts = {direction: LinearPass(costs, self.linear, direction) for direction in (FORWARD, BACKWARD)}
 
     @property
     def embedding(self) -> float:
-        """The vocabulary is spread over ranks, so the looked-up rows are summed."""
+        """Seconds of the collective that sums the looked-up rows over the ranks, which share the vocabulary."""
         batch = self.batch
         kind = REDUCE_SCATTER if batch.sequence_parallel else ALL_REDUCE
         size = batch.rows * self.model.hidden * batch.dtype.itemsize
@@ -99,10 +99,10 @@ class Ends:
 
     @property
     def loss(self) -> float:
-        """Cross-entropy of this rank's share of the logits, four passes over them in fp32."""
+        """Seconds of cross-entropy: four passes over this rank's logits in fp32."""
         return self.costs.stream(4 * 4 * self.batch.rows * -(-self.model.vocab // self.batch.tp))
 
     def seconds(self, schedule: Schedule) -> tuple[float, float]:
-        """Return forward and backward of the last stage's end."""
+        """Return the seconds of logits and loss, forward and backward."""
         forward = schedule.seconds(self.parts[FORWARD]) + self.loss
         return forward, schedule.seconds(self.parts[BACKWARD]) + self.loss

@@ -1,6 +1,6 @@
-"""Transformers by their dimensions, and the tensor-parallel linear layers one rank of them runs.
+"""Transformers by their dimensions, and the tensor-parallel linear layers that one rank runs.
 
-Presets stand in data/models.toml, each with its source and its published size.
+data/models.toml has the presets, each with its source and its published size.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Model:
     """A decoder-only transformer.
 
     q_rank, kv_rank, rotary_dim
-        Latent attention (DeepSeek): queries, and keys and values, are made from vectors of these
-        lengths; all 0 for the usual attention.
+        Latent attention (DeepSeek): lengths of the vectors that queries, and keys and values, are projected from.
+        All are 0 for usual attention.
     """
 
     name: str
@@ -54,17 +54,17 @@ class Model:
     parameters: float = 0.0
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest, and refuse what cannot be."""
+        """Fill in derived dimensions, and refuse impossible values."""
         for f in fields(self):
             value = getattr(self, f.name)
             least = 1 if f.name in DIMENSIONS else 0
-            allowed, what = {
+            allowed, expected = {
                 "int": (type(value) is int and least <= value <= MOST, f"a whole number from {least} to {MOST}"),
                 "float": (type(value) in (int, float) and 0 <= value < inf, "a number of 0 or more"),
                 "bool": (type(value) is bool, "true or false"),
                 "str": (isinstance(value, str), "a text"),
             }[str(f.type)]
-            require(f"model {self.name}: {f.name}", value, allowed, what)
+            require(f"model {self.name}: {f.name}", value, allowed, expected)
         defaults = {"kv_heads": self.heads, "head_dim": self.hidden // self.heads}
         for name, value in (defaults | {"value_dim": self.head_dim or defaults["head_dim"]}).items():
             if not getattr(self, name):
@@ -76,7 +76,7 @@ class Model:
         return self.kv_rank > 0
 
     def attention_weights(self) -> int:
-        """Weights of one layer's attention."""
+        """Return the number of weights of one layer's attention."""
         out = self.heads * self.value_dim * self.hidden
         if self.latent:
             down = self.hidden * (self.q_rank + self.kv_rank + self.rotary_dim)
@@ -86,21 +86,21 @@ class Model:
         return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim + out
 
     def layer_weights(self) -> int:
-        """Weights of one layer, its biases and norms too."""
+        """Return the number of weights of one layer, with biases and norms."""
         mlp = (3 if self.gated else 2) * self.hidden * self.ffn
         norms = 2 * self.hidden * (2 if self.bias else 1)
         biases = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.hidden + self.ffn if self.bias else 0
         return self.attention_weights() + mlp + norms + biases
 
     def count_parameters(self) -> int:
-        """Weights of the whole model."""
+        """Return the number of weights of the whole model."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
         return embeddings + self.layers * self.layer_weights() + self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A tensor-parallel linear layer on one rank: ``[m, k] x [k, n]`` in forward, m counting the rows of all ranks."""
+    """A tensor-parallel linear layer on one rank: ``[m, k] x [k, n]`` in forward; m counts the rows of all ranks."""
 
     name: str
     kind: str
@@ -113,13 +113,13 @@ class Linear:
     device: str
 
     def forward_problem(self) -> Problem | None:
-        """Return what forward runs as one operator, or None where it communicates nothing."""
+        """Return the operator of forward, or None if forward has no collective."""
         if self.kind == COLUMN:
             return self._problem(ALL_GATHER, self.k, self.n) if self.sequence_parallel else None
         return self._problem(REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE, self.k, self.n)
 
     def backward_problem(self) -> Problem | None:
-        """Return what the input gradient runs as one operator, or None where it communicates nothing."""
+        """Return the operator of the input gradient, or None if it has no collective."""
         if self.kind == COLUMN:
             return self._problem(REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE, self.n, self.k)
         return self._problem(ALL_GATHER, self.n, self.k) if self.sequence_parallel else None
@@ -130,7 +130,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one rank group works on: sequence length, sequences of a micro-batch, and how they are spread."""
+    """The work of one tensor-parallel group: sequence length, sequences per micro-batch, and their distribution."""
 
     sequence: int
     micro_batch: int
@@ -140,13 +140,13 @@ class Batch:
     device: str = "npu"
 
     def __post_init__(self) -> None:
-        """Refuse what is below 1."""
+        """Refuse values below 1."""
         for option in ("sequence", "micro_batch", "tp"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
 
     @property
     def rows(self) -> int:
-        """Rows of all ranks, filled up to a multiple of the ranks."""
+        """Rows of all ranks, rounded up to a multiple of the ranks."""
         return self.tp * -(-self.sequence * self.micro_batch // self.tp)
 
     @property
@@ -158,7 +158,7 @@ class Batch:
 def layer_linears(model: Model, batch: Batch) -> list[Linear]:
     """Return the tensor-parallel linear layers of one transformer layer, in the order of forward.
 
-    Heads and widths that the ranks do not divide are rounded up: the rank with most sets the pace.
+    Heads and widths that the ranks do not divide are rounded up: the rank with the most work sets the pace.
     """
 
     def linear(name: str, kind: str, k: int, n: int) -> Linear:
@@ -184,12 +184,12 @@ def layer_linears(model: Model, batch: Batch) -> list[Linear]:
 
 
 def head_linear(model: Model, batch: Batch) -> Linear:
-    """Return the layer that makes logits, on the last stage."""
+    """Return the layer that computes the logits, on the last stage."""
     return _linear(batch, "logits", COLUMN, model.hidden, -(-model.vocab // batch.tp))
 
 
 def uneven_splits(model: Model, batch: Batch) -> list[str]:
-    """Say which dimensions the ranks do not divide, and are rounded up for."""
+    """Return, in words, the dimensions that the ranks do not divide and that are rounded up."""
     sizes = {"heads": model.heads, "ffn": model.ffn, "rows": batch.sequence * batch.micro_batch}
     if model.kv_heads >= batch.tp:
         sizes["kv_heads"] = model.kv_heads
@@ -198,19 +198,19 @@ def uneven_splits(model: Model, batch: Batch) -> list[str]:
 
 @lru_cache(maxsize=1)
 def all_models() -> Mapping[str, Model]:
-    """Read the presets; by name."""
+    """Return the presets by name."""
     text = (resources.files("ascend_parallel.tuning.cost_model") / "data" / "models.toml").read_text(encoding="utf-8")
     return {name: _model(name, values, "models.toml") for name, values in parse_toml(text, "models.toml").items()}
 
 
 def find_model(name: str) -> Model:
-    """Return a preset; raises `PlanningError` with what exists and the nearest."""
-    found: Model = lookup("--model", name, all_models())
-    return found
+    """Return a preset; raises `PlanningError` with the known names and the nearest."""
+    result: Model = lookup("--model", name, all_models())
+    return result
 
 
 def read_model(path: Path) -> Model:
-    """Read one's own model: a TOML file of the keys of `Model`, such as layers, hidden, ffn, heads and vocab."""
+    """Read a user's model: a TOML file with the keys of `Model`, such as layers, hidden, ffn, heads and vocab."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

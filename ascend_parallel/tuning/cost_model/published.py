@@ -1,9 +1,9 @@
-"""Published gains beside predictions, as the tables of docs/predict.md.
+"""Make the tables of docs/predict.md: published gains beside predictions.
 
-    python -m ascend_parallel.tuning.cost_model.published                    print them
+    python -m ascend_parallel.tuning.cost_model.published                    print the tables
     python -m ascend_parallel.tuning.cost_model.published docs/predict.md    write them between the file's marks
 
-No number of the model was changed after looking at these gains.
+No number of the model was changed to fit these gains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 # MindSpeed, docs/features/communication-over-computation.md: end to end, fused operators, TP 8.
 PUBLISHED = {"bloom-7b": 0.0320, "bloom-176b": 0.0547, "llama2-70b": 0.0785}
 TP, HARDWARE = 8, "ascend-910b2"
-# The fused operators leave the column layer's backward alone unless enable_coc_in_column_backward is set.
+# Fused operators do not run in the column layer's backward unless enable_coc_in_column_backward is set.
 FUSED_BOUND = Schedule(name="bound", column_backward=False)
 COLUMNS: dict[str, Schedule] = {
     **{f"{count} equal": Schedule(name=f"={count}") for count in (2, 4, 8)},
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def inserted(document: str, text: str) -> str:
-    """Return the document with `text` between its marks; raises `ValueError` if it has none."""
+    """Return the document with `text` between its marks; raises `ValueError` if the marks are missing."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -86,8 +86,8 @@ def step_gain(
     """Return the predicted gain of a training step over Megatron-core's schedule."""
     batch = Batch(sequence=sequence, micro_batch=micro_batch, tp=TP, sequence_parallel=sequence_parallel)
     before, after = (
-        step_time(_costs(hardware), find_model(model), batch, Layout(micro_batches=8), chosen).total
-        for chosen in (MEGATRON, schedule)
+        step_time(_costs(hardware), find_model(model), batch, Layout(micro_batches=8), timed).total
+        for timed in (MEGATRON, schedule)
     )
     return gain(before, after)
 

@@ -1,4 +1,4 @@
-"""A prediction as plain values, for scripts, and as tables, for people."""
+"""Return a prediction as plain values for scripts, and print it as tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ascend_parallel.tuning.cost_model.layers import Layer
 from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
 from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
 
-# What the tables compare, by the words they use.
+# The schedules that the tables compare, by displayed name.
 SCHEDULES = {
     "in turn": IN_TURN,
     "serial": MEGATRON,
@@ -39,13 +39,13 @@ SCHEDULES = {
     "bound": BOUND,
 }
 LEGEND = """\
-serial: as Megatron-core runs it (whole; in the column layer's backward its collectives already run beside the
-matmuls). best: the sizes found. gain: serial / best - 1. bound: no sizes get below it. Times are predictions of
-a model, not measurements; docs/predict.md has its formulas and sources."""
+serial: as Megatron-core runs the pass (one chunk; the column layer's backward already runs its collectives beside
+the matmuls). best: the best chunk sizes. gain: serial / best - 1. bound: lower bound for all sizes. Times are
+predictions of a model, not measurements; docs/predict.md has its formulas and sources."""
 
 
 def gain(before: float, after: float) -> float:
-    """Return how much more is done in the same time, as a share."""
+    """Return the gain in throughput as a share: before / after - 1."""
     return before / after - 1 if after else 0.0
 
 
@@ -78,22 +78,23 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
     }
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(prediction: dict[str, Any], console: Console) -> None:
     """Print a prediction as tables."""
-    mode = "sequence parallel" if found["sequence_parallel"] else "all-reduce"
+    mode = "sequence parallel" if prediction["sequence_parallel"] else "all-reduce"
     console.print(
-        f"{found['model']} ({found['parameters'] / 1e9:.1f}B) on {found['hardware']}, TP {found['tp']} x DP "
-        f"{found['dp']} x PP {found['pp']} = {found['ranks']} ranks, {mode}, sequence {found['sequence']}, "
-        f"micro-batch {found['micro_batch']}, {found['dtype']}, recompute {found['recompute']}",
+        f"{prediction['model']} ({prediction['parameters'] / 1e9:.1f}B) on {prediction['hardware']}, "
+        f"TP {prediction['tp']} x DP {prediction['dp']} x PP {prediction['pp']} = {prediction['ranks']} ranks, {mode}, "
+        f"sequence {prediction['sequence']}, micro-batch {prediction['micro_batch']}, {prediction['dtype']}, "
+        f"recompute {prediction['recompute']}",
         markup=False,
     )
-    for words in found["rounded_up"]:
+    for words in prediction["rounded_up"]:
         console.print(f"note: not divisible, so rounded up: {words}", markup=False)
-    console.print(_calls_table(found["calls"]))
-    console.print(_totals_table(found))
+    console.print(_calls_table(prediction["calls"]))
+    console.print(_totals_table(prediction))
     console.print(LEGEND, markup=False)
-    if found["assumed"]:
-        console.print(f"assumed, without a public source: {', '.join(found['assumed'])} (--sources)", markup=False)
+    if prediction["assumed"]:
+        console.print(f"assumed, without a public source: {', '.join(prediction['assumed'])} (--sources)", markup=False)
 
 
 def show_sources(hardware: Hardware, console: Console) -> None:
@@ -145,21 +146,21 @@ def _call(part: LinearPass) -> dict[str, Any]:
 
 
 def _layer(layer: Layer, layout: Layout) -> dict[str, Any]:
-    found = {}
+    result = {}
     for name, schedule in SCHEDULES.items():
         forward, backward = layer.forward(schedule), layer.backward(schedule, layout.recompute)
         serial = layer.forward(MEGATRON) + layer.backward(MEGATRON, layout.recompute)
-        found[name] = {"forward": forward, "backward": backward, "gain": gain(serial, forward + backward)}
-    return found
+        result[name] = {"forward": forward, "backward": backward, "gain": gain(serial, forward + backward)}
+    return result
 
 
 def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict[str, Any]:
     serial = step_time(costs, model, batch, layout, MEGATRON).total
     tokens = batch.sequence * batch.micro_batch * layout.micro_batches * layout.dp
-    found = {}
+    result = {}
     for name, schedule in SCHEDULES.items():
         step = step_time(costs, model, batch, layout, schedule)
-        found[name] = {
+        result[name] = {
             "total": step.total,
             "pipeline": step.pipeline,
             "gradients": step.gradients,
@@ -167,7 +168,7 @@ def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict
             "tokens_per_second": tokens / step.total,
             "gain": gain(serial, step.total),
         }
-    return found
+    return result
 
 
 def _calls_table(calls: list[dict[str, Any]]) -> Table:
@@ -191,13 +192,13 @@ def _calls_table(calls: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _totals_table(found: dict[str, Any]) -> Table:
+def _totals_table(prediction: dict[str, Any]) -> Table:
     table = Table(title="layer and training step, milliseconds", title_justify="left", box=box.SIMPLE)
     table.add_column("schedule")
     for heading in ("forward", "backward", "layer's gain", "step", "step's gain", "tokens/s"):
         table.add_column(heading, justify="right")
     for name in SCHEDULES:
-        layer, step = found["layer"][name], found["step"][name]
+        layer, step = prediction["layer"][name], prediction["step"][name]
         table.add_row(
             name,
             _ms(layer["forward"]),

@@ -1,4 +1,4 @@
-"""Tasks on lanes, simulated event by event: what the closed forms are checked against."""
+"""Simulate tasks on lanes event by event, to check the closed forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """Something that occupies a lane for some seconds, after the tasks named in `after` have ended."""
+    """Work that occupies a lane for `seconds`, after the tasks named in `after` have ended."""
 
     name: str
     lane: str
@@ -20,7 +20,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """When a task ran."""
+    """The start and end of a task."""
 
     task: Task
     start: float
@@ -28,7 +28,7 @@ class TaskSpan:
 
 
 def simulate(tasks: Sequence[Task]) -> list[TaskSpan]:
-    """Run the tasks, each lane one at a time and in the order given; return their spans in order of their starts.
+    """Return the spans of the tasks in order of their starts; each lane runs one task at a time, in the given order.
 
     Raises `ValueError` for a name used twice, an unknown name in `after`, and tasks that wait for each other.
     """
@@ -42,7 +42,7 @@ def simulate(tasks: Sequence[Task]) -> list[TaskSpan]:
     now = 0.0
 
     def start(lane: str) -> None:
-        """Begin the lane's next task if it may begin now."""
+        """Start the lane's next task if the lane is free and the task waits for nothing."""
         queue = queues[lane]
         if queue and lane not in busy and not waiting[queue[0].name]:
             task = queue.popleft()
@@ -68,12 +68,12 @@ def simulate(tasks: Sequence[Task]) -> list[TaskSpan]:
 
 
 def length(spans: Sequence[TaskSpan]) -> float:
-    """Return when the last task ended."""
+    """Return the end of the last task."""
     return max((span.end for span in spans), default=0.0)
 
 
 def _dependencies(tasks: Sequence[Task]) -> tuple[dict[str, int], dict[str, list[Task]]]:
-    """Return how many tasks each one waits for, and who waits for each."""
+    """Return, for each task, the number of tasks before it and the list of tasks after it."""
     waiting = {task.name: len(task.after) for task in tasks}
     if len(waiting) < len(tasks):
         raise ValueError("two tasks have the same name")
@@ -81,6 +81,6 @@ def _dependencies(tasks: Sequence[Task]) -> tuple[dict[str, int], dict[str, list
     for task in tasks:
         for name in task.after:
             if name not in waiting:
-                raise ValueError(f"{task.name!r} waits for {name!r}, which is no task")
+                raise ValueError(f"{task.name!r} waits for {name!r}, which is not a task")
             followers[name].append(task)
     return waiting, followers

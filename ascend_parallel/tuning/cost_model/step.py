@@ -1,4 +1,4 @@
-"""A training step of TP x DP x PP ranks in closed form: micro-batches through stages, gradients, optimizer."""
+"""Compute the time of a training step on TP x DP x PP ranks in closed form: pipeline, gradients, optimizer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.simulation import Task
 from ascend_parallel.tuning.cost_model.tables import require
 
-# Bytes of memory that Adam moves per parameter: an fp32 gradient read, three fp32 states read and written,
-# a 16-bit weight written.
+# Bytes that Adam moves per parameter: read an fp32 gradient, read and write three fp32 states, write a 16-bit weight.
 ADAM_BYTES = 4 + 3 * 4 * 2 + 2
 GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a step is spread: data, pipeline, micro-batches per replica and step, recomputation."""
+    """Distribution of a step: data and pipeline parallel sizes, micro-batches per replica, recomputation."""
 
     dp: int = 1
     pp: int = 1
@@ -30,14 +29,14 @@ class Layout:
     recompute: str = "none"
 
     def __post_init__(self) -> None:
-        """Refuse what is below 1."""
+        """Refuse values below 1."""
         for option in ("dp", "pp", "micro_batches"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step, in all and by part."""
+    """Seconds of one step by part, and in total."""
 
     pipeline: float
     gradients: float
@@ -46,16 +45,16 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Everything, one part after the other."""
+        """The sum of the parts, which run one after the other."""
         return self.pipeline + self.gradients + self.optimizer
 
 
 def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepTime:
     """Return the time of one step.
 
-    Micro-batches run one forward, one backward (1F1B); activations travel between stages over the network,
-    not hidden; gradients are summed over replicas in fp32 after the last micro-batch, not hidden; Adam's
-    states are kept whole on every replica. The rank that has most of everything sets the pace.
+    Assumptions: the schedule is 1F1B. Sending activations between stages is not hidden. Replicas sum their gradients
+    in fp32 after the last micro-batch, not hidden. Every replica has all of Adam's states. The rank with the most work
+    sets the pace.
     """
     require("--pp", layout.pp, layout.pp <= model.layers, f"at most the {model.layers} layers of {model.name}")
     layer, ends = parts_of(costs, model, batch)
@@ -85,16 +84,16 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
 
 @lru_cache(maxsize=16)
 def parts_of(costs: CostModel, model: Model, batch: Batch) -> tuple[Layer, Ends]:
-    """Return a layer and the ends; remembered, as they remember the best chunks they found."""
+    """Return a layer and the ends; cached, because they cache their best chunk sizes."""
     return Layer(costs, model, batch), Ends(costs, model, batch)
 
 
 def pipeline_time(stages: list[tuple[float, float]], micro_batches: int, hop: float) -> float:
-    """Return the time of 1F1B: one micro-batch through all stages, and the others at the slowest stage's pace.
+    """Return the time of 1F1B: one micro-batch through all stages, then the others at the slowest stage's pace.
 
-    stages: forward and backward seconds of each. Exact for equal stages without hops, where it is the
-    well-known (micro-batches + stages - 1) (forward + backward). With a last stage up to half as long again, for
-    the logits, the simulation is at most 3 % below it; with stages of any length it is an estimate.
+    stages: forward and backward seconds of each stage. hop: seconds of a transfer between two stages. For equal stages
+    without hops the result is exact: (micro-batches + stages - 1) (forward + backward). If the last stage is up to 1.5
+    times as long, for the logits, the simulation is at most 3 % below the result; otherwise the result is an estimate.
     """
     through = sum(forward + backward for forward, backward in stages) + 2 * hop * (len(stages) - 1)
     pace = max(forward + backward for forward, backward in stages) + (2 * hop if len(stages) > 1 else 0.0)
@@ -102,8 +101,8 @@ def pipeline_time(stages: list[tuple[float, float]], micro_batches: int, hop: fl
 
 
 def pipeline_tasks(stages: list[tuple[float, float]], micro_batches: int) -> list[Task]:
-    """Return 1F1B as tasks for `simulate`, one lane per stage, without hops: to check the closed form."""
-    count, found = len(stages), []
+    """Return 1F1B as tasks for `simulate`, with one lane per stage and no hops, to check the closed form."""
+    count, result = len(stages), []
     for stage, (forward, backward) in enumerate(stages):
         warm = min(micro_batches, count - stage)
         order = [("F", i) for i in range(warm)]
@@ -114,14 +113,14 @@ def pipeline_tasks(stages: list[tuple[float, float]], micro_batches: int) -> lis
         for kind, index in order:
             if kind == "F":
                 after = (f"F{stage - 1}.{index}",) if stage else ()
-                found.append(Task(f"F{stage}.{index}", str(stage), forward, after))
+                result.append(Task(f"F{stage}.{index}", str(stage), forward, after))
             else:
                 after = (f"B{stage + 1}.{index}",) if stage < count - 1 else ()
-                found.append(Task(f"B{stage}.{index}", str(stage), backward, (*after, f"F{stage}.{index}")))
-    return found
+                result.append(Task(f"B{stage}.{index}", str(stage), backward, (*after, f"F{stage}.{index}")))
+    return result
 
 
 def spread(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage, as equal as possible, fewer on the last stages, which have the logits."""
+    """Return the number of layers of each stage: as equal as possible, fewer on the last stages, near the logits."""
     cuts = [-(-layers * i // stages) for i in range(stages + 1)]
     return [stop - start for start, stop in pairwise(cuts)]

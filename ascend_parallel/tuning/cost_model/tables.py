@@ -1,4 +1,4 @@
-"""Tables of numbers, each with its source, and names that are looked up with help for a misspelt one."""
+"""Read tables of numbers with their sources, and look up names with a hint for a misspelt name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ASSUMED = "assumed"
 
 
 class PlanningError(ValueError):
-    """A model, hardware or option that is not allowed; the message names it and what is allowed."""
+    """A refused model, hardware or option; the message names it and the allowed values."""
 
 
 @dataclass(frozen=True)
 class Sourced:
-    """A number of a table as read: its value, the words of its source, and why, where that says more."""
+    """A number of a table: its value, its source in words, and an optional reason."""
 
     value: Any
     source: str
@@ -27,25 +27,25 @@ class Sourced:
 
     @property
     def assumed(self) -> bool:
-        """Whether no public source was found."""
+        """Whether the number has no public source."""
         return self.source == ASSUMED
 
 
 def parse_toml(text: str, place: str) -> dict[str, Any]:
-    """Read TOML; raises `PlanningError` naming `place` if it is none."""
+    """Return the values of a TOML text; raises `PlanningError` with `place` if the text is not TOML."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
     try:
         values: dict[str, Any] = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads, and deep nesting
+    except (ValueError, RecursionError) as error:  # ValueError: also too many digits; RecursionError: deep nesting
         raise PlanningError(f"{place} is no valid TOML: {error}") from error
     return values
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `over` on `base`: a table on a table, a number or a text in place of another."""
+    """Return `base` updated with `over`: tables are merged, other values replaced."""
     result = dict(base)
     for key, value in over.items():
         table = isinstance(value, Mapping) and isinstance(result.get(key), Mapping) and "value" not in value
@@ -54,20 +54,20 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sourced_numbers(tables: Mapping[str, Any], sources: Mapping[str, str], place: str) -> dict[str, Sourced]:
-    """Return every number of the tables as ``table.key``; raises `PlanningError` for one without a source."""
-    found = {}
+    """Return every number of the tables by ``table.key``; raises `PlanningError` for a number without a source."""
+    numbers = {}
     for table, entries in tables.items():
         if not isinstance(entries, Mapping):
             raise PlanningError(
                 f"{place}: {table} = {entries!r} has no source; write it in a table as {{value, source}}"
             )
         for key, entry in entries.items():
-            found[f"{table}.{key}"] = _sourced(entry, sources, f"{place}: {table}.{key}")
-    return found
+            numbers[f"{table}.{key}"] = _sourced(entry, sources, f"{place}: {table}.{key}")
+    return numbers
 
 
 def lookup(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """Return ``known[name]``, whatever the case; else raise `PlanningError` with all names and the nearest."""
+    """Return ``known[name]``, ignoring case; raises `PlanningError` with all names and the nearest."""
     by_lower = {key.lower(): value for key, value in known.items()}
     if name.lower() in by_lower:
         return by_lower[name.lower()]
@@ -75,15 +75,15 @@ def lookup(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `` ; did you mean ...?`` or a full stop."""
+    """Return ``; did you mean ...?``, or a full stop if no name is near."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def require(option: str, value: object, allowed: bool, what: str) -> None:
-    """Raise `PlanningError` unless `allowed`, naming the option, its value and what is allowed."""
+def require(option: str, value: object, allowed: bool, expected: str) -> None:
+    """Raise `PlanningError` unless `allowed`; the message has the option, its value and the `expected` values."""
     if not allowed:
-        raise PlanningError(f"{option}={shown(value)} is not allowed: give {what}")
+        raise PlanningError(f"{option}={shown(value)} is not allowed: give {expected}")
 
 
 def _sourced(entry: Any, sources: Mapping[str, str], place: str) -> Sourced:

@@ -1,1 +1,1 @@
-"""Processes, links and machines for measurements: what `bench`, `tune`, `doctor` and benchmarks/ share."""
+"""Start ranks and build slow links for measurements; used by `bench`, `tune`, `doctor` and benchmarks/."""

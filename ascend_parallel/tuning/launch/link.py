@@ -1,11 +1,10 @@
-"""A slow link on one machine: one network namespace per rank, joined by veth pairs shaped to a rate.
+"""Build a slow link on one machine: one network namespace per rank, connected by veth pairs with a limited rate.
 
     with shaped_link("1gbit", ranks=2) as ends:
         subprocess.Popen([*ends[0].prefix, "python", ...], env={..., **ends[0].environment})
 
-Two ranks share one veth pair; more of them meet in a bridge in a namespace of its own. Each end is
-shaped as it sends (``tc ... tbf``), so a rank sends and receives at the rate at the same time, as
-over a full-duplex cable.
+Two ranks share one veth pair; more ranks connect to a bridge in a separate namespace. ``tc ... tbf`` limits the sending
+side of each end, so a rank sends and receives at the rate at the same time, as over a full-duplex cable.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ NAMESPACE_PREFIX = "aplink"
 INTERFACE = "ap0"
 NETWORK = "10.77.0"
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-# Traffic that may pass at once after a pause. Little, as it travels for free; but below the 64 KiB that
-# TCP hands down in one piece, tbf cuts the piece up and a link busy both ways loses a tenth of its rate.
+# Traffic that may pass without limit after a pause. It should be small. But below the 64 KiB segments of TCP, tbf
+# splits each segment, and a link that is busy in both directions loses a tenth of its rate.
 BURST_SECONDS = 0.7e-3
 MIN_BURST_BYTES = 80_000
 QUEUE_LATENCY = "50ms"
@@ -37,12 +36,12 @@ NAMESPACES = Path("/run/netns")
 
 
 class LinkError(RuntimeError):
-    """The link cannot be built here; the message says what to do about it."""
+    """The link cannot be built here; the message says how to proceed."""
 
 
 @dataclass(frozen=True)
 class End:
-    """Where one rank lives: its namespace, its address there, and how to start a program in it."""
+    """The place of one rank: its namespace, its address, and how to start a program there."""
 
     namespace: str
     address: str
@@ -51,12 +50,12 @@ class End:
 
     @property
     def prefix(self) -> list[str]:
-        """The words to put before a command to run it in this namespace."""
+        """The words before a command that runs in this namespace."""
         return ["ip", "netns", "exec", self.namespace]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a rank's environment needs, for gloo to take this link."""
+        """The environment variables that make a rank's gloo use this link."""
         return {"GLOO_SOCKET_IFNAME": self.interface, "MASTER_ADDR": self.master_address}
 
 
@@ -73,7 +72,7 @@ def parse_rate(text: str) -> int:
 
 @contextmanager
 def shaped_link(rate: str, ranks: int = 2) -> Iterator[list[End]]:
-    """Build the link, yield one `End` per rank, and take it down on success, error, Ctrl-C and SIGTERM."""
+    """Build the link and yield one `End` per rank; remove the link on success, error, Ctrl-C and SIGTERM."""
     bits = parse_rate(rate)
     if not 2 <= ranks <= 64:
         raise ValueError(f"ranks={ranks} is not allowed: give 2 to 64")
@@ -91,7 +90,7 @@ def shaped_link(rate: str, ranks: int = 2) -> Iterator[list[End]]:
 
 
 def check_rights() -> None:
-    """Raise a `LinkError` when a tool or a right is missing."""
+    """Raise `LinkError` if a tool or a capability is missing."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LinkError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2), or leave out --link")
@@ -107,7 +106,7 @@ def check_rights() -> None:
 
 
 def remove_leftovers() -> None:
-    """Remove the namespaces of runs of this tool that died without cleaning up."""
+    """Remove the namespaces of earlier runs that died without cleaning up."""
     for name in _namespaces():
         match = re.fullmatch(rf"{NAMESPACE_PREFIX}-([0-9]+)-([0-9]+)-.+", name)
         if match and _start_time(int(match[1])) != int(match[2]):
@@ -137,7 +136,7 @@ def _build_hub(ends: list[End], hub: str, bits: int) -> None:
         port, space = f"port{rank}", end.namespace
         _run("ip", "link", "add", INTERFACE, "netns", space, "type", "veth", "peer", "name", port, "netns", hub)
         _run("ip", "-n", hub, "link", "set", port, "master", "br0", "up")
-        _shape(hub, port, bits)  # what a rank receives from all others together
+        _shape(hub, port, bits)  # limits the traffic from all other ranks to this rank
 
 
 def _shape(namespace: str, interface: str, bits: int) -> None:
@@ -147,12 +146,12 @@ def _shape(namespace: str, interface: str, bits: int) -> None:
 
 
 def _run(*words: str) -> None:
-    # A session of its own: Ctrl-C goes to this program, which then cleans up, and not to its tools too.
+    # In a new session, so that Ctrl-C reaches only this program, which then cleans up.
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
     if done.returncode != 0:
         hint = "" if words[0] == "ip" else " (does the kernel have the sch_tbf module?)"
-        said = (done.stderr or done.stdout).strip()
-        raise LinkError(f"`{' '.join(words)}` failed with status {done.returncode}: {said}{hint}")
+        output = (done.stderr or done.stdout).strip()
+        raise LinkError(f"`{' '.join(words)}` failed with status {done.returncode}: {output}{hint}")
 
 
 def _namespaces() -> list[str]:
@@ -173,7 +172,7 @@ def _delete(name: str) -> None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks at which a process started, None when there is no such process: tells a reused pid apart."""
+    """Return the start of a process in clock ticks, or None if it is gone; detects a reused pid."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One rank of `call_on_ranks`: joins the group, calls the function, hands over what rank 0 returns."""
+"""Run one rank of `call_on_ranks`: join the group, call the function, deliver rank 0's result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["limit"]))
     module, _, name = job["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(dist.group.WORLD, **job["arguments"])
-    dist.barrier()  # no rank leaves while another still talks to it
+    dist.barrier()  # no rank exits while another rank still communicates with it
     deliver(result)
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""Start one process per rank, watch them all, and leave none behind.
+"""Start one process per rank, watch all of them, and end all of them.
 
-A rank's program gets the path of a job file as its last argument, writes its progress with `report`
-and, on rank 0, its results with `deliver`. `call_on_ranks` runs a function so, on gloo.
+The last argument of a rank's program is the path of a job file. The program reports progress with `report`, and rank 0
+hands over the results with `deliver`. `call_on_ranks` calls one function on gloo ranks.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from ascend_parallel.tuning.launch.link import End
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
 
 TAIL_CHARACTERS = 4000
-POLL_SECONDS = 0.25  # rarely: the ranks need the processors
+POLL_SECONDS = 0.25  # long, because the ranks need the processors
 PR_SET_PDEATHSIG = 1
-# Set by a user for training; here every layer is asked for by name and Megatron's stay its own.
+# A user sets these variables for training. The ranks here call each layer directly and must not patch Megatron.
 UNWANTED_PREFIXES = ("COC_", "USE_COC_")
 
 
 class RankError(RuntimeError):
-    """A rank failed or the time limit passed; the message ends with what the ranks printed."""
+    """A rank failed or the time limit passed; the message ends with the output of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run, what it is told, and for how long.
+    """A program to run on every rank, with its arguments and its time limit.
 
     program
-        Words after the Python interpreter: a file, or ``-m`` and a module.
+        Command line after the Python interpreter: a file, or ``-m`` and a module.
     limit
         Seconds after which every rank is ended.
     ends
-        Where the ranks live (`link.shaped_link`); empty for this machine's loopback.
+        Network namespaces of the ranks (`link.shaped_link`); empty for this machine's loopback.
     """
 
     program: tuple[str, ...]
@@ -63,18 +63,18 @@ def call_on_ranks(
     on_progress: Callable[[str], None] = lambda _: None,
     **arguments: Any,
 ) -> Any:
-    """Call the function named ``"module:function"`` on `ranks` gloo processes; return what it returns on rank 0.
+    """Call ``function(group, **arguments)`` on `ranks` gloo processes and return rank 0's result.
 
-    It is called as ``function(group, **arguments)``; arguments and result are what JSON can hold. Raises
-    `RankError` if a rank fails or `limit` seconds have passed.
+    target: ``"module:function"``. Arguments and result must be JSON values. Raises `RankError` if a rank fails or
+    `limit` seconds have passed.
     """
     program = ("-m", "ascend_parallel.tuning.launch.rank")
-    told = {"target": target, "arguments": arguments, "limit": limit}
-    return run_ranks(Job(program=program, arguments=told, ranks=ranks, limit=limit, ends=ends or []), on_progress)
+    call = {"target": target, "arguments": arguments, "limit": limit}
+    return run_ranks(Job(program=program, arguments=call, ranks=ranks, limit=limit, ends=ends or []), on_progress)
 
 
 def run_ranks(job: Job, on_progress: Callable[[str], None]) -> Any:
-    """Run the job's program once per rank and return what rank 0 delivers; `RankError` if a rank fails."""
+    """Run the job's program on every rank and return the results of rank 0; raises `RankError` if a rank fails."""
     with tempfile.TemporaryDirectory(prefix="ascend_parallel-ranks-") as name, signals_as_exceptions():
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job.arguments))
@@ -137,9 +137,9 @@ def _watch(
     while True:
         codes = [process.poll() for process in processes]
         if failed := [rank for rank, code in enumerate(codes) if code not in (None, 0)]:
-            time.sleep(0.5)  # the others often say why
-            what = ", ".join(f"rank {rank} ended with status {codes[rank]}" for rank in failed)
-            raise RankError(f"{what}\n{_tails(folder, job.ranks)}")
+            time.sleep(0.5)  # the output of the other ranks often has the reason
+            failures = ", ".join(f"rank {rank} ended with status {codes[rank]}" for rank in failed)
+            raise RankError(f"{failures}\n{_tails(folder, job.ranks)}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > end:
@@ -168,11 +168,11 @@ def _free_port() -> int:
         return port
 
 
-# ---- what a rank script calls -------------------------------------------------------------------
+# ---- functions for the rank's program -------------------------------------------------------------------
 
 
 def begin_rank() -> dict[str, Any]:
-    """Read the job of this rank, and make the rank die with the program that started it, even if that is killed."""
+    """Return the job's arguments, and make this rank end with the program that started it, even on SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ["PARENT_PID"]):
         sys.exit("the program that started this rank is gone")
@@ -181,13 +181,13 @@ def begin_rank() -> dict[str, Any]:
 
 
 def report(line: str) -> None:
-    """Say on rank 0 how far the work has come; replaces what was said before."""
+    """Write a progress line on rank 0; it replaces the line before."""
     if os.environ["RANK"] == "0":
         _replace(_job_file().with_name("progress"), line)
 
 
 def deliver(results: Any) -> None:
-    """Hand the results over; rank 0 only."""
+    """Hand the results over to the starting program; only rank 0 writes them."""
     if os.environ["RANK"] == "0":
         _replace(_job_file().with_name("results.json"), json.dumps(results))
 
@@ -195,7 +195,7 @@ def deliver(results: Any) -> None:
 def _replace(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text)
-    new.replace(path)  # whoever reads sees the old text or the new one, nothing between
+    new.replace(path)  # atomic: a reader sees the old text or the new text
 
 
 def _job_file() -> Path:

@@ -1,4 +1,4 @@
-"""Signals that end a program, turned into what Python's clean-up understands."""
+"""Turn signals that end a program into exceptions, so that Python's clean-up runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that clean-up code runs."""
+    """Make SIGTERM and SIGHUP raise `SystemExit`, so that clean-up code runs as after Ctrl-C."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -23,7 +23,7 @@ def signals_as_exceptions() -> Iterator[None]:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Keep a second Ctrl-C or SIGTERM from breaking off the clean-up."""
+    """Ignore Ctrl-C, SIGTERM and SIGHUP during clean-up."""
     with _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield
 

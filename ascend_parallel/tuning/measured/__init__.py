@@ -1,1 +1,1 @@
-"""Chunk sizes measured on real process groups: pass times, saved plans, the tuner of a running job."""
+"""Measure chunk sizes on real process groups: pass times, plan files, and the tuner of a running job."""

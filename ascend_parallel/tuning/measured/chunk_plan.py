@@ -1,8 +1,7 @@
-"""A saved plan: for the matmuls that were measured, the chunk sizes that were fastest.
+"""A plan file: the fastest measured chunk sizes of each matmul.
 
-A plan belongs to one kind of machine, one version of torch and one number of ranks. One that is of
-another schema, has an entry that makes no sense or cannot be read is refused as a whole when it is read,
-one that belongs to another machine when a group first uses it: half a plan is none.
+A plan belongs to one kind of machine, one version of torch and one number of ranks. Reading refuses the whole file if
+it is unreadable, has another schema or has one bad entry. A group's first use refuses a plan of another machine.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ Key = tuple[str, str, int, int, int, str]
 
 
 class PlanError(SettingsError):
-    """A plan that is not taken; the message names the file, what is wrong and what to do."""
+    """A refused plan; the message names the file, the problem and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan was measured on; alike on every rank."""
+    """The machine that a plan was measured on; equal on every rank."""
 
     hardware: str
     torch: str
@@ -49,14 +48,14 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The fastest way found to run one operator in one pass of a layer.
+    """The fastest measured chunk sizes of one operator in one pass of a layer.
 
     m, k, n
         The matmul as in `Problem`.
     sizes
-        Rows of each chunk; one size means that no cut won.
+        Rows of each chunk; a single size means that one chunk was fastest.
     serial, chosen
-        Median seconds of the pass, the slowest rank's, with one chunk and with these.
+        Median seconds of the pass on the slowest rank, with one chunk and with `sizes`.
     """
 
     run: str
@@ -71,27 +70,30 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        """What it is found by."""
+        """The key of `Plan.find`: pass, operator, matmul and dtype."""
         return self.run, self.operator, self.m, self.k, self.n, self.dtype
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Entries measured on one kind of machine. A value: it can be hashed, compared and handed down."""
+    """Entries measured on one kind of machine; a hashable value.
+
+    run: the pass that `find` looks up, "forward" or "backward".
+    """
 
     machine: Machine
     entries: tuple[Entry, ...] = ()
     run: str = field(default="forward", compare=True)
 
     def find(self, problem: Problem) -> tuple[Sizes, str] | None:
-        """Return the chunk sizes for `problem` and why, or None if it was not measured.
+        """Return the chunk sizes for `problem` and the reason, or None if `problem` was not measured.
 
         Raises `PlanError` if the group has another number of ranks than the plan.
         """
         if problem.ranks != self.machine.ranks:
             raise PlanError(
-                f"the plan was measured on {self.machine.ranks} ranks and is of no use to a group of {problem.ranks}: "
-                "measure one for it with COC_TUNE, or unset COC_PLAN"
+                f"the plan was measured on {self.machine.ranks} ranks and does not fit a group of {problem.ranks}: "
+                "measure a plan for this group with COC_TUNE, or unset COC_PLAN"
             )
         dtype = str(problem.dtype).removeprefix("torch.")
         entry = self._by_key.get((self.run, problem.operator, problem.m, problem.k, problem.n, dtype))
@@ -103,7 +105,7 @@ class Plan:
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
 
     def __hash__(self) -> int:
-        """Hash what was read, once: settings that hold a plan are looked up at every call."""
+        """Return the cached hash: every call of a layer looks up settings that hold a plan."""
         return self._hash
 
     @cached_property
@@ -111,7 +113,7 @@ class Plan:
         return hash((self.machine, self.entries, self.run))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was computed: hashes of texts differ from process to process."""
+        """Leave cached values out: hashes of strings differ between processes."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def of(self, run: str) -> Plan:
@@ -119,7 +121,7 @@ class Plan:
         return Plan(self.machine, self.entries, run)
 
     def with_entries(self, entries: tuple[Entry, ...]) -> Plan:
-        """Return a plan with `entries` added, each in place of an older one of the same call."""
+        """Return a plan with `entries` added; each replaces an older entry of the same key."""
         merged = {entry.key: entry for entry in (*self.entries, *entries)}
         return Plan(self.machine, tuple(merged.values()), self.run)
 
@@ -129,16 +131,16 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Return a short text that is the same on two ranks if their plans are."""
+        """Return a short text that is equal on two ranks if their plans are equal."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is written to a file."""
+        """Return the content of a plan file."""
         entries = [{**asdict(entry), "sizes": list(entry.sizes)} for entry in self.entries]
         return {"schema": SCHEMA, "machine": asdict(self.machine), "entries": entries}
 
     def save(self, path: Path) -> None:
-        """Write the file as a whole or not at all: a reader sees the old one or the new one."""
+        """Write the file atomically: a reader sees the old file or the new file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
             try:
@@ -163,13 +165,13 @@ def this_machine(ranks: int, device: torch.device, backend: str) -> Machine:
 
 
 def cached_plan(machine: Machine) -> Path:
-    """Return where the plan of a kind of machine is kept for COC_PARALLEL_NUM=auto."""
+    """Return the path of the cached plan of a kind of machine, for COC_PARALLEL_NUM=auto."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return folder / "ascend_parallel" / "plans" / f"{Plan(machine).digest}.json"
 
 
 def load_plan(name: str, variable: str = "COC_PLAN") -> Plan:
-    """Read a plan; raises `PlanError` if it cannot be read or is none."""
+    """Read a plan file; raises `PlanError` if it is unreadable or invalid."""
     try:
         raw = json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
@@ -185,22 +187,22 @@ def load_plan(name: str, variable: str = "COC_PLAN") -> Plan:
 
 
 def differences(plan: Plan, here: Machine) -> list[str]:
-    """Return what of the machine a plan was measured on differs from `here`, in words."""
+    """Return, in words, each difference between the plan's machine and `here`."""
     pairs = ((f.name, getattr(plan.machine, f.name), getattr(here, f.name)) for f in fields(Machine))
     return [f"{name} is {now!r} here and was {then!r}" for name, then, now in pairs if then != now]
 
 
 def read_plan(raw: Any) -> Plan:
-    """Make a plan of what `Plan.as_dict` gave; raises `ValueError`, `KeyError` or `TypeError` for anything else."""
+    """Return the plan of a dict from `Plan.as_dict`; raises `ValueError`, `KeyError` or `TypeError` otherwise."""
     if not isinstance(raw, Mapping) or "schema" not in raw:
         raise ValueError("it has no schema")
     if raw["schema"] != SCHEMA:
         raise ValueError(f"its schema is {raw['schema']!r}, and this version reads {SCHEMA}")
     machine = Machine(**raw["machine"])
     for f in fields(Machine):
-        wanted = int if f.name in ("threads", "ranks") else str
+        required = int if f.name in ("threads", "ranks") else str
         value = getattr(machine, f.name)
-        if type(value) is not wanted or (isinstance(value, int) and value < 1):
+        if type(value) is not required or (isinstance(value, int) and value < 1):
             raise ValueError(f"machine.{f.name} is {shown(value)}")
     return Plan(machine, tuple(_entry(index, entry, machine.ranks) for index, entry in enumerate(raw["entries"])))
 

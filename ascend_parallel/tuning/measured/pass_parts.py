@@ -1,4 +1,4 @@
-"""What a layer's pass is made of: its parts, each to be timed alone, and the pass predicted from their times."""
+"""Split a layer's pass into parts that are timed alone, and predict the pass from the times of its parts."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan_beside
 
-PIECES = 8  # into which a collective and a matmul are cut to see what a piece costs
+PIECES = 8  # pieces of a collective and of a matmul whose cost is measured
 LATENCY_ROWS = 16
-MOST_AT_ONCE = 16  # collectives started one after the other to cover a matmul
-BESIDE = 0.33  # of the collective that matmuls run beside: they may take three times as long there
-LEAST_RATE = 0.1  # of its own speed that a lane keeps beside the other
+MOST_AT_ONCE = 16  # collectives in flight at most beside the timed matmuls
+BESIDE = 0.33  # matmul seconds per second of collective when both are timed: matmuls may slow down three times
+LEAST_RATE = 0.1  # least share of its own speed that a lane keeps while the other runs
 LAUNCH = 20e-6  # host seconds per launch, as benchmarks/host_cost.py measures it on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a pass is made of; seconds are medians on the slowest rank.
+    """The measured parts of a pass; seconds are medians on the slowest rank.
 
     rows
-        Rows that are cut.
+        Rows that are split into chunks.
     matmul, matmul_piece
-        The whole, and one launch of a piece of its rows.
+        The whole matmul, and one launch on 1 / `count` of its rows.
     latency
         The collective of 16 rows.
     collective, pieces
-        The whole collective in one, and in `count` pieces of the same rows that are all in flight.
+        The collective as one call, and as `count` calls on pieces of the rows that are all in flight.
     gather, gather_pieces
-        The same for the layer's input, which a column layer's sequence-parallel backward gathers again.
+        The same for the all-gather of the layer's input in a column layer's sequence-parallel backward.
     compute_rate, collective_rate
-        Share of its own speed that matmul and collective keep while both run.
+        Share of its own speed that a matmul or a collective keeps while both run.
     """
 
     rows: int
@@ -59,21 +59,21 @@ class Parts:
 
     @property
     def computation(self) -> float:
-        """All matmuls of the pass."""
+        """Seconds of all matmuls of the pass."""
         return self.matmul + self.weight_gradient
 
     @property
     def communication(self) -> float:
-        """All collectives of the pass, whole or in pieces, as they are faster."""
+        """Seconds of all collectives of the pass, each whole or in pieces, whichever is faster."""
         return min(self.collective, self.pieces) + min(self.gather, self.gather_pieces)
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The parts of one pass, ready to be called on one rank.
+    """The parts of one pass as functions to time on one rank.
 
-    timed: by the name of the field of `Parts`. piece: one matmul of a piece. start: starts all pieces of the
-    collective and returns what waits for them.
+    timed: functions by the name of their field of `Parts`. piece: runs the matmul of one piece. start: starts all
+    pieces of the collective and returns a function that waits for them.
     """
 
     rows: int
@@ -83,51 +83,54 @@ class Calls:
     start: Callable[[], Callable[[], object]]
 
 
-def part_calls(one: LayerOperator, group: dist.ProcessGroup, like: torch.Tensor, regathers: int | None) -> Calls:
-    """Make operands of the shapes of `one` and the calls on them.
+def part_calls(
+    operator: LayerOperator, group: dist.ProcessGroup, like: torch.Tensor, gathered_columns: int | None
+) -> Calls:
+    """Return the parts of `operator` on operands of its shapes.
 
-    like: a tensor of the layer's dtype and device. regathers: columns of the input gathered again, or None.
+    like: a tensor of the layer's dtype and device. gathered_columns: columns of the layer input that backward
+    gathers, or None.
     """
-    columns = one.k if one.operator == ALL_GATHER else one.n
-    rows = one.m if one.operator == ALL_REDUCE else one.m // group.size()
+    columns = operator.k if operator.operator == ALL_GATHER else operator.n
+    rows = operator.m if operator.operator == ALL_REDUCE else operator.m // group.size()
     count = min(PIECES, rows)
     cuts = {"latency": (min(rows, LATENCY_ROWS),), "collective": (rows,), "pieces": _even(rows, count)}
-    alone = Collective(one.operator, group, like, rows, columns)
-    timed: dict[str, Callable[[], object]] = {name: partial(alone.run, sizes) for name, sizes in cuts.items()}
-    # Ones: pages that were only asked for would all be the same page of zeros.
-    x, w = like.new_ones(one.m, one.k), like.new_ones(one.k, one.n)
-    piece = partial(torch.mm, x[: max(one.m // count, 1)], w)
+    collective = Collective(operator.operator, group, like, rows, columns)
+    timed: dict[str, Callable[[], object]] = {name: partial(collective.run, sizes) for name, sizes in cuts.items()}
+    # Write the operands: untouched pages would all map to the same page of zeros.
+    x, w = like.new_ones(operator.m, operator.k), like.new_ones(operator.k, operator.n)
+    piece = partial(torch.mm, x[: max(operator.m // count, 1)], w)
     timed |= {"matmul": partial(torch.mm, x, w), "matmul_piece": piece}
-    if one.run == "backward":
-        timed["weight_gradient"] = partial(torch.mm, like.new_ones(one.n, one.m), x)
-    if regathers is not None:
-        again = Collective(ALL_GATHER, group, like, rows, regathers)
-        timed |= {"gather": partial(again.run, (rows,)), "gather_pieces": partial(again.run, cuts["pieces"])}
-    return Calls(rows, count, timed, piece, partial(alone.start, cuts["pieces"]))
+    if operator.run == "backward":
+        timed["weight_gradient"] = partial(torch.mm, like.new_ones(operator.n, operator.m), x)
+    if gathered_columns is not None:
+        gather = Collective(ALL_GATHER, group, like, rows, gathered_columns)
+        timed |= {"gather": partial(gather.run, (rows,)), "gather_pieces": partial(gather.run, cuts["pieces"])}
+    return Calls(rows, count, timed, piece, partial(collective.start, cuts["pieces"]))
 
 
 class Collective:
-    """An operator's collective alone, in chunks of rows, as the kernels run it."""
+    """An operator's collective without its matmul, in chunks of rows, as the kernels run it."""
 
     def __init__(self, operator: str, group: dist.ProcessGroup, like: torch.Tensor, rows: int, columns: int) -> None:
-        """Take up to `rows` rows: of the result's own for a reduce-scatter, of the rank's input else."""
+        """Allocate `rows` rows: rows of the rank's result for a reduce-scatter, of the rank's input otherwise."""
         self._operator, self._group = operator, group
-        # Zeros, because reducing anything else again and again would overflow; written, so that they are in memory.
+        # Zeros, because repeated sums of other values overflow; zero_() writes them, so that the pages exist.
         self._x = like.new_empty(rows, columns).zero_()
         wide = 0 if operator == ALL_REDUCE else group.size() * rows
         self._whole = like.new_empty(wide, columns).zero_()
 
     def run(self, sizes: Sizes) -> None:
-        """Run all chunks, at the same time if the backend can."""
+        """Start all chunks and wait for them."""
         self.start(sizes)()
 
     def start(self, sizes: Sizes) -> Callable[[], object]:
-        """Start all chunks and return what waits for them."""
+        """Start all chunks and return a function that waits for them."""
         x, ranks = self._x[: sum(sizes)], self._group.size()
         whole = self._whole[: ranks * sum(sizes)]
         if self._operator == ALL_REDUCE:
             chunks = torch.split_with_sizes(x, sizes)
-            return _waiting([dist.all_reduce(x_c, group=self._group, async_op=True) for x_c in chunks])
+            return _wait_all([dist.all_reduce(x_c, group=self._group, async_op=True) for x_c in chunks])
         if self._operator == ALL_GATHER and len(sizes) == 1:
             return all_gather_single(whole, x, self._group).wait
         if self._operator == ALL_GATHER:
@@ -136,39 +139,40 @@ class Collective:
         for scatter in scatters:
             scatter.expect()
         inputs = torch.split_with_sizes(whole, [ranks * size for size in sizes])
-        return _waiting([scatter.start(x_c) for scatter, x_c in zip(scatters, inputs, strict=True)])
+        return _wait_all([scatter.start(x_c) for scatter, x_c in zip(scatters, inputs, strict=True)])
 
 
 def repeats(piece: float, pieces: float) -> tuple[int, int]:
-    """Say how many matmuls of a piece are a third of the collective, and how many collectives that takes at least.
+    """Return how many piece matmuls and how many collectives to time beside each other.
 
-    piece, pieces: seconds of one matmul and of the whole collective in pieces.
+    The matmuls take a third (`BESIDE`) of the collectives' time. piece, pieces: seconds of one matmul of a piece, and
+    of the collective in pieces.
     """
     matmuls = max(1, round(BESIDE * pieces / piece))
     return matmuls, min(MOST_AT_ONCE, max(1, ceil(matmuls * piece / BESIDE / pieces)))
 
 
 def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[float, float]:
-    """Return the shares of its own speed that each lane kept.
+    """Return the share of its own speed that each lane kept: (matmuls, collectives).
 
-    matmuls, whole: seconds of the matmuls alone and of the collectives alone; beside, until: seconds the matmuls took
-    beside the collectives, and both of them.
+    matmuls, whole: seconds of the matmuls alone and of the collectives alone. beside, until: seconds from the common
+    start to the end of the matmuls, and to the end of both.
     """
-    moved = whole - (until - beside)  # what of the collectives was done by the end of the matmuls, in their own seconds
+    moved = whole - (until - beside)  # collective work done by the end of the matmuls, in seconds at full speed
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(one: LayerOperator, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
-    """Predict a pass cut into `sizes` from the times of its parts.
+def seconds(operator: LayerOperator, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
+    """Predict the seconds of a pass with chunks of `sizes` rows from the times of its parts.
 
-    A matmul of a chunk costs a fixed time and a time per row, a piece of a collective likewise; a lone or last one
-    has its latency besides. While both lanes run, each has its rate.
+    The matmul of a chunk costs a fixed time plus a time per row, and so does its collective. One collective also costs
+    the latency: the first of an all-gather, the last of the others. While both lanes run, each runs at its rate.
     """
-    first, whole, blocks = one.operator == ALL_GATHER, len(sizes) == 1, 1
-    if one.operator != ALL_REDUCE:
+    first, whole, blocks = operator.operator == ALL_GATHER, len(sizes) == 1, 1
+    if operator.operator != ALL_REDUCE:
         blocks = ranks - 1 if first else ranks
     fixed = max(parts.count * parts.matmul_piece - parts.matmul, 0.0) / max(parts.count - 1, 1)
-    per_row = max(parts.matmul - fixed, 0.0) / one.m
+    per_row = max(parts.matmul - fixed, 0.0) / operator.m
     extra = max(parts.pieces - parts.collective, 0.0) / max(parts.count - 1, 1)
     moving = max(min(parts.pieces, parts.collective) - parts.latency, 0.0) / parts.rows
     compute, collective, own = [parts.matmul], [parts.collective], 0.0
@@ -192,5 +196,5 @@ def _even(rows: int, count: int) -> Sizes:
     return tuple(rows // count + (index < rows % count) for index in range(count))
 
 
-def _waiting(works: Sequence[Any]) -> Callable[[], object]:
+def _wait_all(works: Sequence[Any]) -> Callable[[], object]:
     return lambda: [work.wait() for work in works]

@@ -1,8 +1,8 @@
-"""A layer's passes timed on a real group: with one chunk, and cut in other ways.
+"""Time a layer's passes on a real group, with one chunk and with other chunk sizes.
 
-What is timed is `column_linear` or `row_linear` itself, on random operands of the layer's shapes, so that
-a backward has its weight gradient beside it. The ranks meet at a barrier before every call, and a
-call takes as long as on its slowest rank; every rank then has the same numbers and decides alike.
+The timed function is `column_linear` or `row_linear` itself, on random operands of the layer's shapes. A timed
+backward therefore includes the weight gradient. A barrier stands before every call. The time of a call is that of
+its slowest rank, so every rank has the same numbers and makes the same decision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Times = dict[Sizes, list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layer as it is called on one rank of a group.
+    """A layer's call on one rank of a group: shapes, dtype, device and options.
 
     rows
         Product of the leading dimensions of this rank's input.
@@ -56,18 +56,18 @@ class Case:
     reduce_input_grad: bool = True
 
     def passes(self, ranks: int) -> list[LayerOperator]:
-        """Return the operators it runs next to a collective, forward and backward."""
+        """Return the operators of forward and backward that have a collective."""
         make = column_passes if self.kind == "column" else row_passes
         passes = make(self.rows, self.k, self.n, ranks, self.sequence_parallel)
         reduces = self.sequence_parallel or self.reduce_input_grad
-        return [one for one in passes if one.run == "forward" or self.kind == "row" or reduces]
+        return [operator for operator in passes if operator.run == "forward" or self.kind == "row" or reduces]
 
 
 class Layer:
-    """A case with random operands, ready to be timed."""
+    """A case with random operands, on which its passes are timed."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
-        """Make the operands from a generator of their own: the run's random state stays as it is."""
+        """Draw the operands from a private generator, so that the run's random state does not change."""
         self.case, self.group = case, group
         self._settings, self._machine = settings, machine
         generator = torch.Generator().manual_seed(group.rank())
@@ -80,29 +80,31 @@ class Layer:
         self.weight = drawn(case.n, case.k).requires_grad_()
         self.dy = drawn(y_rows, case.n)
 
-    def time_sizes(self, one: LayerOperator, candidates: Sequence[Sizes], rounds: int) -> Times:
-        """Time one pass cut in each of these ways; as `time`."""
-        return self.time(one, {sizes: self.with_sizes(one, sizes) for sizes in candidates}, rounds)
+    def time_sizes(self, operator: LayerOperator, candidates: Sequence[Sizes], rounds: int) -> Times:
+        """Time one pass with each of these chunk sizes; see `time`."""
+        return self.time(operator, {sizes: self.with_sizes(operator, sizes) for sizes in candidates}, rounds)
 
-    def time(self, one: LayerOperator, variants: Mapping[Name, Settings], rounds: int) -> dict[Name, list[float]]:
-        """Time one pass with each of `variants`, in an order drawn anew for every round, after a warm-up.
+    def time(self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int) -> dict[Name, list[float]]:
+        """Time one pass with each of `variants`; return the slowest rank's seconds by variant and round.
 
-        Returns the slowest rank's seconds by variant and round.
+        A warm-up round comes first. Every round has its own random order.
         """
-        return self._rounds({name: partial(self._once, one, settings) for name, settings in variants.items()}, rounds)
+        return self._rounds(
+            {name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()}, rounds
+        )
 
-    def parts(self, one: LayerOperator, rounds: int) -> Parts:
-        """Time what the pass is made of, each alone, and the two lanes beside each other."""
-        return self.time_with_parts(one, {}, rounds)[0]
+    def parts(self, operator: LayerOperator, rounds: int) -> Parts:
+        """Time each part of the pass alone, and matmuls and collectives beside each other."""
+        return self.time_with_parts(operator, {}, rounds)[0]
 
     def time_with_parts(
-        self, one: LayerOperator, variants: Mapping[Name, Settings], rounds: int
+        self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int
     ) -> tuple[Parts, dict[Name, list[float]]]:
-        """Time variants and parts in the same rounds: a machine that is slow for a while is so for all of them."""
-        regathers = one.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
-        calls = part_calls(one, self.group, self.x.detach(), self.case.k if regathers else None)
+        """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
+        gathers_input = operator.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
+        calls = part_calls(operator, self.group, self.x.detach(), self.case.k if gathers_input else None)
         runs: dict[Any, Callable[[], float]] = {
-            name: partial(self._once, one, settings) for name, settings in variants.items()
+            name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()
         }
         runs |= {(name,): partial(self._clock, call) for name, call in calls.timed.items()}
         times = self._rounds(runs, rounds)
@@ -120,17 +122,17 @@ class Layer:
         return parts, times
 
     def _rounds(self, runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
-        """Time each of `runs` once a round, in an order drawn anew; the slowest rank's seconds by round."""
+        """Time each of `runs` once a round, in random order; return the slowest rank's seconds by round."""
         times: list[list[float]] = []
         order = list(enumerate(runs.values()))
         for index in range(rounds + 1):
-            random.Random(index).shuffle(order)  # alike on every rank
-            took = {place: run() for place, run in order}
-            times.append([took[place] for place in range(len(order))])
+            random.Random(index).shuffle(order)  # the same order on every rank
+            by_place = {place: run() for place, run in order}
+            times.append([by_place[place] for place in range(len(order))])
         return dict(zip(runs, self._slowest(times[1:]).t().tolist(), strict=True))
 
     def _beside(self, calls: Calls, matmuls: int, collectives: int, until: bool) -> float:
-        """Time matmuls beside collectives that take longer: the matmuls alone, or `until` the collectives are done."""
+        """Time matmuls beside longer collectives: until the matmuls end, or with `until`, until both end."""
         _synchronize(self.case.device)
         dist.barrier(self.group)
         start = time.perf_counter()
@@ -146,7 +148,7 @@ class Layer:
         return seconds
 
     def _slowest(self, times: list[list[float]]) -> torch.Tensor:
-        """Return seconds by round and call as the slowest rank had them, on the CPU."""
+        """Return the slowest rank's seconds by round and call, on the CPU."""
         slowest = torch.tensor(times, dtype=torch.float64 if self.case.device == "cpu" else torch.float32)
         slowest = slowest.to(self.case.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
@@ -158,23 +160,28 @@ class Layer:
         ranks = self.group.size()
         return self.case.rows * ranks if self.case.kind == "column" else self.case.rows // ranks
 
-    def as_run(self, one: LayerOperator, sizes: Sizes) -> Sizes:
-        """Return the chunks that a call asking for `sizes` gets so as to keep its bits; all ranks call it alike."""
-        case = self.case
-        problem = Problem(one.operator, one.m, one.k, one.n, case.dtype, case.device, self.group.size())
-        settings = self.with_sizes(one, sizes)
-        choice = choose(problem, settings if one.run == "forward" else backward_settings(settings))
-        return keep_bits(replace(choice, given=False), self.group, self.weight.device, one.layout).sizes
+    def sizes_as_run(self, operator: LayerOperator, sizes: Sizes) -> Sizes:
+        """Return the sizes that a call with `sizes` really runs: larger chunks where the matmul's bits need them.
 
-    def with_sizes(self, one: LayerOperator, sizes: Sizes) -> Settings:
-        """Return settings by which this pass is cut so."""
+        A collective function: every rank of the group must call it.
+        """
+        case = self.case
+        problem = Problem(
+            operator.operator, operator.m, operator.k, operator.n, case.dtype, case.device, self.group.size()
+        )
+        settings = self.with_sizes(operator, sizes)
+        choice = choose(problem, settings if operator.run == "forward" else backward_settings(settings))
+        return keep_bits(replace(choice, given=False), self.group, self.weight.device, operator.layout).sizes
+
+    def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Settings:
+        """Return settings with which this pass runs in chunks of `sizes`."""
         dtype = str(self.case.dtype).removeprefix("torch.")
         entry = Entry(
-            run=one.run,
-            operator=one.operator,
-            m=one.m,
-            k=one.k,
-            n=one.n,
+            run=operator.run,
+            operator=operator.operator,
+            m=operator.m,
+            k=operator.k,
+            n=operator.n,
             dtype=dtype,
             sizes=sizes,
             serial=1.0,
@@ -183,19 +190,19 @@ class Layer:
         changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
         return replace(self._settings, customized_coc={}, **changes)
 
-    def _once(self, one: LayerOperator, settings: Settings) -> float:
-        # Whatever the call stands in (a checkpoint, an offload) must not see the tensors saved here.
-        with saved_tensors_hooks(_as_it_is, _as_it_is), unseen():
-            return self._timed(one, settings)
+    def _timed_alone(self, operator: LayerOperator, settings: Settings) -> float:
+        # An outer checkpoint or offload context must not see the tensors saved here.
+        with saved_tensors_hooks(_identity, _identity), uncounted():
+            return self._timed(operator, settings)
 
-    def _timed(self, one: LayerOperator, settings: Settings) -> float:
+    def _timed(self, operator: LayerOperator, settings: Settings) -> float:
         run: Callable[..., torch.Tensor] = column_linear if self.case.kind == "column" else row_linear
         options: dict[str, Any] = {
             "group": self.group,
             "settings": settings,
             "sequence_parallel": self.case.sequence_parallel,
         }
-        if one.run == "forward":
+        if operator.run == "forward":
             with torch.no_grad():
                 return self._clock(lambda: run(self.x, self.weight, **options))
         with torch.enable_grad():
@@ -218,13 +225,13 @@ def _wait(waits: Sequence[Callable[[], object]]) -> None:
         wait()
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Keep what is measured out of the run's counts and of its timeline."""
+def uncounted() -> Iterator[None]:
+    """Keep the calls inside out of the run's counts and out of its timeline."""
     counts, recorder = COUNTS.as_dict(), RECORDING.recorder
     RECORDING.recorder = None
     try:

@@ -1,7 +1,7 @@
-"""Chunk sizes found while a run goes: measured on the shapes that occur, or predicted from a few measurements.
+"""Choose chunk sizes during a run: measure the shapes that occur, or predict them from a few measurements.
 
-The first time a layer of some shape is called, all ranks of its group measure it together and keep what
-was fastest, or one chunk if overlap loses. Every decision is made from numbers that all ranks have.
+At the first call of a layer of a shape, all ranks of its group measure the layer together. They keep the fastest
+sizes, or one chunk if overlap loses. Every decision uses only numbers that all ranks have.
 """
 
 from __future__ import annotations
@@ -39,29 +39,32 @@ from ascend_parallel.tuning.measured.pass_times import Case, Layer, Times
 
 log = logging.getLogger("ascend_parallel")
 
-COUNTS = (2, 4, 8)  # chunks tried first
-ROUNDS = 7  # of every candidate
-LEAST_GAIN = 0.02  # of the serial time: overlap has to win more than this, in the median of the rounds
-LOST = 1  # rounds that a cut may lose all the same
+COUNTS = (2, 4, 8)  # chunk counts that are always timed
+ROUNDS = 7  # timings of every candidate
+LEAST_GAIN = 0.02  # share of the serial time: a cut must gain more than this in the median of the rounds
+LOST = 1  # rounds that a winning cut may lose
 MOST_CHUNKS = 16
-FEW = 4  # chunks: what the model finds with no more of them is tried too, for it knows little of what a chunk costs
+FEW = 4  # the model also searches with at most this many chunks, because its cost per chunk is a rough estimate
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was found for one pass: the sizes, the median seconds of one chunk and of them, and why it is kept whole."""
+class TunedPass:
+    """The result for one pass: its chunk sizes, the median seconds with one chunk and with these sizes.
+
+    why: the reason for one chunk, if there is only one.
+    """
 
     sizes: Sizes
     serial: float
     chosen: float
     why: str = ""
 
-    def measured(self) -> dict[str, Any]:
-        """Return what an entry of a plan keeps of it."""
+    def entry_fields(self) -> dict[str, Any]:
+        """Return the fields that a plan's `Entry` keeps."""
         return {"sizes": self.sizes, "serial": self.serial, "chosen": self.chosen}
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return the result in words, for the log."""
         if len(self.sizes) == 1:
             return f"kept whole (one chunk of {self.sizes[0]} rows), because {self.why}; {1e3 * self.serial:.3f} ms"
         rows = str(self.sizes[0]) if len(set(self.sizes)) == 1 else ", ".join(map(str, self.sizes))
@@ -70,75 +73,80 @@ class Found:
 
 
 class Tuner:
-    """Finds chunk sizes for the layers of one process, and keeps them in a plan, group by group.
+    """Chooses chunk sizes for the layers of one process and keeps one plan per group.
 
-    With COC_TUNE what is not known yet is measured and kept in its file; with COC_PARALLEL_NUM=auto it is
-    predicted from a few measurements of its parts and timed once beside one chunk; what `ascend-parallel
-    tune` left in the cache is taken first.
+    COC_TUNE
+        Measures each unknown pass and keeps the result in the file that COC_TUNE names.
+    COC_PARALLEL_NUM=auto
+        Takes the entries that `ascend-parallel tune` left in the cache. Predicts each unknown pass from a few
+        measurements of its parts, and times the predicted sizes once beside one chunk.
     """
 
     def __init__(self, settings: Settings, original_if_whole: bool = False) -> None:
-        """Measure and keep in the file that ``settings.tune`` names, or predict beside the cache's entries.
+        """Measure into the file that ``settings.tune`` names, or predict what the cached plan lacks.
 
         original_if_whole
-            Give settings of mode 0 (the framework's own layer) for a call whose matmuls are all kept whole. Not on
-            NPUs, where a whole matmul's operands may be padded.
+            Return settings of mode 0 (the framework's own layer) for a call whose matmuls all stay in one chunk.
+            Ignored on NPUs, where the operands of a whole matmul may be padded.
         """
-        # In a layer the plan stands in for these three.
+        # In a layer, the plan replaces these three options.
         self._settings = replace(settings, tune=None, auto=False, mode=settings.effective_mode)
         self._unless_cut = replace(self._settings, mode=0) if original_if_whole else self._settings
         self._measure = settings.tune is not None
         self._file = settings.tune
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
-        self._told: set[tuple[LayerOperator, str]] = set()
+        self._logged: set[tuple[LayerOperator, str]] = set()
 
     def settings_for(
         self, case: Case, group: dist.ProcessGroup, *, backward: bool, agree: Callable[[], None] = lambda: None
     ) -> Settings:
-        """Return settings whose plan has this layer's passes.
+        """Return settings whose plan has an entry for each pass of this layer.
 
-        The first call of a case communicates on `group`, after `agree`, unless none of its passes does.
+        The first call with a case runs `agree` and then communicates on `group`, unless no pass of the case has a
+        collective.
         """
         known = self._known.setdefault(group, {})
         if (case, backward) not in known:
-            passes = [one for one in case.passes(group.size()) if backward or one.run == "forward"]
+            passes = [operator for operator in case.passes(group.size()) if backward or operator.run == "forward"]
             if not passes or not case.rows:
                 return self._settings if case.device == "npu" else self._unless_cut
             agree()
-            _meet(group, f"{case}, {'with' if backward else 'without'} gradients")
+            _check_same_call(group, f"{case}, {'with' if backward else 'without'} gradients")
             plan = self._plan(group, case.device)
-            missing = [one for one in passes if _find(plan, one, case) is None]
+            missing = [operator for operator in passes if _find(plan, operator, case) is None]
             if missing:
-                plan = plan.with_entries(tuple(self._entry(case, one, group, plan.machine) for one in missing))
+                plan = plan.with_entries(
+                    tuple(self._entry(case, operator, group, plan.machine) for operator in missing)
+                )
                 self._plans[group] = plan
                 if self._measure and group.rank() == 0:
                     self._save(plan)
-            self._tell_known(plan, passes, case)
-            cut = case.device == "npu" or any(_is_cut(plan, one, case) for one in passes)
+            self._log_known(plan, passes, case)
+            cut = case.device == "npu" or any(_is_cut(plan, operator, case) for operator in passes)
             known[case, backward] = replace(self._settings if cut else self._unless_cut, plan=plan)
         return known[case, backward]
 
     def _plan(self, group: dist.ProcessGroup, device: str) -> Plan:
         if group not in self._plans:
-            self._plans[group] = self._agreed_start(group, device)
+            self._plans[group] = self._starting_plan(group, device)
         return self._plans[group]
 
-    def _agreed_start(self, group: dist.ProcessGroup, device: str) -> Plan:
-        """Return the plan in the file as the group's first rank sees it, or an empty one; every rank alike."""
+    def _starting_plan(self, group: dist.ProcessGroup, device: str) -> Plan:
+        """Return the plan file as the group's first rank reads it, or an empty plan; the same plan on every rank."""
         backend: str = group._get_backend(torch.device(device)).name()
         here = this_machine(group.size(), torch.device(device), backend)
-        said: list[Any] = [None]
+        message: list[Any] = [None]
         if group.rank() == 0:
-            said = [self._read(here)]
-        dist.broadcast_object_list(said, group=group, group_src=0)
-        if isinstance(said[0], str):
-            raise PlanError(said[0])
-        plan: Plan = said[0]
+            message = [self._read(here)]
+        dist.broadcast_object_list(message, group=group, group_src=0)
+        if isinstance(message[0], str):
+            raise PlanError(message[0])
+        plan: Plan = message[0]
         return plan
 
     def _read(self, here: Machine) -> Plan | str:
-        """Return the plan of the file, an empty one if there is no file, or why the file is not taken."""
+        """Return the file's plan, an empty plan if there is no file, or the reason (a text) why the file is refused."""
         variable = "COC_TUNE" if self._measure else "the cache of COC_PARALLEL_NUM=auto"
         try:
             path = self._path(here)
@@ -146,39 +154,48 @@ class Tuner:
             plan = load_plan(str(path), variable)
         except FileNotFoundError:
             return Plan(here)
-        except (PlanError, OSError, RuntimeError) as error:  # told to the other ranks, who wait for it
+        except (PlanError, OSError, RuntimeError) as error:  # broadcast to the other ranks, which wait for this one
             return f"{variable}: {error}"
         if different := differences(plan, here):
             return (
                 f"{variable}={str(path)!r} was measured elsewhere: {'; '.join(different)}. "
-                "Name another file, or remove this one"
+                "Name another file, or remove this file"
             )
         return plan
 
-    def _entry(self, case: Case, one: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
-        with unwatched():  # a checkpoint's policy would count these matmuls as the call's
+    def _entry(self, case: Case, operator: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
+        with unwatched():  # hide these matmuls from a selective checkpoint's policy
             layer = Layer(case, group, self._settings, machine)
-            parts = layer.parts(one, ROUNDS)
-            found = measured(layer, one, parts) if self._measure else confirmed(layer, one, parts)
-        self._tell(one, case, str(found))
+            parts = layer.parts(operator, ROUNDS)
+            tune = measured if self._measure else confirmed
+            tuned = tune(layer, operator, parts)
+        self._log_once(operator, case, str(tuned))
         dtype = str(case.dtype).removeprefix("torch.")
-        return Entry(run=one.run, operator=one.operator, m=one.m, k=one.k, n=one.n, dtype=dtype, **found.measured())
+        return Entry(
+            run=operator.run,
+            operator=operator.operator,
+            m=operator.m,
+            k=operator.k,
+            n=operator.n,
+            dtype=dtype,
+            **tuned.entry_fields(),
+        )
 
-    def _tell_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
-        """Say of passes that the file knew what it knew."""
-        for one in passes:
-            entry = _find(plan, one, case)
+    def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
+        """Log the entries of passes that the plan file already had."""
+        for operator in passes:
+            entry = _find(plan, operator, case)
             assert entry is not None
-            found = Found(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
-            self._tell(one, case, f"{found} (known from {self._path(plan.machine)})")
+            tuned = TunedPass(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
+            self._log_once(operator, case, f"{tuned} (known from {self._path(plan.machine)})")
 
-    def _tell(self, one: LayerOperator, case: Case, text: str) -> None:
-        """Say what one pass runs with: once, on rank 0, as a warning, for it was asked for and is to be seen."""
-        if (one, str(case.dtype)) not in self._told and dist.get_rank() == 0:
-            asked = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
-            shape = f"[{one.m}, {one.k}] x [{one.k}, {one.n}]"
-            log.warning("%s: %s %s %s: %s", asked, one.run, one.operator, shape, text)
-        self._told.add((one, str(case.dtype)))
+    def _log_once(self, operator: LayerOperator, case: Case, text: str) -> None:
+        """Log the sizes of one pass once, on rank 0; as a warning, so that the default log level shows the line."""
+        if (operator, str(case.dtype)) not in self._logged and dist.get_rank() == 0:
+            variable = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
+            shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
+            log.warning("%s: %s %s %s: %s", variable, operator.run, operator.operator, shape, text)
+        self._logged.add((operator, str(case.dtype)))
 
     def _path(self, machine: Machine) -> Path:
         return cached_plan(machine) if self._file is None else Path(self._file)
@@ -186,94 +203,97 @@ class Tuner:
     def _save(self, plan: Plan) -> None:
         path = self._path(plan.machine)
         try:
-            saved = self._read(plan.machine)  # a stage of the pipeline may have added its shapes meanwhile
+            saved = self._read(plan.machine)  # another pipeline stage may have added entries
             (plan if isinstance(saved, str) else saved.with_entries(plan.entries)).save(path)
-        except OSError as error:  # the other ranks go on: the run matters more than the file
+        except OSError as error:  # the run continues without the file
             log.warning("the plan could not be written to %s: %s", path, error.strerror)
 
 
-def _meet(group: dist.ProcessGroup, call: str) -> None:
-    """Make sure that every rank of the group has come to tune the same call."""
-    told = exchange(group, f"the tuning of {call}", {"call": call}, DisagreementError)
-    if any(value["call"] != call for value in told.values()):
-        what = "; ".join(f"rank {rank}: {value['call']}" for rank, value in told.items())
+def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
+    """Raise `DisagreementError` unless every rank of the group tunes the same call."""
+    call_by_rank = exchange(group, f"the tuning of {call}", {"call": call}, DisagreementError)
+    if any(value["call"] != call for value in call_by_rank.values()):
+        calls = "; ".join(f"rank {rank}: {value['call']}" for rank, value in call_by_rank.items())
         raise DisagreementError(
-            f"ranks of {describe(group)} came to tune different calls ({what}): a layer has to be called alike, with "
-            "the same need of gradients, on every rank of its group"
+            f"ranks of {describe(group)} tune different calls ({calls}): call a layer with the same shapes, and with "
+            "gradients or without, alike on every rank of its group"
         )
 
 
-def measured(layer: Layer, one: LayerOperator, parts: Parts) -> Found:
-    """Time equal steps first, then what the model makes of the parts; return the fastest, or one chunk."""
+def measured(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
+    """Time the counts of COUNTS and the sizes that the model predicts from `parts`; return the fastest."""
     whole = (parts.rows,)
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
     for most in (MOST_CHUNKS, FEW):
-        model = best_of_model(one, parts, layer.group.size(), most)
+        model = best_of_model(operator, parts, layer.group.size(), most)
         candidates += [model.sizes, model.equal]
-    tried = tuple(dict.fromkeys([whole, *(layer.as_run(one, sizes) for sizes in dict.fromkeys(candidates))]))
+    tried = tuple(dict.fromkeys([whole, *(layer.sizes_as_run(operator, sizes) for sizes in dict.fromkeys(candidates))]))
     if len(tried) == 1:
-        times = layer.time_sizes(one, tried, ROUNDS)
-        return Found(whole, median(times[whole]), median(times[whole]), "it cannot be cut")
-    times = layer.time_sizes(one, tried, ROUNDS)
+        times = layer.time_sizes(operator, tried, ROUNDS)
+        return TunedPass(whole, median(times[whole]), median(times[whole]), "it cannot be cut")
+    times = layer.time_sizes(operator, tried, ROUNDS)
     best = min(tried, key=lambda sizes: (median(times[sizes]), len(sizes)))
-    # Once more, the two alone, so that a lucky median among many does not decide.
+    # Time the two again, alone: among many candidates, a lucky median may be the smallest.
     if best != whole:
-        times = layer.time_sizes(one, (whole, best), ROUNDS)
+        times = layer.time_sizes(operator, (whole, best), ROUNDS)
     return decide(times, whole, best)
 
 
-def decide(times: Times, whole: Sizes, best: Sizes) -> Found:
-    """Take `best` if it wins by more than noise in the rounds, paired with one chunk; else one chunk.
+def decide(times: Times, whole: Sizes, best: Sizes) -> TunedPass:
+    """Return `best` if it beats one chunk by more than noise, round by round; otherwise one chunk.
 
-    That is by the median, and in all rounds but `LOST`: with 7 rounds, a cut that gains nothing passes once in 16.
+    The median gain must exceed `LEAST_GAIN`, and at most `LOST` rounds may lose. With 7 rounds, a cut that gains
+    nothing passes once in 16 times.
     """
     serial = median(times[whole])
     gains = [1 - ours / theirs for ours, theirs in zip(times[best], times[whole], strict=True)]
     lost = sum(gain <= 0 for gain in gains)
     if best == whole or median(gains) <= LEAST_GAIN or lost > LOST:
-        return Found(whole, serial, serial, _why_whole(best, whole, median(gains), f"{lost} of {len(gains)} rounds"))
-    return Found(best, serial, median(times[best]))
+        return TunedPass(
+            whole, serial, serial, _why_whole(best, whole, median(gains), f"{lost} of {len(gains)} rounds")
+        )
+    return TunedPass(best, serial, median(times[best]))
 
 
 def _why_whole(best: Sizes, whole: Sizes, gain: float, lost: str) -> str:
     if best == whole:
         return "no cut that was timed is faster"
-    took = f"wins {100 * gain:.1f} % and loses {lost}, which may be noise"
-    return f"the best cut, {len(best)} chunks, " + (took if gain > 0 else f"takes {-100 * gain:.1f} % longer")
+    wins = f"wins {100 * gain:.1f} % and loses {lost}, which may be noise"
+    return f"the best cut, {len(best)} chunks, " + (wins if gain > 0 else f"takes {-100 * gain:.1f} % longer")
 
 
-def confirmed(layer: Layer, one: LayerOperator, parts: Parts) -> Found:
-    """Time what the model finds best once beside one chunk: a wrong prediction must not make a run slower."""
-    whole, predicted_best = (parts.rows,), predicted(one, parts, layer.group.size()).sizes
-    best = layer.as_run(one, predicted_best)
+def confirmed(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
+    """Time the sizes that the model predicts beside one chunk: a wrong prediction must not make a run slower."""
+    whole, predicted_best = (parts.rows,), predicted(operator, parts, layer.group.size()).sizes
+    best = layer.sizes_as_run(operator, predicted_best)
     if best == whole:
-        times = layer.time_sizes(one, (whole,), ROUNDS)
-        cut = "it cannot be cut as a model would"
-        why = cut if predicted_best != whole else "a model of its parts expects no cut to win"
-        return Found(whole, median(times[whole]), median(times[whole]), why)
-    times = layer.time_sizes(one, (whole, best), ROUNDS)
+        times = layer.time_sizes(operator, (whole,), ROUNDS)
+        uncuttable = "it cannot be cut as a model would"
+        why = uncuttable if predicted_best != whole else "a model of its parts expects no cut to win"
+        return TunedPass(whole, median(times[whole]), median(times[whole]), why)
+    times = layer.time_sizes(operator, (whole, best), ROUNDS)
     return decide(times, whole, best)
 
 
-def predicted(one: LayerOperator, parts: Parts, ranks: int) -> Found:
-    """Return what the model finds best from the parts alone."""
-    best = best_of_model(one, parts, ranks)
+def predicted(operator: LayerOperator, parts: Parts, ranks: int) -> TunedPass:
+    """Return the sizes that the model predicts from the parts alone."""
+    best = best_of_model(operator, parts, ranks)
     if best.seconds > best.whole * (1 - LEAST_GAIN):
-        return Found((parts.rows,), best.whole, best.whole)
-    return Found(best.sizes, best.whole, best.seconds)
+        return TunedPass((parts.rows,), best.whole, best.whole)
+    return TunedPass(best.sizes, best.whole, best.seconds)
 
 
-def best_of_model(one: LayerOperator, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
-    """Search the sizes that the model finds best, from the parts alone."""
-    return best_sizes(parts.rows, lambda sizes: seconds(one, parts, ranks, sizes), most_chunks=most_chunks)
+def best_of_model(operator: LayerOperator, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
+    """Search the sizes of least predicted time, with at most `most_chunks` chunks."""
+    return best_sizes(parts.rows, lambda sizes: seconds(operator, parts, ranks, sizes), most_chunks=most_chunks)
 
 
-def _is_cut(plan: Plan, one: LayerOperator, case: Case) -> bool:
-    entry = _find(plan, one, case)
+def _is_cut(plan: Plan, operator: LayerOperator, case: Case) -> bool:
+    entry = _find(plan, operator, case)
     return entry is not None and len(entry.sizes) > 1
 
 
-def _find(plan: Plan, one: LayerOperator, case: Case) -> Entry | None:
+def _find(plan: Plan, operator: LayerOperator, case: Case) -> Entry | None:
     dtype = str(case.dtype).removeprefix("torch.")
-    key = (one.run, one.operator, one.m, one.k, one.n, dtype)
+    key = (operator.run, operator.operator, operator.m, operator.k, operator.n, dtype)
     return next((entry for entry in plan.entries if entry.key == key), None)
