@@ -146,6 +146,14 @@ class PatchControl:
             if os.environ.get("RANK", "0") == "0":
                 log.info("%s", self.status().state)
 
+    def try_apply(self) -> str:
+        """Apply the patches; return "", or why they do not fit what is installed."""
+        try:
+            self.apply()
+        except PatchError as error:
+            return str(error)
+        return ""
+
     def revert(self) -> None:
         """Put the originals back; nothing to do if they are in place."""
         if self._patches is not None:

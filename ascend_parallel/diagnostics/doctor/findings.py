@@ -12,15 +12,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.doctor.trial import try_kernels
 from ascend_parallel.overlap.summary import overlap_in_words
-from ascend_parallel.patch_control import PatchControl
-from ascend_parallel.patches.base import PatchError
 from ascend_parallel.settings import Settings
 
 GOOD, NOTE, BAD = "good", "note", "bad"
@@ -35,6 +33,20 @@ REBUILD = (
     "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
     "setuptools, wheel and a C++ compiler installed; -v shows why a build fails)"
 )
+
+
+class Control(Protocol):
+    """The settings and patches of this process: a `PatchControl`."""
+
+    @property
+    def refused(self) -> Exception | None:
+        """The error for which the variables were refused."""
+
+    def status(self) -> Any:
+        """Return what is in force."""
+
+    def try_apply(self) -> str:
+        """Apply the patches; return "" or why they do not apply."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Report:
         return {"healthy": self.healthy, "verdict": self.verdict, "findings": found}
 
 
-def examine(control: PatchControl, ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Report:
+def examine(control: Control, ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Report:
     """Return all findings; with `ranks` of 2 or more, also try every kernel on that many local processes.
 
     control
@@ -98,7 +110,7 @@ def examine(control: PatchControl, ranks: int = 0, say: Callable[[str], None] = 
     return Report(findings, control.status().settings)
 
 
-def examine_request(control: PatchControl) -> Iterator[Finding]:
+def examine_request(control: Control) -> Iterator[Finding]:
     """Yield findings on the variables and on whether they take effect in a training; `status` uses them too."""
     yield from _settings(control)
     yield from _patches(control)
@@ -178,7 +190,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding(section, "backends", ", ".join(backends) or "none", GOOD if backends else BAD)
 
 
-def _settings(control: PatchControl) -> Iterator[Finding]:
+def _settings(control: Control) -> Iterator[Finding]:
     section = "settings"
     status = control.status()
     if control.refused is not None:
@@ -193,15 +205,13 @@ def _settings(control: PatchControl) -> Iterator[Finding]:
         yield Finding(section, "TORCH_DEVICE_BACKEND_AUTOLOAD", "0: variables alone do not patch", BAD, advice)
 
 
-def _patches(control: PatchControl) -> Iterator[Finding]:
+def _patches(control: Control) -> Iterator[Finding]:
     section = "patches"
     status = control.status()
     if status.settings.enabled:
-        try:
-            control.apply()
-        except PatchError as error:
+        if reason := control.try_apply():
             advice = "install a supported version, or unset the variables"
-            yield Finding(section, "megatron-core", str(error), BAD, advice)
+            yield Finding(section, "megatron-core", reason, BAD, advice)
             return
         status = control.status()
     yield Finding(section, "state", status.state)
@@ -213,7 +223,7 @@ def _patches(control: PatchControl) -> Iterator[Finding]:
             yield Finding(section, package, "installed", NOTE, why)
 
 
-def _kernels(control: PatchControl) -> Iterator[Finding]:
+def _kernels(control: Control) -> Iterator[Finding]:
     for name, state in control.status().kernels.items():
         advice = REBUILD if "not built" in state else ""
         yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)

@@ -38,7 +38,7 @@ def try_all(group: dist.ProcessGroup) -> dict[str, str]:
 def _try(name: str, group: dist.ProcessGroup) -> str:
     refusals = {}
     for operator in OPERATORS:
-        problem = shm.ask(Problem(operator, ROWS, K, N, DTYPE, "cpu", group.size()), group)
+        problem = shm.ask(Problem(operator, ROWS * group.size(), K, N, DTYPE, "cpu", group.size()), group)
         refusals[operator] = KERNELS[name].supports(problem)
     runs = [operator for operator, refusal in refusals.items() if refusal is None]
     if not runs:
