@@ -306,7 +306,7 @@ def own_sums(group, options):
     batch = BATCHES["Llama"](torch.Generator().manual_seed(7))
     cut = {"head": ([None, ("mp", None)], None), ":cross_entropy_loss": ([(None, "mp")], None)}
     plan = propagate(trace(whole, batch), mesh_of((group.size(),)), cut)
-    assert plan.inside
+    assert plan.op_collectives
     found = []
     for recompute in (Recompute(), Recompute(**options)):
         model = ShardedModule(whole, plan, recompute=recompute, bucket_bytes=0)

@@ -133,7 +133,7 @@ def test_costs_decide_the_way():
 def test_what_cannot_be_planned_is_refused():
     costs = MeshCosts.of_links((2, 4), 0.0, 1e-9)
     for source, says in {
-        (S0,): "a state, and costs, for each dimension",
+        (S0,): "a placement, and costs, for each dimension",
         (S0, S2): "dimensions 0 to 1",
         (SUM, MAX): "one kind, or sum and avg",
     }.items():

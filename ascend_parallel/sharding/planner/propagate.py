@@ -14,7 +14,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError, strategy
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.planner.slice_replicated import narrowed
+from ascend_parallel.sharding.planner.slice_replicated import slice_replicated
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
 
@@ -101,8 +101,8 @@ def propagate(
     )
     plan = search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
-        return narrowed(plan)
-    return narrowed(_within(search, memory_limit))
+        return slice_replicated(plan)
+    return slice_replicated(_within(search, memory_limit))
 
 
 def _check_operators(graph: Graph) -> None:

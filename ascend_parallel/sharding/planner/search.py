@@ -20,7 +20,7 @@ from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.data_parallel import data_parallel_options
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.integer_program import optimum
-from ascend_parallel.sharding.planner.op_collectives import steps_inside
+from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
 from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_parts
 from ascend_parallel.sharding.planner.redistribution_cost import Conversions
@@ -250,7 +250,7 @@ class Search:
         held = sum(self._held(meta, one) for meta, one in zip(node.outputs, option.outputs, strict=True))
         cost = TIE_BREAK * held
         if node.call is not None:
-            cost += sum(step.seconds for step in steps_inside(node.call, option.inputs, self.costs))
+            cost += sum(step.seconds for step in op_collective_steps(node.call, option.inputs, self.costs))
         if self.objective == "time" and node.call is not None:
             cost += seconds_of(node.call, option, self._shape, self._model)
         return cost

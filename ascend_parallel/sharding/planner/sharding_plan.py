@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.op_collectives import steps_inside
+from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
@@ -124,10 +124,10 @@ class ShardingPlan:
         return tuple(self._conversions())
 
     @cached_property
-    def inside(self) -> dict[str, tuple[RedistributeStep, ...]]:
+    def op_collectives(self) -> dict[str, tuple[RedistributeStep, ...]]:
         """Return the collectives that operators run themselves, in forward, by node."""
         calls = {name: node.call for name, node in self.graph.nodes.items() if node.call is not None}
-        found = {name: steps_inside(call, self.inputs[name], self.costs) for name, call in calls.items()}
+        found = {name: op_collective_steps(call, self.inputs[name], self.costs) for name, call in calls.items()}
         return {name: steps for name, steps in found.items() if steps}
 
     @property
@@ -146,19 +146,19 @@ class ShardingPlan:
     @property
     def seconds(self) -> float:
         """Predicted time of all collectives of a step, forward and backward."""
-        inside = sum(step.seconds for steps in self.inside.values() for step in steps)
+        inside = sum(step.seconds for steps in self.op_collectives.values() for step in steps)
         return sum(one.seconds for one in self.conversions) + inside
 
     @property
     def nbytes(self) -> float:
         """Bytes that a rank sends in a step."""
-        inside = sum(step.nbytes for steps in self.inside.values() for step in steps)
+        inside = sum(step.nbytes for steps in self.op_collectives.values() for step in steps)
         return sum(one.nbytes for one in self.conversions) + inside
 
     def collectives(self) -> dict[str, int]:
         """Return how many collectives of each kind a step runs."""
         ways = [way for one in self.conversions for way in (one.ahead, one.back) if way]
-        steps = [*(way.steps for way in ways), *self.inside.values()]
+        steps = [*(way.steps for way in ways), *self.op_collectives.values()]
         return dict(Counter(step.kind for several in steps for step in several if step.nbytes))
 
     def memory(self) -> Memory:

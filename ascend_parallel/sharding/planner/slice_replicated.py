@@ -15,7 +15,7 @@ from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 
 
-def narrowed(plan: ShardingPlan) -> ShardingPlan:
+def slice_replicated(plan: ShardingPlan) -> ShardingPlan:
     """Return the plan with such operators cut; its conversions cost the same. What is given stays as it is."""
     layouts, inputs, moved = dict(plan.layouts), dict(plan.inputs), set()
     readers, options = plan.graph.readers(), Options(tuple(plan.mesh.shape))

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, Held, UntracedTensor, Value
+from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, ParameterRef, UntracedTensor, Value
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Recording:
             self.calls.clear()
             self.refused = ""
             held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-            origins: dict[int, Any] = {id(tensor): Held(first[name]) for name, tensor in held}
+            origins: dict[int, Any] = {id(tensor): ParameterRef(first[name]) for name, tensor in held}
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             origins |= {id(tensor): _Input(place) for place, tensor in enumerate(tensors)}
             with _Noting(self, origins):
@@ -102,7 +102,7 @@ class _Noting(TorchFunctionMode):
         written = {
             id(leaf): place
             for place, (leaf, origin) in enumerate(zip(leaves, arguments, strict=True))
-            if isinstance(leaf, torch.Tensor) and not isinstance(origin, Held) and self._origin(leaf) != origin
+            if isinstance(leaf, torch.Tensor) and not isinstance(origin, ParameterRef) and self._origin(leaf) != origin
         }
         results, results_spec = pytree.tree_flatten(given)
         changed = {place: written.pop(id(one)) for place, one in enumerate(results) if id(one) in written}
