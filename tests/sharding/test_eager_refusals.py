@@ -105,9 +105,12 @@ def refused(group):
         parallelize(model, plan, settings=Settings(num_chunks=2))
     with pytest.raises(ValueError, match="ascending"):
         parallelize(model, tensor_parallel(plan.graph, ProcessMesh([1, 0], ["mp"])))
-    with pytest.raises(ValueError, match="cannot be held as C"):
+    with pytest.raises(ValueError, match="cannot be held as R/P"):
         parallelize(made(MLP), by_hand(plan.graph, mesh, {"up.weight": C}))
-    for kind, why in ((Aliased, "it works in place on what has other names too"), (Outside, "register it as a buffer")):
+    for kind, why in (
+        (Aliased, "an in-place operator writes to a tensor with aliases"),
+        (Outside, "register it as a buffer"),
+    ):
         graph = trace(made(kind), (x,))
         with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{why}.*static=True"):
             parallelize(made(kind), by_hand(graph, mesh))

@@ -149,7 +149,7 @@ def test_an_explanation_names_operators_reasons_and_collectives():
         assert part in text, part
     whole = propagate(plan.graph, mesh)
     assert diff(plan, plan) == []
-    expected = "layers.0.attention.q linear: (C, S(0)) -> S(2); other: (R, R) -> R"
+    expected = "layers.0.attention.q linear: (R/P, S(0)) -> S(2); other: (R, R) -> R"
     assert expected in diff(plan, whole)
 
 
@@ -191,7 +191,9 @@ def test_what_cannot_be_traced_leaves_no_traceback(caplog):
 
 def test_what_an_input_reads_is_refused():
     graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
-    with pytest.raises(StrategyError, match="x is an input or a parameter, which reads nothing: say what it gives"):
+    with pytest.raises(
+        StrategyError, match="x is an input or a parameter, which reads nothing: give its layout as out_strategy"
+    ):
         propagate(graph, mesh, {"inputs:x": ([("mp", 1)], None)})
     with pytest.raises(ValueError, match=r"^hardware 'h200' is not known"):
         propagate(graph, mesh, hardware="h200")
