@@ -206,5 +206,5 @@ def _ranks(mesh: Any) -> Ranks:
         raise ValueError(f"mesh={mesh!r}: give nested lists of ranks, each list of one level as long as the others")
     ranks = array.ravel()
     if ranks.min() < 0 or len(np.unique(ranks)) != len(ranks):
-        raise ValueError(f"mesh={array.tolist()}: ranks are 0 or more and stand in a mesh once")
+        raise ValueError(f"mesh={array.tolist()}: give ranks of 0 or more, each once")
     return array.astype(np.int64)
