@@ -1,4 +1,4 @@
-"""Advice after the four published principles, and the published examples: the short configuration says it all."""
+"""Tests advise by the four published principles: the published examples need only the short configuration."""
 
 import importlib.util
 import sys
@@ -80,7 +80,7 @@ def test_each_is_named_by_its_published_principle(name):
 
 
 def test_leaving_out_costs_what_propagation_without_it_costs():
-    """Computed again from outside; the layer whose only weight is left out computes whole on every rank."""
+    """Compare with propagation by hand; without a strategy for its only weight, a layer runs whole on every rank."""
     example = published.EXAMPLES["LlamaForCausalLM"]()
     graph = trace(example.model, example.args)
     advice = advise(example.model, example.args, MESH)
@@ -113,7 +113,7 @@ def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is
 
 
 def test_operators_that_share_a_name_but_not_a_strategy_are_noted():
-    """The small Llama transposes heads there and back in one module; its queries and keys are rotated alike."""
+    """The small Llama transposes heads twice in the same module, and rotates queries and keys by the same function."""
     tokens = torch.zeros(4, 512, dtype=torch.long, device="meta")
     with torch.device("meta"):
         model = Llama(layers=3, width=1024, heads=16, groups=8, wide=2816, vocabulary=32000, length=512)

@@ -104,7 +104,7 @@ LINEARS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 
 @pytest.mark.parametrize("parallelism", STREAM)
 def test_two_configured_operators_a_layer_give_megatrons_plan(parallelism):
-    """The linear layers as Megatron-core cuts them, and as many collectives, of the same kind and size, as it runs."""
+    """The plan shards the linear layers as Megatron-core does, with collectives of the same number, kind and size."""
     configured, ahead, back = STREAM[parallelism]
     with torch.device("meta"):
         model = Llama(layers=3, width=4096, heads=32, groups=8, wide=11008, vocabulary=32000, length=2048)
@@ -124,7 +124,7 @@ def test_two_configured_operators_a_layer_give_megatrons_plan(parallelism):
 
 
 def where(plan, one):
-    """The modules between which a conversion lies, those that it leads to; of the last one, where it comes from."""
+    """Return the modules that read the converted tensor, or the producer if it is attention.o or mlp.down."""
     readers = [plan.graph.nodes[name].module for name in one.reader.split(", ") if name]
     own = plan.graph.nodes[one.value.node].module
     return " ".join([own] if "attention.o" in own or "mlp.down" in own else readers) + "."

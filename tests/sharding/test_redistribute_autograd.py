@@ -24,7 +24,7 @@ def mesh_of(shape):
 
 
 def converted(group, mesh_shape, shape, pairs):
-    """Convert what this rank holds and take the gradient back; return both, and the collectives of both ways."""
+    """Run forward and backward of a conversion; return result and gradient, and the collectives of both."""
     mesh, costs = mesh_of(mesh_shape)
     place = mesh.coordinate(group.rank())
     found = []
@@ -107,7 +107,7 @@ def test_no_more_collectives_than_needed(ranks):
 
 
 def odd_cases(group):
-    """What needs no conversion is the same tensor; integers and 16-bit types convert; a slice lets the whole go."""
+    """No conversion returns the same tensor; integers and 16-bit types convert; a slice frees the whole tensor."""
     mesh, costs = mesh_of((2,))
     x = torch.arange(12.0).reshape(4, 3)
     found = {"same": convert(x, (4, 3), mesh, (S0,), (S0,), costs) is x}

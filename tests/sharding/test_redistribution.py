@@ -1,4 +1,4 @@
-"""Process meshes, what collectives cost on them, and the cheapest ways between layouts; no process is started."""
+"""Tests meshes, costs of collectives, and the cheapest redistributions between layouts, without processes."""
 
 import itertools
 import pickle
@@ -144,7 +144,7 @@ def test_what_cannot_be_planned_is_refused():
 
 
 def test_costs_of_a_mesh_are_the_models():
-    """Ranks of one node take the fit, ranks of different nodes the network, and several of each node both."""
+    """A line inside a node costs the fit, a line across nodes the network, and a line of both kinds both."""
     model = CostModel(find_hardware("910b"))
     mesh = ProcessMesh(np.arange(64).reshape(8, 8), ["dp", "mp"])
     costs = MeshCosts.of(mesh, "910b")

@@ -1,4 +1,4 @@
-"""Every strategy of every rule against the whole, on ranks simulated in one process (tests/support/brute.py)."""
+"""Tests every strategy of every rule against the whole operator, on simulated ranks (tests/support/brute.py)."""
 
 import random
 

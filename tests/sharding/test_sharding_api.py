@@ -226,7 +226,7 @@ def test_the_example_trains_like_the_whole_model():
 
 
 def compiled(group):
-    """torch.compile leaves the sharded part as it is and compiles what stands around it."""
+    """torch.compile compiles the modules around the sharded part, which runs uncompiled."""
     torch.manual_seed(0)
     model = Llama(width=64, heads=4, groups=2, wide=96, length=32).double()
     tokens = torch.randint(64, (2, 33))
@@ -253,7 +253,7 @@ def test_a_compiled_step_calls_it(ranks):
 
 
 def unlike(group):
-    """Ranks with different strategies would wait for each other's collectives."""
+    """Different strategies on the ranks are an error: their collectives would not match."""
     graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
     wanted = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
     with pytest.raises(ascend_parallel.DisagreementError) as error:

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits cut along the vocabulary: nobody gathers them; losses and gradients are the whole model's."""
+"""Tests cross-entropy of logits sharded along the vocabulary: no gather, and the whole model's losses and gradients."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def trained(model, given):
 
 
 def same(group, shape, names, wanted, options):
-    """Ten steps of the graph, of the eager model and of the whole one, in float64."""
+    """Run ten steps of the graph, the eager model and the whole model, in float64."""
     mesh = ProcessMesh(torch.arange(group.size()).view(shape).tolist(), names)
     models = []
     for _ in range(3):
