@@ -40,7 +40,7 @@ def converted(group, mesh_shape, shape, pairs):
             result.backward(arriving)
         assert torch.equal(local, kept[0]) and torch.equal(arriving, kept[1]), "an argument was changed"
         assert result.is_contiguous()
-        found.append((result.detach(), local.grad, [one.kind for one in ahead], [one.kind for one in back]))
+        found.append((result.detach(), local.grad, [record.kind for record in ahead], [record.kind for record in back]))
     return place, found
 
 
@@ -52,13 +52,13 @@ def wholes(shape):
 def check(results, mesh_shape, shape, pairs):
     whole, gradient = wholes(shape)
     for index, (source, target) in enumerate(pairs):
-        said = f"{' '.join(map(str, source))} -> {' '.join(map(str, target))}"
+        pair = f"{' '.join(map(str, source))} -> {' '.join(map(str, target))}"
         moved = together({place: found[index][0] for place, found in results}, target)
         layout, factor = of_gradient(source, mesh_shape)
         back = together({place: found[index][1] for place, found in results}, layout)
-        torch.testing.assert_close(moved, whole, rtol=1e-12, atol=1e-12, msg=lambda text, said=said: f"{said}: {text}")
+        torch.testing.assert_close(moved, whole, rtol=1e-12, atol=1e-12, msg=lambda text, pair=pair: f"{pair}: {text}")
         torch.testing.assert_close(
-            back, gradient * factor, rtol=1e-12, atol=1e-12, msg=lambda text, said=said: f"gradient of {said}: {text}"
+            back, gradient * factor, rtol=1e-12, atol=1e-12, msg=lambda text, pair=pair: f"gradient of {pair}: {text}"
         )
 
 

@@ -169,8 +169,8 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
 
     mesh, cut = ProcessMesh([0, 1], ["mp"]), Placement("shard", 1)
     graph = trace(Twice(), (torch.zeros(512, 512),))
-    wanted = {"up": ([None, ("mp", 1)], None)}
-    plan = propagate(graph, mesh, wanted)
+    strategies = {"up": ([None, ("mp", 1)], None)}
+    plan = propagate(graph, mesh, strategies)
     assert {str(layout[0]) for layout in plan.inputs["twice"]} <= {"R", "R/P"}
     assert "sharding_test.twice.default has no sharding rule" in caplog.text
     caplog.clear()
@@ -178,7 +178,7 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
         torch.ops.sharding_test.twice.default,
         lambda call: [OpPlacements((REPLICATE,), (REPLICATE,)), OpPlacements((cut,), (cut,))],
     )
-    plan = propagate(graph, mesh, wanted)
+    plan = propagate(graph, mesh, strategies)
     assert plan.inputs["twice"] == ((cut,),)
     assert not caplog.text
 
@@ -248,16 +248,16 @@ def compiled(group):
 
 
 def test_a_compiled_step_calls_it(ranks):
-    for found, expected in ranks(2).run(compiled):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for result, expected in ranks(2).run(compiled):
+        assert result == pytest.approx(expected, rel=1e-12)
 
 
 def unlike(group):
     """Different strategies on the ranks are an error: their collectives would not match."""
     graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
-    wanted = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
+    strategies = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
     with pytest.raises(ascend_parallel.DisagreementError) as error:
-        parallelize(Block(), propagate(graph, mesh, wanted), static=True)
+        parallelize(Block(), propagate(graph, mesh, strategies), static=True)
     return str(error.value)
 
 
