@@ -100,7 +100,7 @@ class Search:
                 averages |= {Value(node.name, i) for i, layout in enumerate(option.outputs) if AVERAGE in layout}
 
     def _fix_replicated(self) -> None:
-        """Replicate nodes without a gradient that read only replicated tensors: any reader slices them at no cost.
+        """Replicate nodes that depend on no parameter: without a gradient, any reader slices them at no cost.
 
         Fewer choices remain, and tensors that all layers read (rotary angles, masks) do not connect the layers'
         choices. No node reads a replicated tensor as partial either.
