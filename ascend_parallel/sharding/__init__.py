@@ -1,12 +1,14 @@
-"""Where tensors live: mesh, placements, redistribution, and the sharding of a whole model from a few annotations.
+"""Meshes, placements, redistribution, and the sharding of a whole model from a few annotations.
 
-layout, mesh     states, layouts, what of a tensor a rank holds; ProcessMesh
-graph, trace     a model's forward as operators; binding matches later calls with the traced one
-tensors/         the cheapest collectives from one layout to another, and DTensors on meshes: shard_tensor, reshard
-rules/           which states an operator can have, and how a rank runs its part
-planner/         from the strategies of a few operators to the layouts of least cost for all: a plan
-showing/         the plan in words and as a picture; advice on what to configure
-running/         a rank's part of the planned model, with its collectives overlapped
+layout, mesh     placements and layouts, the part of a tensor that a rank holds; ProcessMesh
+graph            a model's forward as a list of operators
+arguments        matches the arguments of later calls with the traced arguments
+tracing/         torch.export of the forward into a Graph
+redistribute/    the cheapest collectives between two layouts; DTensors on meshes: shard_tensor, reshard
+rules/           the placements that an operator allows, and how a rank runs its part
+planner/         strategies of a few operators in, layouts of least cost for all tensors out: a ShardingPlan
+visualize/       the plan as text and as a picture; advice on what to configure
+runtime/         runs a rank's part of the planned model, with overlapped collectives
 """
 
 from torch.distributed.tensor import Partial, Replicate, Shard

@@ -1,4 +1,4 @@
-"""A model's forward as a list of operators: what strategies are chosen for, and what a rank runs its part of."""
+"""A model's forward as a list of operators. The planner chooses a strategy for each, and each rank runs its part."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands in a call's arguments for the node's `index`-th tensor input."""
+    """A placeholder in a call's arguments for the node's `index`-th tensor input."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor: the `index`-th output of the node of that name."""
+    """A tensor: the `index`-th output of the node named `node`."""
 
     node: str
     index: int = 0
@@ -46,7 +46,7 @@ class Value:
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operator and its arguments, tensors replaced by `Ref`s: what a rule is asked about.
+    """An operator and its arguments, tensors replaced by `Ref`s; rules take an `OpCall`.
 
     target
         An overload of torch.ops, such as ``torch.ops.aten.linear.default``.
@@ -68,34 +68,34 @@ class OpCall:
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """A strategy left on one call, and equal to itself alone.
+    """A strategy that `shard` left on one call. Each mark is equal only to itself.
 
     function
         The function's name, such as "F.scaled_dot_product_attention".
     strategies
-        The pair (in_strategy, out_strategy) as it was given.
+        The pair (in_strategy, out_strategy) as the user wrote it.
     """
 
     function: str
     strategies: tuple[Any, Any]
 
     def __str__(self) -> str:
-        """Return who left it."""
+        """Return the call of `shard` that left the mark."""
         return f"shard({self.function})"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A tensor that is given (input, parameter, buffer, constant) or an operator's call.
+    """An input, parameter, buffer or constant, or the call of an operator.
 
     inputs
         The call's tensors, in the order of its `Ref`s.
     module
-        Path of the module it was called in, such as "layers.0.mlp.up".
+        Path of the module that makes the call, such as "layers.0.mlp.up".
     source
         Name of the input, parameter, buffer or constant in the model.
     mark
-        The strategy that `shard` left on the call of a function that ran it.
+        The strategy that `shard` left on the function that ran this call.
     """
 
     name: str
@@ -109,31 +109,31 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Stands for a parameter or buffer; of a tied one's names the first."""
+class ParameterRef:
+    """Refers to a parameter or buffer by name; a tied parameter by the first of its names."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class UntracedTensor:
-    """Stands for a tensor that nothing of the graph is made of."""
+    """Refers to a traced tensor that the graph dropped, because no output depends on the tensor."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of one of torch's functions that gave tensors.
+    """A call of one of torch's functions that returned tensors.
 
     function
-        What a TorchFunctionMode is told, such as F.linear or torch.Tensor.add.
+        The function that a TorchFunctionMode receives, such as F.linear or torch.Tensor.add.
     arguments, results
-        The leaves of (args, kwargs) and of what it returned: `Value`, `Held` or `UntracedTensor` for tensors.
+        The leaves of (args, kwargs) and of the returned value: `Value`, `ParameterRef` or `UntracedTensor` for tensors.
     changed
-        For results that are an argument to which the call wrote: the argument's place, by the result's.
+        For each result that is an argument written in place: {index among the results: index among the arguments}.
     nodes
-        The operators that it ran, in their order.
+        The operators that the call ran, in order.
     """
 
     function: Callable[..., Any]
@@ -147,22 +147,22 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in an order in which they can run, by name.
+    """A model's forward: nodes by name, in an order in which they can run.
 
     outputs
-        What the model returns: `Value`s in the nesting (tuples, lists, dicts) that it returns them in.
+        The model's return value: `Value`s in their nesting (tuples, lists, dicts).
     updates
-        New values of buffers that the forward writes, by their name: running statistics.
+        New values of buffers that the forward writes, such as running statistics, by buffer name.
     with_gradient
-        Nodes of inputs that were traced with a gradient.
+        Nodes of inputs that required a gradient when traced.
     binding
-        How the model was called; None: its inputs in the order of the nodes.
+        The arguments of the traced call; None: the inputs are passed in the order of the nodes.
     training
-        Whether the model, or a part of it, was in training mode when it was traced.
+        Whether the model, or a part of it, was in training mode when traced.
     calls
-        The calls of torch's functions that ran the operators, for an eager run; or why there is none.
+        The calls of torch's functions that ran the operators, for an eager run; or the reason why they are unknown.
     only_in_python
-        What the forward does that the graph leaves out, which only an eager run does too; "": nothing.
+        Side effects of the forward that the graph leaves out and only an eager run has; "": none.
     """
 
     nodes: Mapping[str, Node]
@@ -176,29 +176,29 @@ class Graph:
     only_in_python: str = ""
 
     def meta(self, value: Value) -> TensorMeta:
-        """Return shape and dtype of a tensor."""
+        """Return the shape and dtype of a tensor."""
         return self.nodes[value.node].outputs[value.index]
 
     @property
     def kept(self) -> set[Value]:
-        """Return what is still needed when all operators have run: outputs and new values of buffers."""
+        """Return the tensors that are needed after all operators have run: outputs and new values of buffers."""
         leaves = pytree.tree_leaves(self.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
         return {leaf for leaf in leaves if isinstance(leaf, Value)} | set(self.updates.values())
 
     def last_reads(self) -> dict[str, list[Value]]:
-        """Return, by node, the tensors that nobody needs after it."""
-        found: dict[str, list[Value]] = {}
+        """Return, by node, the tensors that no later node reads."""
+        last: dict[str, list[Value]] = {}
         kept = self.kept
         for value, readers in self.readers().items():
             if value not in kept:
-                found.setdefault(readers[-1][0] if readers else value.node, []).append(value)
-        return found
+                last.setdefault(readers[-1][0] if readers else value.node, []).append(value)
+        return last
 
     def readers(self) -> dict[Value, list[tuple[str, int]]]:
-        """Return, for every tensor, the nodes that read it and as which of their inputs."""
-        found: dict[Value, list[tuple[str, int]]] = {}
+        """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""
+        readers: dict[Value, list[tuple[str, int]]] = {}
         for node in self.nodes.values():
-            found |= {Value(node.name, index): [] for index in range(len(node.outputs))}
+            readers |= {Value(node.name, index): [] for index in range(len(node.outputs))}
             for index, value in enumerate(node.inputs):
-                found[value].append((node.name, index))
-        return found
+                readers[value].append((node.name, index))
+        return readers

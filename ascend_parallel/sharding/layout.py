@@ -1,14 +1,14 @@
-"""The placement of a tensor on each dimension of a mesh, and the part that a rank holds. Pure: no process is asked.
+"""The placement of a tensor on each dimension of a mesh, and the part that a rank holds. Pure: needs no process.
 
-A placement says what each rank holds of the tensor, and of its gradient:
+A placement says which part of the tensor, and which part of its gradient, each rank holds:
 
-    placement      the tensor                     its gradient
-    replicate      the whole                      the whole
-    partial_grad   the whole                      a term of a sum
-    shard(d)       its slice of dimension d       its slice
-    partial        a term of a sum or average     the whole
+    placement      tensor                         gradient
+    replicate      the whole tensor               the whole gradient
+    partial_grad   the whole tensor               a term of a sum
+    shard(d)       a slice of dimension d         the same slice
+    partial        a term of a sum or average     the whole gradient
 
-The second column makes a graph's backward communication follow from its forward placements. "partial_grad" is the
+The last column determines a graph's backward communication from its forward placements. "partial_grad" is the
 input of Megatron-core's copy_to_tensor_model_parallel_region; JAX calls it reduced.
 """
 
@@ -32,7 +32,7 @@ class Placement:
     kind
         "replicate", "partial_grad", "shard" or "partial".
     dim
-        The tensor dimension that is cut, from 0; shard only.
+        The sharded tensor dimension, from 0; shard only.
     op
         "sum" or "avg"; partial only.
     """
@@ -43,14 +43,14 @@ class Placement:
 
     @cached_property
     def placement(self) -> dtensor.Placement:
-        """The placement, in torch's words."""
+        """The tensor's placement as torch's class."""
         if self.kind == "shard":
             return Shard(self.dim)
         return Partial(self.op) if self.kind == "partial" else Replicate()
 
     @cached_property
     def gradient(self) -> dtensor.Placement:
-        """The placement of the gradient."""
+        """The gradient's placement as torch's class."""
         if self.kind == "partial_grad":
             return Partial("sum")
         return Shard(self.dim) if self.kind == "shard" else Replicate()
@@ -71,61 +71,61 @@ Layout = tuple[Placement, ...]
 
 
 def shard(dim: int) -> Placement:
-    """Return the state of a tensor cut along `dim`."""
+    """Return the placement of a tensor that is sharded along `dim`."""
     return Placement("shard", dim)
 
 
 def forward(layout: Layout) -> Layout:
-    """Return the layout of the tensor alone, without its gradient's."""
-    return tuple(REPLICATE if state.kind == "partial_grad" else state for state in layout)
+    """Return the layout of the tensor alone: partial_grad becomes replicate."""
+    return tuple(REPLICATE if placement.kind == "partial_grad" else placement for placement in layout)
 
 
 def backward(layout: Layout) -> Layout:
     """Return the layout of the gradient."""
-    return tuple(_gradient(state) for state in layout)
+    return tuple(_gradient(placement) for placement in layout)
 
 
-def _gradient(state: Placement) -> Placement:
-    if state.kind == "partial_grad":
+def _gradient(placement: Placement) -> Placement:
+    if placement.kind == "partial_grad":
         return SUM
-    return REPLICATE if state.kind == "partial" else state
+    return REPLICATE if placement.kind == "partial" else placement
 
 
 def cuts(layout: Layout, mesh_shape: Sequence[int], dims: int) -> list[int]:
-    """Return into how many pieces each of `dims` tensor dimensions is cut."""
-    found = [1] * dims
-    for state, size in zip(layout, mesh_shape, strict=True):
-        if state.kind == "shard":
-            found[state.dim] *= size
-    return found
+    """Return the number of slices of each of `dims` tensor dimensions."""
+    counts = [1] * dims
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if placement.kind == "shard":
+            counts[placement.dim] *= size
+    return counts
 
 
 def is_even(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Tell whether every rank's slice is of the same shape, and not empty."""
-    pieces = cuts(layout, mesh_shape, len(shape))
-    return all(count == 1 or (size and size % count == 0) for size, count in zip(shape, pieces, strict=True))
+    """Tell whether the slices of all ranks have the same shape, and are not empty."""
+    counts = cuts(layout, mesh_shape, len(shape))
+    return all(count == 1 or (size and size % count == 0) for size, count in zip(shape, counts, strict=True))
 
 
 def bounds(shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
     """Return the rank's [start, stop) of every tensor dimension.
 
-    A dimension cut by several mesh dimensions is cut by the first of them, its pieces by the next. Pieces are as
-    torch.chunk's: all but the last of ceil(size / count), and empty ones at the end.
+    Where several mesh dimensions shard one tensor dimension, the first of them shards it, and the next shards the
+    slices. Slices are those of torch.chunk: ceil(size / count) long, the last slices shorter or empty.
     """
-    found = [(0, size) for size in shape]
-    for state, count, place in zip(layout, mesh_shape, coordinate, strict=True):
-        if state.kind == "shard":
-            start, stop = found[state.dim]
-            piece = -((start - stop) // count)
-            found[state.dim] = min(start + place * piece, stop), min(start + (place + 1) * piece, stop)
-    return found
+    ranges = [(0, size) for size in shape]
+    for placement, count, place in zip(layout, mesh_shape, coordinate, strict=True):
+        if placement.kind == "shard":
+            start, stop = ranges[placement.dim]
+            length = -((start - stop) // count)
+            ranges[placement.dim] = min(start + place * length, stop), min(start + (place + 1) * length, stop)
+    return ranges
 
 
 def local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Shape:
-    """Return the shape of what the rank holds."""
+    """Return the shape of the rank's local tensor."""
     return tuple(stop - start for start, stop in bounds(shape, layout, mesh_shape, coordinate))
 
 
 def local_size(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> int:
-    """Return the elements that the first rank holds, who holds as many as any."""
+    """Return the number of elements of the first rank's local tensor; no rank has more."""
     return prod(local_shape(shape, layout, mesh_shape, [0] * len(mesh_shape)))

@@ -1,4 +1,4 @@
-"""ProcessMesh: ranks in an array whose dimensions have names. Plans need no process; groups are made when asked for."""
+"""ProcessMesh: ranks in an array with named dimensions. Plans need no process; groups are made on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 Ranks = npt.NDArray[np.int64]
 Key = tuple[object, ...]
 
-# Device meshes of each default group, so that equal meshes share their groups, and back.
+# By default group: the DeviceMesh of each ProcessMesh, so that equal meshes share their groups, and the reverse.
 _DEVICE_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[Key, DeviceMesh]] = WeakKeyDictionary()
 _PROCESS_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, ProcessMesh]] = WeakKeyDictionary()
 
@@ -24,9 +24,9 @@ class ProcessMesh:
     """Global ranks in an array, such as ``ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])``."""
 
     def __init__(self, mesh: Any, dim_names: Sequence[str] | None = None) -> None:
-        """Take nested lists, an array or a tensor of different ranks, and a name for each dimension (else d0, d1, ...).
+        """Take nested lists, an array or a tensor of distinct ranks, and a name for each dimension (else d0, d1, ...).
 
-        Raises `ValueError` for ranks that are negative or stand twice, and names that do not fit.
+        Raises `ValueError` for negative or repeated ranks, and for names that do not match the dimensions.
         """
         self._array = _ranks(mesh)
         self._array.setflags(write=False)
@@ -39,22 +39,22 @@ class ProcessMesh:
         self._names = names
         self._key: Key = (self.shape, tuple(self._array.ravel().tolist()), names)
         self._places: dict[int, tuple[int, ...]] = {int(self._array[place]): place for place in np.ndindex(self.shape)}
-        self._made: DeviceMesh | None = None
+        self._device_mesh: DeviceMesh | None = None
 
     @classmethod
     def of(cls, mesh: ProcessMesh | DeviceMesh) -> ProcessMesh:
-        """Return `mesh`, or the same as a `ProcessMesh` if it is torch's; its groups are then used."""
+        """Return `mesh`, or the equal `ProcessMesh` of a torch DeviceMesh, which then uses the DeviceMesh's groups."""
         if isinstance(mesh, ProcessMesh):
             return mesh
         known = _PROCESS_MESHES.setdefault(_default_group(), {})
         if mesh not in known:
             known[mesh] = cls(mesh.mesh, mesh.mesh_dim_names)
-            known[mesh]._made = mesh
+            known[mesh]._device_mesh = mesh
         return known[mesh]
 
     @property
     def array(self) -> Ranks:
-        """The ranks, read only."""
+        """The ranks as a read-only array."""
         return self._array
 
     @property
@@ -88,13 +88,13 @@ class ProcessMesh:
         return self._names.index(name)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return where a global rank stands, or None if it is not in the mesh."""
+        """Return a global rank's index on each mesh dimension, or None if the rank is not in the mesh."""
         return self._places.get(rank)
 
     def get_mesh_with_dim(self, name: str, index: int | None = None) -> ProcessMesh:
-        """Return the mesh with the named dimension first, or its `index`-th part along it (without that dimension)."""
+        """Return the mesh with dimension `name` first, or the submesh at `index` along `name`, without `name`."""
         dim = self.dim(name)
-        rest = [other for other in self._names if other != name]
+        rest = [dim_name for dim_name in self._names if dim_name != name]
         if index is None:
             return ProcessMesh(np.moveaxis(self._array, dim, 0), [name, *rest])
         if not 0 <= index < self.shape[dim]:
@@ -102,15 +102,15 @@ class ProcessMesh:
         part = self._array.take(index, axis=dim)
         return ProcessMesh(part, rest) if rest else ProcessMesh([int(part)])
 
-    def __getitem__(self, which: str | tuple[str, ...] | int) -> ProcessMesh:
-        """Return a part of the mesh.
+    def __getitem__(self, key: str | tuple[str, ...] | int) -> ProcessMesh:
+        """Return a submesh.
 
-        By names: the line, plane, ... of these dimensions that this process stands in (torch.distributed has to be
-        initialised). By number: that part of the first dimension.
+        By names: the submesh of these dimensions that contains this process (torch.distributed has to be
+        initialised). By number: the submesh at that index of the first dimension.
         """
-        if isinstance(which, int):
-            return self.get_mesh_with_dim(self._names[0], which)
-        names = (which,) if isinstance(which, str) else which
+        if isinstance(key, int):
+            return self.get_mesh_with_dim(self._names[0], key)
+        names = (key,) if isinstance(key, str) else key
         dims = [self.dim(name) for name in names]
         rank = dist.get_rank()
         place = self.coordinate(rank)
@@ -121,41 +121,45 @@ class ProcessMesh:
         return ProcessMesh(self._array[taken].transpose([kept.index(dim) for dim in dims]), names)
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Return torch's mesh of the same ranks, by default of the accelerator if the default group has one.
+        """Return the torch DeviceMesh of the same ranks, by default on the accelerator if the default group has one.
 
-        Made once for equal meshes. Making it makes process groups: every rank of the default group has to call it at
-        the same place, also those that are not in the mesh.
+        Equal meshes share one DeviceMesh. Its first call makes process groups: every rank of the default group has to
+        call it at the same place, also ranks outside the mesh.
         """
-        device_type = device_type or (self._made.device_type if self._made is not None else default_device())
-        if self._made is not None and self._made.device_type == device_type:
-            return self._made
+        device_type = device_type or (
+            self._device_mesh.device_type if self._device_mesh is not None else default_device()
+        )
+        if self._device_mesh is not None and self._device_mesh.device_type == device_type:
+            return self._device_mesh
         known = _DEVICE_MESHES.setdefault(_default_group(), {})
         key = (*self._key, device_type)
         if key not in known:
             known[key] = DeviceMesh(device_type, torch.tensor(self._array), mesh_dim_names=self._names)
-        self._made = known[key]
-        return self._made
+        self._device_mesh = known[key]
+        return self._device_mesh
 
     @property
     def has_groups(self) -> bool:
-        """Tell whether `device_mesh` was called, for this mesh or an equal one."""
-        return self._made is not None or (*self._key, default_device()) in _DEVICE_MESHES.get(_default_group(), {})
+        """Tell whether `device_mesh` was called for this mesh or an equal mesh."""
+        return self._device_mesh is not None or (*self._key, default_device()) in _DEVICE_MESHES.get(
+            _default_group(), {}
+        )
 
     def group(self, dim: int | str) -> dist.ProcessGroup:
-        """Return the process group of this rank's line along a dimension; see `device_mesh` for who has to call it."""
+        """Return this rank's process group along a dimension; see `device_mesh` for the ranks that have to call it."""
         index = self.dim(dim) if isinstance(dim, str) else dim
         return self.device_mesh().get_group(index)
 
     def places_in_group(self, dim: int, place: Sequence[int]) -> list[int]:
-        """Return the places along `dim`, on the line through `place`, of the group's ranks in their order.
+        """Return, for each rank of the group along `dim` through `place`, its index along `dim`, in group order.
 
         torch orders a group by global rank, whatever the order in the mesh.
         """
-        line = self._array[tuple(slice(None) if other == dim else index for other, index in enumerate(place))]
+        line = self._array[tuple(slice(None) if axis == dim else index for axis, index in enumerate(place))]
         return [int(index) for index in np.argsort(line)]
 
     def has_ranks_of(self, other: ProcessMesh) -> bool:
-        """Tell whether the other mesh has the same ranks at the same places, whatever the names."""
+        """Tell whether the other mesh has the same ranks at the same indices; dimension names may differ."""
         return self._key[:2] == other._key[:2]
 
     def __eq__(self, other: object) -> bool:
@@ -167,7 +171,7 @@ class ProcessMesh:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        """Return what makes the mesh."""
+        """Return the constructor call of an equal mesh."""
         return f"ProcessMesh({self._array.tolist()}, dim_names={list(self._names)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -176,16 +180,16 @@ class ProcessMesh:
 
 
 def forget_groups() -> None:
-    """Have meshes make their groups anew: those that were made have been destroyed, on all ranks."""
+    """Make meshes create their groups again, after the process groups were destroyed on all ranks."""
     _DEVICE_MESHES.clear()
     _PROCESS_MESHES.clear()
 
 
 def default_device() -> str:
-    """Return the type of the device the default group's collectives run on: an accelerator's if there is one."""
+    """Return the device type of the default group's collectives: the accelerator's if there is one, else "cpu"."""
     types = [device.type for device in _default_group()._device_types]
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in types else "cpu"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -202,5 +206,5 @@ def _ranks(mesh: Any) -> Ranks:
         raise ValueError(f"mesh={mesh!r}: give nested lists of ranks, each list of one level as long as the others")
     ranks = array.ravel()
     if ranks.min() < 0 or len(np.unique(ranks)) != len(ranks):
-        raise ValueError(f"mesh={array.tolist()}: ranks are 0 or more and stand in a mesh once")
+        raise ValueError(f"mesh={array.tolist()}: give ranks of 0 or more, each once")
     return array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""A rank's part of a whole tensor, as a box in it: what optimizer parallel and checkpoints tell each other."""
+"""A rank's part of a whole tensor, as a box: the common format of the sharded optimizer and of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class TensorShard:
     """A box of a whole tensor.
 
     local
-        What this rank holds; its shape is the box's, and may have no elements.
+        This rank's tensor; it has the box's shape and may be empty.
     shape
-        Of the whole tensor.
+        The shape of the whole tensor.
     offsets
-        Where the box starts on each dimension.
+        The start of the box on each dimension.
     """
 
     local: torch.Tensor

@@ -1,4 +1,4 @@
-"""Train a small Llama, written for one card, on several, from the strategies of a few operators in llama.toml.
+"""Train a small single-device Llama on several processes, from the strategies of a few operators in llama.toml.
 
     torchrun --nproc-per-node 2 examples/sharding/llama.py
     ascend-parallel propagate examples/sharding/llama.py:small --mesh mp=8 --config examples/sharding/llama.toml
@@ -25,21 +25,21 @@ SETTINGS = Settings(num_chunks=4)
 
 
 def small() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Return a model of a real layer's dimensions and its arguments, for the command."""
+    """Return a model with the dimensions of real layers, and its arguments, for the command."""
     tokens = torch.zeros(1, 4096, dtype=torch.long)
     model = Llama(layers=2, width=4096, heads=32, groups=8, wide=14336, vocabulary=128256, length=4096)
     return model.bfloat16(), (tokens, tokens)
 
 
 def large() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Return the same with a batch for 128 replicas."""
+    """Return the model of `small` with a batch for 128 replicas."""
     model, (tokens, _) = small()
-    many = tokens.expand(128, -1)
-    return model, (many, many)
+    batch = tokens.expand(128, -1)
+    return model, (batch, batch)
 
 
 def main() -> int:
-    """Train both ways; 0 if the losses are the same."""
+    """Train the sharded and the whole model; return 0 if their losses agree."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -50,20 +50,20 @@ def main() -> int:
     mesh = ProcessMesh(list(range(ranks)), ["mp"])
     plan = propagate(trace(model, batch), mesh, read_strategies(STRATEGIES))
     sharded = parallelize(model, plan, settings=SETTINGS, static=True)
-    found, expected = train(sharded, batch), train(model, batch)
-    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
+    losses, expected = train(sharded, batch), train(model, batch)
+    worst = max(abs(loss / whole - 1) for loss, whole in zip(losses, expected, strict=True))
     if rank == 0:
         print("\n".join(explain(plan).splitlines()[:3]))
-        overlapped = [one for one in sharded.fused if one.operator]
+        overlapped = [fusion for fusion in sharded.fused if fusion.operator]
         print(f"{len(overlapped)} of {len(sharded.fused)} matmuls next to a collective run overlapped")
-        print(f"losses {found[0]:.6f} ... {found[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")
+        print(f"losses {losses[0]:.6f} ... {losses[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")
         print(f"largest difference {worst:.1e}")
     dist.destroy_process_group()
     return int(worst > 1e-9)
 
 
 def train(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> list[float]:
-    """Run some steps of AdamW and return the losses."""
+    """Run `STEPS` steps of AdamW and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(STEPS):

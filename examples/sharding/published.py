@@ -1,7 +1,7 @@
 """The four examples of MindSpore's guide to Sharding Propagation, in PyTorch, with their two configurations.
 
-For each: the model, arguments of its forward on the meta device, the manual configuration of every operator as
-published (`manual`), and the short one from which propagation gives the same layouts (`minimal`). The mesh has the
+Each example has the model, its arguments on the meta device, the published manual configuration of every operator
+(`manual`), and a short configuration from which propagation gives the same layouts (`minimal`). The mesh has the
 dimensions dp and mp; context parallel is 1.
 """
 
@@ -19,12 +19,12 @@ Strategies = dict[str, object]
 
 
 def matmul_transpose_b(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[..., M, K] times [..., N, K], transposed."""
+    """Return a [..., M, K] @ b [..., N, K].T."""
     return a @ b.transpose(-1, -2)
 
 
 class Named(nn.Module):
-    """A function as a module, so that it has a name, as MindSpore's operators have."""
+    """A function as a module, so that patterns can name it like MindSpore's operators."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         """Take the function."""
@@ -32,22 +32,22 @@ class Named(nn.Module):
         self.function = function
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Return what it returns."""
+        """Return the function's result."""
         return self.function(*args)
 
 
 def columns(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return those from start to stop."""
+    """Return x[:, start:stop]."""
     return x[:, start:stop]
 
 
 def swap_heads(x: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, length, size] to [batch, length, heads, size], or back."""
+    """Return [batch, heads, length, size] as [batch, length, heads, size], or back."""
     return x.transpose(1, 2)
 
 
 class RowParallelLinear(nn.Module):
-    """x [rows, K] times weight [N, K], then the bias [N]."""
+    """y [rows, N] = x [rows, K] @ weight [N, K].T + bias [N]."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         """Take K and N."""
@@ -61,7 +61,7 @@ class RowParallelLinear(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Attention written out: query, key, value [batch, heads, length, size] to [batch, length, heads * size]."""
+    """Attention by separate operators: [batch, heads, length, size] to [batch, length, heads * size]."""
 
     def __init__(self, size: int, dropout: float = 0.1) -> None:
         """Take a head's size."""
@@ -71,17 +71,17 @@ class CoreAttention(nn.Module):
         self.bmm_qkv, self.merge_head_transpose = Named(torch.matmul), Named(swap_heads)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return what the heads read, side by side."""
+        """Return the heads' outputs, concatenated."""
         scores = self.mul(self.bmm_qk(query, key), self.scale)
         read = self.bmm_qkv(self.dropout(scores.softmax(-1)), value)
         return self.merge_head_transpose(read).flatten(2)
 
 
 class FlashAttention(nn.Module):
-    """The fused operator; alibi [batch, heads, length, length] is rescaled and added to the scores."""
+    """The fused attention operator; alibi [batch, heads, length, length] is rescaled and added to the scores."""
 
     def __init__(self, rescale: float = 0.5) -> None:
-        """Take the factor of the positions' bias."""
+        """Take the factor of the alibi bias."""
         super().__init__()
         self.alibi_rescale_mul = Named(torch.mul)
         self.register_buffer("alibi_rescale_factor", torch.full((1,), rescale))
@@ -93,7 +93,7 @@ class FlashAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turns the heads [batch, heads, length, size] by their positions."""
+    """Rotary position embedding of heads [batch, heads, length, size]."""
 
     def __init__(self, length: int, size: int) -> None:
         """Take the longest sequence and a head's size."""
@@ -104,7 +104,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x, turned."""
+        """Return x, rotated."""
         first, second = x.chunk(2, dim=-1)
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
@@ -124,14 +124,14 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the heads read, projected."""
+        """Return the projected outputs of the heads."""
         query, key, value = (self.transpose(f(x).unflatten(-1, (self.heads, -1))) for f in (self.wq, self.wk, self.wv))
         read = F.scaled_dot_product_attention(self.rotary(query), self.rotary(key), value, is_causal=True)
         return self.wo(self.merge_head_transpose(read).flatten(2))
 
 
 class LlamaFeedForward(nn.Module):
-    """Two projections, one of them a gate, and one back."""
+    """A gated MLP: two projections up, one of them a gate, and a projection down."""
 
     def __init__(self, width: int, wide: int) -> None:
         """Take the sizes."""
@@ -145,7 +145,7 @@ class LlamaFeedForward(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before it and a sum after it."""
+    """Attention and feed-forward, each with a norm before it and a residual addition after it."""
 
     def __init__(self, width: int, heads: int, wide: int, length: int) -> None:
         """Take the sizes."""
@@ -169,7 +169,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(LlamaLayer(width, heads, wide, length) for _ in range(layers))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the states of the last layer."""
+        """Return the normalised output of the last layer."""
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -177,7 +177,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The mean over all places of the next token's loss, 0 where there is none.
+    """Returns the mean over all positions of the next token's loss, 0 for masked positions.
 
     ids [batch, length + 1], label_mask [batch, length]
     """
@@ -192,7 +192,7 @@ class LlamaForCausalLM(nn.Module):
         length: int = 2048,
         pad: int = 0,
     ) -> None:
-        """Take the sizes, and the id that stands for no token."""
+        """Take the sizes, and the id of the padding token."""
         super().__init__()
         self.length, self.pad = length, pad
         self.model = LlamaModel(layers, width, heads, wide, vocabulary, length)
@@ -200,7 +200,7 @@ class LlamaForCausalLM(nn.Module):
         self.slice, self.not_equal, self.mul = Named(columns), Named(torch.ne), Named(torch.mul)
 
     def forward(self, ids: torch.Tensor, label_mask: torch.Tensor) -> torch.Tensor:
-        """Return a number."""
+        """Return the scalar loss."""
         tokens, labels = self.slice(ids, 0, self.length), self.slice(ids, 1, self.length + 1)
         mask = self.mul(self.not_equal(tokens, self.pad), label_mask)
         logits = self.lm_head(self.model(tokens))
@@ -209,7 +209,7 @@ class LlamaForCausalLM(nn.Module):
 
 
 class Trained(nn.Module):
-    """A layer with what follows it in training, in short: a number that reads its output in the layout it has."""
+    """A layer with a scalar loss, which reads the layer's output in any layout."""
 
     def __init__(self, layer: nn.Module) -> None:
         """Take the layer."""
@@ -223,7 +223,7 @@ class Trained(nn.Module):
 
 @dataclass(frozen=True)
 class Example:
-    """A model, what its forward takes, and its two configurations for a mesh of dp and mp."""
+    """A model, the arguments of its forward, and its two configurations for a mesh of dp and mp."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -232,7 +232,7 @@ class Example:
 
 
 def row_parallel_linear() -> Example:
-    """The MatMul is configured; the Add follows."""
+    """Return the example that configures the MatMul; the Add is propagated."""
     minimal: Strategies = {"layer.matmul:matmul": ([("dp", 1), (1, "mp")], None)}
     manual = {**minimal, "layer.add": ([("dp", "mp"), ("mp",)], None)}
     with torch.device("meta"):
@@ -240,11 +240,11 @@ def row_parallel_linear() -> Example:
 
 
 def core_attention() -> Example:
-    """Both batch matmuls and the transpose that merges the heads are configured; Mul and Dropout follow."""
-    cut, other = ("dp", "mp", 1, 1), ("dp", "mp", 1, 1)
+    """Return the example that configures both matmuls and the merging transpose; Mul and Dropout are propagated."""
+    cut = ("dp", "mp", 1, 1)
     minimal: Strategies = {
-        "layer.bmm_qk:matmul": ([cut, other], None),
-        "layer.bmm_qkv": ([cut, other], None),
+        "layer.bmm_qk:matmul": ([cut, cut], None),
+        "layer.bmm_qkv": ([cut, cut], None),
         "layer.merge_head_transpose": ([cut], None),
     }
     manual = {**minimal, "layer.mul": ([cut], None), "layer.dropout": ([cut], None)}
@@ -254,7 +254,7 @@ def core_attention() -> Example:
 
 
 def flash_attention() -> Example:
-    """The score operator is configured; the Mul of the positions' bias before it follows."""
+    """Return the example that configures the attention operator; the Mul of the alibi bias is propagated."""
     cut = ("dp", "mp", 1, 1)
     minimal: Strategies = {"layer:scaled_dot_product_attention": ([cut] * 4, None)}
     manual = {**minimal, "layer.alibi_rescale_mul": ([cut, (1,)], None)}
@@ -264,7 +264,7 @@ def flash_attention() -> Example:
 
 
 def llama() -> Example:
-    """The layers inside are configured; nothing is for the slice, the comparison and the mask around them."""
+    """Return the example that configures the model; slice, comparison and mask around the model are propagated."""
     rows, norm = ("dp", 1, 1), ([("dp", 1, 1), (1,)], None)
     heads = ("dp", "mp", 1, 1)
     up, down = ([rows, ("mp", 1)], None), ([("dp", 1, "mp"), (1, "mp")], None)

@@ -1,4 +1,4 @@
-"""Small models of the kinds that are sharded in examples and tests: Llama, GPT, BERT, a ResNet block with a head."""
+"""Small models for examples and tests of sharding: Llama, GPT, BERT, a ResNet block with a head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """A norm by the root of the mean square."""
+    """Root-mean-square norm."""
 
     def __init__(self, width: int) -> None:
         """Make the layers."""
@@ -16,18 +16,18 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of halves by its position's angle."""
+    """Return x with rotary position embedding."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions and fewer heads of keys than of queries."""
+    """Causal attention with rotary positions and fewer key heads than query heads."""
 
     def __init__(self, width: int, heads: int, groups: int, length: int) -> None:
         """Make the layers."""
@@ -43,14 +43,14 @@ class Attention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.heads, self.size).transpose(1, 2)
         k = self.k(x).view(batch, length, self.groups, self.size).transpose(1, 2)
         v = self.v(x).view(batch, length, self.groups, self.size).transpose(1, 2)
         q, k = rotated(q, self.cos, self.sin), rotated(k, self.cos, self.sin)
-        each = self.heads // self.groups
-        k, v = k.repeat_interleave(each, dim=1), v.repeat_interleave(each, dim=1)
+        repeats = self.heads // self.groups
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).reshape(batch, length, -1))
 
@@ -65,12 +65,12 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(wide, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class LlamaLayer(nn.Module):
-    """Attention and MLP with norms before them."""
+    """Attention and MLP, each with a norm before it."""
 
     def __init__(self, width: int, heads: int, groups: int, wide: int, length: int) -> None:
         """Make the layers."""
@@ -79,13 +79,13 @@ class LlamaLayer(nn.Module):
         self.norm2, self.mlp = RMSNorm(width), SwiGLU(width, wide)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class Llama(nn.Module):
-    """Returns the mean loss of the next token, or without targets the logits."""
+    """Returns the mean loss of the next token; without targets, the logits."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -114,7 +114,7 @@ class Llama(nn.Module):
 
 
 class GPTLayer(nn.Module):
-    """Attention and MLP, biases and dropout."""
+    """Attention and MLP with biases and dropout."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         """Make the layers."""
@@ -125,7 +125,7 @@ class GPTLayer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -134,7 +134,7 @@ class GPTLayer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tied embedding and head; returns the mean loss."""
+    """Returns the mean loss of the next token; embedding and head are tied."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class GPT(nn.Module):
         self.register_buffer("positions", torch.arange(length), persistent=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         x = self.tokens(tokens) + self.places(self.positions)
         for layer in self.layers:
             x = layer(x)
@@ -162,7 +162,7 @@ class GPT(nn.Module):
 
 
 class Bert(nn.Module):
-    """One encoder layer with a written-out masked attention, a pooled class and its loss."""
+    """An encoder layer with masked attention by separate operators; returns the loss of a pooled classification."""
 
     def __init__(
         self, width: int = 32, heads: int = 4, vocabulary: int = 64, length: int = 16, classes: int = 4
@@ -178,7 +178,7 @@ class Bert(nn.Module):
         self.register_buffer("positions", torch.arange(length), persistent=False)
 
     def forward(self, tokens: torch.Tensor, present: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         batch, length = tokens.shape
         x = self.norm1(self.tokens(tokens) + self.places(self.positions))
         q, k, v = (f(x).view(batch, length, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -191,7 +191,7 @@ class Bert(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual block in front (data parallel, as published), a wide head behind (model parallel)."""
+    """A residual block (data parallel, as published), then a wide head (model parallel)."""
 
     def __init__(self, channels: int = 8, classes: int = 16) -> None:
         """Make the layers."""
@@ -201,7 +201,7 @@ class ResNet(nn.Module):
         self.wide, self.head = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, classes)
 
     def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         x = F.relu(self.conv0(images))
         x = F.relu(x + self.conv2(F.relu(self.conv1(x))))
         x = x.mean((2, 3))

@@ -1,4 +1,4 @@
-"""Advice after the four published principles, and the published examples: the short configuration says it all."""
+"""Tests advise by the four published principles: the published examples need only the short configuration."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_strategy import named_nodes
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.planner.slice_replicated import narrowed
+from ascend_parallel.sharding.planner.slice_replicated import slice_replicated
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.advice import advise, step_seconds
 
@@ -50,8 +50,8 @@ def test_the_short_configuration_gives_the_manual_layouts(name):
     assert set(example.minimal) < set(example.manual)
     manual = propagate(graph, MESH, example.manual)
     short = propagate(graph, MESH, example.minimal)
-    assert layouts(narrowed(short)) == layouts(narrowed(manual))
-    assert narrowed(short).seconds == short.seconds == pytest.approx(manual.seconds, rel=1e-9)
+    assert layouts(slice_replicated(short)) == layouts(slice_replicated(manual))
+    assert slice_replicated(short).seconds == short.seconds == pytest.approx(manual.seconds, rel=1e-9)
     assert layouts(propagate(graph, MESH)) != layouts(manual)
 
 
@@ -80,7 +80,7 @@ def test_each_is_named_by_its_published_principle(name):
 
 
 def test_leaving_out_costs_what_propagation_without_it_costs():
-    """Computed again from outside; the layer whose only weight is left out computes whole on every rank."""
+    """Compare with propagation by hand; without a strategy for its only weight, a layer runs whole on every rank."""
     example = published.EXAMPLES["LlamaForCausalLM"]()
     graph = trace(example.model, example.args)
     advice = advise(example.model, example.args, MESH)
@@ -96,7 +96,7 @@ def test_leaving_out_costs_what_propagation_without_it_costs():
 def test_the_time_of_a_step_is_the_objective_time():
     example = published.EXAMPLES["LlamaForCausalLM"]()
     plan = propagate(trace(example.model, example.args), MESH, objective="time")
-    assert step_seconds(plan) == pytest.approx(plan.cost, rel=1e-4)  # which may count whole what is then narrowed
+    assert step_seconds(plan) == pytest.approx(plan.cost, rel=1e-4)  # cost: before slicing
 
 
 def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is_named():
@@ -113,7 +113,7 @@ def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is
 
 
 def test_operators_that_share_a_name_but_not_a_strategy_are_noted():
-    """The small Llama transposes heads there and back in one module; its queries and keys are rotated alike."""
+    """The small Llama transposes heads twice in the same module, and rotates queries and keys by the same function."""
     tokens = torch.zeros(4, 512, dtype=torch.long, device="meta")
     with torch.device("meta"):
         model = Llama(layers=3, width=1024, heads=16, groups=8, wide=2816, vocabulary=32000, length=512)

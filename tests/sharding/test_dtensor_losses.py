@@ -1,4 +1,4 @@
-"""Losses of DTensors that `shard_tensor` made: values and gradients are those of whole tensors, whatever the cut."""
+"""Tests losses of DTensors from `shard_tensor`: values and gradients equal those of whole tensors."""
 
 import pytest
 import torch

@@ -29,7 +29,7 @@ C10D = {
 
 
 class Told(TorchDispatchMode):
-    """Counts what torch.distributed is told to do."""
+    """Counts calls of torch.distributed."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def whole_of(tensors):
 
 
 def three_ways(group, name, mesh_shape):
-    """Train the whole model, the graph and the model itself; return losses and collectives."""
+    """Train the whole model, the graph and the eager model; return losses and collectives."""
     whole = made(getattr(small_models, name))
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     plan = planned(name, trace(whole, batch), mesh_of(mesh_shape))
@@ -207,7 +207,7 @@ def test_hooks_see_whole_shapes(ranks):
 
 
 def saved(group, folder):
-    """Save, load into a model seeded otherwise, and clip gradients: torch's own, on the model as it is."""
+    """Save, load into a model with another seed, and clip gradients, all with torch's own functions."""
     whole, batch = made(small_models.Llama), BATCHES["Llama"](torch.Generator().manual_seed(7))
     plan = planned("Llama", trace(whole, batch), mesh_of((2, 2)))
     model, other = copy.deepcopy(whole), copy.deepcopy(whole)

@@ -1,4 +1,4 @@
-"""What an eager run refuses: another forward than the traced one, and models that cannot be followed."""
+"""Tests the errors of eager runs: a forward that differs from the traced forward, and unsupported models."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from ascend_parallel.sharding.tracing.trace import TraceError, trace
 
 
 class Turning(nn.Module):
-    """A forward that can be made to do other things than when it was traced."""
+    """A forward that can be switched to differ from the traced forward."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,10 @@ def refused(group):
         parallelize(model, tensor_parallel(plan.graph, ProcessMesh([1, 0], ["mp"])))
     with pytest.raises(ValueError, match="cannot be held as R/P"):
         parallelize(made(MLP), by_hand(plan.graph, mesh, {"up.weight": C}))
-    for kind, why in ((Aliased, "it works in place on what has other names too"), (Outside, "register it as a buffer")):
+    for kind, why in (
+        (Aliased, "an in-place operator writes to a tensor with aliases"),
+        (Outside, "register it as a buffer"),
+    ):
         graph = trace(made(kind), (x,))
         with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{why}.*static=True"):
             parallelize(made(kind), by_hand(graph, mesh))
@@ -118,7 +121,7 @@ def test_what_cannot_be_followed_is_refused(ranks):
 
 
 class Twice(nn.Module):
-    """The same function, checkpointed, twice on one tensor."""
+    """The same checkpointed function, twice on the same tensor."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +136,7 @@ class Twice(nn.Module):
 
 
 def twice(group):
-    """Cut the first of the two along one dimension, the second along another: which runs again makes a difference."""
+    """Shard the two calls along different dimensions: the result depends on which call is recomputed."""
     model, x = made(Twice), torch.arange(64, dtype=torch.float64).view(4, 4, 4) / 64
     graph = trace(model, (x,))
     names = [name for name in graph.nodes if name.startswith("linear")]

@@ -40,9 +40,9 @@ def test_elimination_finds_what_trying_everything_finds(problem):
 @settings(max_examples=40, deadline=None)
 @given(problems(choices=12, options=5))
 def test_elimination_and_the_integer_program_agree(problem):
-    found = optimum(problem)
-    assert found.bound == pytest.approx(found.cost)
-    assert problem.cost(solve(problem)) == pytest.approx(found.cost)
+    solution = optimum(problem)
+    assert solution.bound == pytest.approx(solution.cost)
+    assert problem.cost(solve(problem)) == pytest.approx(solution.cost)
 
 
 def test_an_infinite_cost_is_avoided():

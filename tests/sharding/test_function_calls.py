@@ -118,7 +118,7 @@ def trained(model, x):
 
 
 def same(group):
-    """Ten steps of a rank's part, the graph's and the eager one, and of the whole model, in float64."""
+    """Run ten steps of the graph, the eager model and the whole model, in float64."""
     torch.manual_seed(0)
     whole = Attention().double()
     eager = copy.deepcopy(whole)

@@ -1,4 +1,4 @@
-"""Gradients of parameters: summed in buckets under backward, held back and summed later; against the whole model."""
+"""Tests gradients summed in buckets during backward, or later after no_sync, against the whole model."""
 
 import contextlib
 
@@ -49,7 +49,7 @@ def losses_of(model, batch):
 
 @contextlib.contextmanager
 def logged(log):
-    """Log the elements of every all-reduce, and every wait for one that was not waited for at once."""
+    """Log the elements of every all-reduce, and every wait that does not follow its start at once."""
     kept = dist.all_reduce
 
     class Work:
@@ -103,7 +103,7 @@ def test_training_on_two_mesh_dimensions(ranks, name):
 
 
 def accumulated(group, held):
-    """Two backwards: both outside of no_sync, both inside, one and one."""
+    """Run two backwards: both outside of no_sync, both inside, or the first inside and the second outside."""
     whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan = planned("GPT", trace(whole, batch), mesh_of((2, 2)))
     whole(*batch).backward()
@@ -128,7 +128,7 @@ def test_gradients_of_several_backwards(ranks, held):
 
 
 class Sides(nn.Module):
-    """`both` is read by rows and by the whole; `alone` by the whole only, `rows` by rows only."""
+    """`both` is read in rows and whole, `alone` only whole, `rows` only in rows."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ def sides(mesh):
 
 
 def terms(group):
-    """What no_sync leaves sums to the gradient, also where every rank has the whole of it."""
+    """The local gradients after no_sync sum to the gradient, also where every rank has the whole gradient."""
     model, plan, x = sides(ProcessMesh(list(range(group.size())), ["dp"]))
     sum(model(x)).backward()
     sharded = ShardedModule(model, plan)
@@ -184,7 +184,7 @@ def test_terms_of_a_held_back_gradient_sum_to_it(ranks, count):
 
 
 def partly(group):
-    """Backward from one output, and then from the other; twice from the same; from both of two forwards at once."""
+    """Run backward from each output in turn; twice from the same output; from the outputs of two forwards at once."""
     model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))
     sharded = ShardedModule(model, plan)
     assert [[one.name for one in bucket.members] for bucket in sharded.buckets] == [["rows", "both"]]
@@ -258,7 +258,7 @@ def stack():
 
 
 def failing(group):
-    """A backward that fails on every rank leaves nothing to the next."""
+    """A backward that fails on every rank leaves no state to the next backward."""
     model, plan, x = stack()
     sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
 
@@ -308,7 +308,7 @@ class Operators(TorchDispatchMode):
 
 
 def order(group):
-    """6 layers of 72 numbers in buckets of 2 of them; and as one; and each where it stands."""
+    """6 layers of 72 numbers: in buckets of 2 layers, in a single bucket, and each by itself."""
     model, plan, x = stack()
     logs, results = [], []
     for bucket_bytes in (2 * 72 * 8, 25 << 20, 0):

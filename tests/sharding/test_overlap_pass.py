@@ -1,4 +1,4 @@
-"""The overlap pass: matmuls run with their collective, values and gradients as the whole model's in float64."""
+"""Tests the overlap pass: fused matmuls give the values and gradients of the whole model in float64."""
 
 import itertools
 
@@ -87,7 +87,7 @@ def test_sequence_parallel_mlp(ranks, count, form, shape):
 
 
 def sequence_parallel_llama(group):
-    """Two samples, the residual stream cut along the sequence; return what ran in operators, and what beside."""
+    """Run two samples with the residual stream sharded along the sequence; return fused and separate collectives."""
     model = made(small_models.Llama, length=64)
     tokens = tokens_of(2, torch.Generator().manual_seed(2), 64)
     graph, mesh = trace(model, (tokens, tokens)), mesh_of((group.size(),))
@@ -162,7 +162,7 @@ class Siblings(nn.Module):
 
 
 def run_siblings(group):
-    """Two column layers whose input is converted for each of them, on two mesh dimensions."""
+    """Two column-parallel layers, each with its own conversion of the input, on two mesh dimensions."""
     model, x = made(Siblings), torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     r, c, s0, s1 = REPLICATE, PARTIAL_GRAD, shard(0), shard(1)
     column = ([(r, c), (r, s0), (r, s0)], (r, s1))
@@ -234,7 +234,7 @@ def test_what_does_not_overlap_has_a_reason():
     assert {operator for operator, _ in reasons(nested, (4, 2, 12), pair).values()} == {"matmul_all_reduce"}
 
     def twice(graph, on):
-        """Partial sums on both mesh dimensions: the bias would be added by the ranks of one."""
+        """Partial sums on both mesh dimensions: a fused operator would add the bias along only one of them."""
         c, s1, s2 = PARTIAL_GRAD, shard(1), shard(2)
         calls = {"linear_1": ([(s2, s2), (s1, s1), (c, c)], (SUM, SUM))}
         return by_hand(graph, on, {"down.weight": (s1, s1)}, calls)

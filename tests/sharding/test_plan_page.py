@@ -1,4 +1,4 @@
-"""The page of a plan: whole, without network, every collective in it, and boxes that can be read."""
+"""Tests the page of a plan: complete, needs no network, lists every collective, and its boxes are legible."""
 
 import random
 import re
@@ -23,7 +23,7 @@ PLANS = {}
 
 
 def llama(layers):
-    """A Llama whose residual stream is cut along the sequence, as test_propagation has it."""
+    """A Llama with the residual stream sharded along the sequence, as in test_propagation."""
     if layers not in PLANS:
         with torch.device("meta"):
             model = Llama(layers=layers, width=1024, heads=16, groups=8, wide=2816, vocabulary=32000, length=512)
@@ -45,7 +45,7 @@ def bert():
 
 
 def two_readers():
-    """A sum over ranks, reduced once, of which one reader takes slices."""
+    """A partial sum that is reduced once; one of its readers takes slices."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -81,7 +81,7 @@ def rectangle(group):
 
 
 class Nesting(HTMLParser):
-    """Fails where a tag is closed that is not open."""
+    """Fails on a closing tag without an open tag."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Collectives of a forward that start ahead of their readers, some as one; against the whole model, and watched."""
+"""Tests prefetched and coalesced collectives of forward: values against the whole model, and the order of starts."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ class Stack(nn.Module):
 
 
 def stack():
-    """Parameters and rows cut alike: each weight is gathered where it is read, and its gradient reduce-scattered."""
+    """Shard parameters and rows along the same dimension: gathers each weight, and reduce-scatters its gradient."""
     model, x = made(Stack), torch.arange(144, dtype=torch.float64).reshape(12, 12) / 144
     graph = trace(model, (x,))
     given = {"x": S0} | {node.source: S0 for node in graph.nodes.values() if node.kind == "parameter"}
@@ -40,7 +40,7 @@ def stack():
 
 @contextlib.contextmanager
 def watched(log):
-    """Log collectives' starts with the numbers of elements, the waits, and the operators that compute."""
+    """Log the starts of collectives with their numbers of elements, the waits, and the computing operators."""
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -46,12 +46,12 @@ def graph_of(name):
 
 def layouts(plan, pattern):
     """The layouts of inputs and outputs of the operators a pattern names, as text."""
-    found = []
+    rows = []
     for node in named_nodes(plan.graph, pattern):
-        inputs = ["".join(map(str, one)) for one in plan.inputs[node.name]]
+        inputs = ["".join(map(str, layout)) for layout in plan.inputs[node.name]]
         outputs = ["".join(map(str, plan.layouts[Value(node.name, i)])) for i in range(len(node.outputs))]
-        found.append((*inputs, *outputs))
-    return found
+        rows.append((*inputs, *outputs))
+    return rows
 
 
 class Two(nn.Module):
@@ -83,11 +83,11 @@ def test_the_published_derivation():
             return torch.relu(a @ self.b)
 
     graph = trace(Derived(), (torch.zeros(2048, 4096),))
-    wanted = {"weights:b": (None, [("x", 1)]), "inputs:a": (None, [(1, 1)])}
-    plan = propagate(graph, mesh(x=2), wanted, objective="time")
+    strategies = {"weights:b": (None, [("x", 1)]), "inputs:a": (None, [(1, 1)])}
+    plan = propagate(graph, mesh(x=2), strategies, objective="time")
     assert layouts(plan, ":matmul") == [("S(1)", "S(0)", "P(sum)")]
     assert layouts(plan, ":relu") == [("R", "R")]
-    assert [one.ahead.steps[0].kind for one in plan.conversions] == ["slice", "all_reduce"]
+    assert [conversion.ahead.steps[0].kind for conversion in plan.conversions] == ["slice", "all_reduce"]
 
 
 # The residual stream of every layer, its two additions: whole, or cut along the sequence.
@@ -104,29 +104,33 @@ LINEARS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 
 @pytest.mark.parametrize("parallelism", STREAM)
 def test_two_configured_operators_a_layer_give_megatrons_plan(parallelism):
-    """The linear layers as Megatron-core cuts them, and as many collectives, of the same kind and size, as it runs."""
+    """The plan shards the linear layers as Megatron-core does, with collectives of the same number, kind and size."""
     configured, ahead, back = STREAM[parallelism]
     with torch.device("meta"):
         model = Llama(layers=3, width=4096, heads=32, groups=8, wide=11008, vocabulary=32000, length=2048)
     tokens = torch.zeros(2, 2048, dtype=torch.long, device="meta")
     plan = propagate(trace(model.bfloat16(), (tokens, tokens)), mesh(mp=8), configured, objective="time")
     for name in LINEARS:
-        assert layouts(plan, f"layers.*.{name}") == [("C", "S(0)", "S(2)")] * 3, name
+        assert layouts(plan, f"layers.*.{name}") == [("R/P", "S(0)", "S(2)")] * 3, name
     for name in ("attention.o", "mlp.down"):
         assert layouts(plan, f"layers.*.{name}") == [("S(2)", "S(1)", "P(sum)")] * 3, name
     # Of the middle layer, what moves activations: [2, 2048, 4096] in bf16, 1/8 of it for each of 7 others.
-    inside = [one for one in plan.conversions if "layers.1." in where(plan, one) and one.nbytes > 1e6]
-    for way, expected in (("ahead", ahead), ("back", back)):
-        steps = [step for one in inside for step in getattr(one, way).steps if step.nbytes]
+    inside = [
+        conversion
+        for conversion in plan.conversions
+        if "layers.1." in where(plan, conversion) and conversion.nbytes > 1e6
+    ]
+    for direction, expected in (("ahead", ahead), ("back", back)):
+        steps = [step for conversion in inside for step in getattr(conversion, direction).steps if step.nbytes]
         kinds = [step.kind for step in steps]
         assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == expected
         assert {step.nbytes for step in steps} == {2 * 2048 * 4096 * 2 * 7 / 8 * (2 if "all_reduce" in expected else 1)}
 
 
-def where(plan, one):
-    """The modules between which a conversion lies, those that it leads to; of the last one, where it comes from."""
-    readers = [plan.graph.nodes[name].module for name in one.reader.split(", ") if name]
-    own = plan.graph.nodes[one.value.node].module
+def where(plan, conversion):
+    """Return the modules that read the converted tensor, or the producer if it is attention.o or mlp.down."""
+    readers = [plan.graph.nodes[name].module for name in conversion.reader.split(", ") if name]
+    own = plan.graph.nodes[conversion.value.node].module
     return " ".join([own] if "attention.o" in own or "mlp.down" in own else readers) + "."
 
 
@@ -152,9 +156,9 @@ def test_no_plan_costs_less(name, sizes, objective):
     search = Search(graph_of(name), on, _read(strategies, on), objective, "910b", MeshCosts.of(on, "910b"))
     problem, plan = search.problem(), search.plan()
     assert plan.bound is None
-    found = optimum(problem)
-    assert found.bound == pytest.approx(found.cost, rel=1e-6)
-    assert plan.cost == pytest.approx(found.cost, rel=1e-9, abs=1e-15)
+    solution = optimum(problem)
+    assert solution.bound == pytest.approx(solution.cost, rel=1e-6)
+    assert plan.cost == pytest.approx(solution.cost, rel=1e-9, abs=1e-15)
     spread = breadth_first(problem, [name for name in problem.sizes if name in search.configured])
     assert plan.cost <= problem.cost(spread) * (1 + 1e-12)
 
@@ -167,17 +171,20 @@ def test_semi_automatic_mode_cuts_the_rest_along_the_data_alone():
     assert {str(plan.layouts[Value(name)]) for name in weights} == {str((REPLICATE, shard(dim))) for dim in (0, 1)}
     for node in plan.graph.nodes.values():
         if node.name not in (*plan.configured, *weights):
-            found = [*plan.inputs[node.name], *(plan.layouts[Value(node.name, i)] for i in range(len(node.outputs)))]
-            assert {str(layout[1]) for layout in found} <= {"R", "C"}, node
+            layouts_of_node = [
+                *plan.inputs[node.name],
+                *(plan.layouts[Value(node.name, i)] for i in range(len(node.outputs))),
+            ]
+            assert {str(layout[1]) for layout in layouts_of_node} <= {"R", "R/P"}, node
     assert layouts(plan, "inputs:tokens") == [("S(0)R",)]
-    assert layouts(plan, "layers.*.attention.q") == [("S(0)R", "CR", "S(0)R")] * 2
-    assert layouts(plan, "layers.*.mlp.up") == [("S(0)C", "CS(0)", "S(0)S(2)")] * 2
+    assert layouts(plan, "layers.*.attention.q") == [("S(0)R", "R/PR", "S(0)R")] * 2
+    assert layouts(plan, "layers.*.mlp.up") == [("S(0)R/P", "R/PS(0)", "S(0)S(2)")] * 2
     with pytest.raises(ValueError, match="semi_auto='tp': give one of the mesh dimensions dp, mp"):
         propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="tp")
 
 
 def test_a_data_dimension_cuts_the_batch_and_no_parameter():
-    """What the plan is on the other dimension is left to the objective."""
+    """The objective alone determines the plan on the other mesh dimension."""
     graph = graph_of("llama")
     plan = propagate(graph, mesh(dp=2, mp=2), objective="time", data_dim="dp")
     from_inputs = {name for name, node in graph.nodes.items() if node.source == "tokens"}

@@ -1,4 +1,4 @@
-"""What a model does in Python alone: numbers that change from run to run, attributes it writes, hooks on gradients."""
+"""Tests models with side effects in Python: numbers that differ between runs, changed attributes, gradient hooks."""
 
 import random
 import threading
@@ -70,7 +70,7 @@ def hooked_inside(self, x):
 
 
 def harmless(self, x):
-    """A cache that is filled once, running statistics, a result that is kept to be looked at."""
+    """Has a cache that is filled once, running statistics, and a result kept for inspection."""
     self.rows = x.shape[0]
     self.last = self.norm(self.linear(x))
     return self.last
@@ -143,7 +143,7 @@ def test_what_could_not_be_compared_is_said(caplog):
 
 
 def refused_in_training(group):
-    """The model itself, and not only a module in it, counts: a training step runs it inside of its loss."""
+    """The model itself changes an attribute: a training step runs the model inside its loss module."""
     torch.manual_seed(0)
     model, x = Layer(counting), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     optimizer, strategy = torch.optim.SGD(model.parameters(), lr=0.1), Strategy(mode="data", mesh={"dp": 2})

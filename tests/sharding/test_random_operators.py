@@ -1,4 +1,4 @@
-"""Random operators of a planned model whose ranks are seeded apart, as data loading wants it."""
+"""Tests random operators of a planned model on ranks with different seeds, which data loading needs."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def batch_of(number):
 
 
 def step_of(group, kind, options, **more):
-    """Return the step of a model built alike on ranks that are seeded apart after it."""
+    """Return a step of a model with the same parameters on all ranks, which then get different seeds."""
     model = model_of(kind)
     torch.manual_seed(100 + group.rank())
     return train_step(model, batch_of(0), torch.optim.SGD(model.parameters(), lr=0.1), Strategy(**options), **more)
@@ -88,7 +88,7 @@ def trained(group, kind, options, more, count=3):
 
 
 def agree(found):
-    """Assert that ranks have one loss, and that what several hold is the same on them."""
+    """Assert that all ranks have the same loss, and equal replicas of every tensor."""
     assert all(losses == found[0][0] for losses, _ in found)
     assert len(set(found[0][0])) == len(found[0][0])
     for _, held in found:

@@ -26,7 +26,7 @@ SINGLE = {"modules": ["layers.*:scaled_dot_product_attention", "layers.*:gelu"]}
 
 
 class Sent(TorchDispatchMode):
-    """Counts what goes to torch.distributed."""
+    """Counts calls of torch.distributed."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Sent(TorchDispatchMode):
 
 
 def bits(model, batch):
-    """Return loss and gradients of one step, and the random number that is drawn after it."""
+    """Return loss and gradients of a step, and the random number drawn after the step."""
     model.zero_grad()
     torch.manual_seed(3)
     if isinstance(model, ShardedModule):
@@ -106,7 +106,7 @@ def test_two_mesh_dimensions(ranks, collectives):
 
 
 def mlp(group, form, collectives, overlap):
-    """A bias that is added on the first rank alone: there autograd saves fewer tensors than on the others."""
+    """Only the first rank adds the bias: autograd saves fewer tensors there than on other ranks."""
     model, x = made(MLP), torch.randn(24, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = FORMS[form](trace(model, (x,)), mesh_of((group.size(),)))
     recompute = Recompute(modules=[""], collectives=collectives)
@@ -146,7 +146,7 @@ def test_training_against_the_whole_model(ranks, collectives):
 
 
 def sent(group, options, keywords):
-    """Count collectives where each runs alone: outside of regions some start ahead, several as one."""
+    """Count collectives without prefetch and coalescing, which apply only outside of recomputed regions."""
     _, plain, again, batch = models("Llama", (2,), options, **keywords, bucket_bytes=0)
     found = []
     for model in (plain, again):
@@ -181,7 +181,7 @@ def test_collectives_that_run_again(ranks):
 
 
 def flights(group, options):
-    """Several forwards before the first backward, in another order; twice through one graph; without a gradient."""
+    """Run several forwards before the first backward, in another order; backward twice; without a gradient."""
     _, plain, again, batch = models("GPT", (2,), options, dropout=0.3)
     found = []
     for model in (plain, again):
@@ -249,7 +249,7 @@ def test_running_statistics_are_updated_once(ranks):
 
 
 def memory(group, options, keywords):
-    """Return the bytes that wait for backward without and with recomputation, and the same as estimated."""
+    """Return the measured bytes saved for backward, without and with recomputation, and the estimates of both."""
     sizes = {"layers": 3, "width": 64, "dropout": 0.1}
     _, plain, again, batch = models("GPT", (2,), options, **sizes, **keywords)
     measured = [alive_bytes(lambda model=model: model(*batch)) for model in (plain, again)]
@@ -306,7 +306,7 @@ def own_sums(group, options):
     batch = BATCHES["Llama"](torch.Generator().manual_seed(7))
     cut = {"head": ([None, ("mp", None)], None), ":cross_entropy_loss": ([(None, "mp")], None)}
     plan = propagate(trace(whole, batch), mesh_of((group.size(),)), cut)
-    assert plan.inside
+    assert plan.op_collectives
     found = []
     for recompute in (Recompute(), Recompute(**options)):
         model = ShardedModule(whole, plan, recompute=recompute, bucket_bytes=0)

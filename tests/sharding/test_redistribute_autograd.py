@@ -24,7 +24,7 @@ def mesh_of(shape):
 
 
 def converted(group, mesh_shape, shape, pairs):
-    """Convert what this rank holds and take the gradient back; return both, and the collectives of both ways."""
+    """Run forward and backward of a conversion; return result and gradient, and the collectives of both."""
     mesh, costs = mesh_of(mesh_shape)
     place = mesh.coordinate(group.rank())
     found = []
@@ -40,7 +40,7 @@ def converted(group, mesh_shape, shape, pairs):
             result.backward(arriving)
         assert torch.equal(local, kept[0]) and torch.equal(arriving, kept[1]), "an argument was changed"
         assert result.is_contiguous()
-        found.append((result.detach(), local.grad, [one.kind for one in ahead], [one.kind for one in back]))
+        found.append((result.detach(), local.grad, [record.kind for record in ahead], [record.kind for record in back]))
     return place, found
 
 
@@ -52,13 +52,13 @@ def wholes(shape):
 def check(results, mesh_shape, shape, pairs):
     whole, gradient = wholes(shape)
     for index, (source, target) in enumerate(pairs):
-        said = f"{' '.join(map(str, source))} -> {' '.join(map(str, target))}"
+        pair = f"{' '.join(map(str, source))} -> {' '.join(map(str, target))}"
         moved = together({place: found[index][0] for place, found in results}, target)
         layout, factor = of_gradient(source, mesh_shape)
         back = together({place: found[index][1] for place, found in results}, layout)
-        torch.testing.assert_close(moved, whole, rtol=1e-12, atol=1e-12, msg=lambda text, said=said: f"{said}: {text}")
+        torch.testing.assert_close(moved, whole, rtol=1e-12, atol=1e-12, msg=lambda text, pair=pair: f"{pair}: {text}")
         torch.testing.assert_close(
-            back, gradient * factor, rtol=1e-12, atol=1e-12, msg=lambda text, said=said: f"gradient of {said}: {text}"
+            back, gradient * factor, rtol=1e-12, atol=1e-12, msg=lambda text, pair=pair: f"gradient of {pair}: {text}"
         )
 
 
@@ -107,7 +107,7 @@ def test_no_more_collectives_than_needed(ranks):
 
 
 def odd_cases(group):
-    """What needs no conversion is the same tensor; integers and 16-bit types convert; a slice lets the whole go."""
+    """No conversion returns the same tensor; integers and 16-bit types convert; a slice frees the whole tensor."""
     mesh, costs = mesh_of((2,))
     x = torch.arange(12.0).reshape(4, 3)
     found = {"same": convert(x, (4, 3), mesh, (S0,), (S0,), costs) is x}

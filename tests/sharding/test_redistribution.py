@@ -1,4 +1,4 @@
-"""Process meshes, what collectives cost on them, and the cheapest ways between layouts; no process is started."""
+"""Tests meshes, costs of collectives, and the cheapest redistributions between layouts, without processes."""
 
 import itertools
 import pickle
@@ -27,8 +27,8 @@ COSTS = {
 
 def layouts(shape, mesh_shape):
     states = [REPLICATE, SUM, AVERAGE, *map(shard, range(len(shape)))]
-    found = itertools.product(states, repeat=len(mesh_shape))
-    return [layout for layout in found if is_even(shape, layout, mesh_shape)]
+    candidates = itertools.product(states, repeat=len(mesh_shape))
+    return [layout for layout in candidates if is_even(shape, layout, mesh_shape)]
 
 
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
@@ -45,7 +45,9 @@ def test_no_way_round_is_cheaper(costs):
 def test_all_pairs_are_the_plans(costs):
     shape = (64, 16)
     ends = layouts(shape, (2, 4))
-    plans = [[plan_redistribution(shape, 4, (2, 4), one, other, costs).seconds for other in ends] for one in ends]
+    plans = [
+        [plan_redistribution(shape, 4, (2, 4), source, target, costs).seconds for target in ends] for source in ends
+    ]
     np.testing.assert_allclose(all_pairs(shape, 4, (2, 4), ends, costs), plans, rtol=1e-12)
     some = [ends[5], ends[1], ends[7]]  # whatever is asked for, all ways are looked at
     np.testing.assert_allclose(all_pairs(shape, 4, (2, 4), some, costs), np.array(plans)[np.ix_([5, 1, 7], [5, 1, 7])])
@@ -79,8 +81,8 @@ def exhaustive(shape, mesh_shape, source, target, costs, depth):
     best = float("inf")
     states = [REPLICATE, SUM, *map(shard, range(len(shape)))]
     for dim, state in itertools.product(range(len(source)), states):
-        later = [one.dim for one in source[dim + 1 :] if one.kind == "shard"]
-        if state == source[dim] or {state.dim, source[dim].dim} & {one for one in later if one >= 0}:
+        later = [inner.dim for inner in source[dim + 1 :] if inner.kind == "shard"]
+        if state == source[dim] or {state.dim, source[dim].dim} & {cut for cut in later if cut >= 0}:
             continue
         after = (*source[:dim], state, *source[dim + 1 :])
         if not is_even(shape, after, mesh_shape):
@@ -133,7 +135,7 @@ def test_costs_decide_the_way():
 def test_what_cannot_be_planned_is_refused():
     costs = MeshCosts.of_links((2, 4), 0.0, 1e-9)
     for source, says in {
-        (S0,): "a state, and costs, for each dimension",
+        (S0,): "a placement, and costs, for each dimension",
         (S0, S2): "dimensions 0 to 1",
         (SUM, MAX): "one kind, or sum and avg",
     }.items():
@@ -144,7 +146,7 @@ def test_what_cannot_be_planned_is_refused():
 
 
 def test_costs_of_a_mesh_are_the_models():
-    """Ranks of one node take the fit, ranks of different nodes the network, and several of each node both."""
+    """A line inside a node costs the fit, a line across nodes the network, and a line of both kinds both."""
     model = CostModel(find_hardware("910b"))
     mesh = ProcessMesh(np.arange(64).reshape(8, 8), ["dp", "mp"])
     costs = MeshCosts.of(mesh, "910b")

@@ -1,4 +1,4 @@
-"""What autograd keeps beside parameters that are gathered again in backward."""
+"""Tests parameters that backward gathers again: the bytes that autograd keeps."""
 
 import gc
 
@@ -64,7 +64,7 @@ class Deep(nn.Module):
 
 
 def recomputed(group, collectives):
-    """Return what of the whole weights is there after forward, how often each is gathered, the gradients' error."""
+    """Return the whole weights alive after forward, the number of gathers of each, and the gradients' error."""
     whole, x = made(Deep), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
     plan = sharded_parameters(propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp"), "mp")
     recompute = Recompute(modules=["layers.*"], collectives=collectives)

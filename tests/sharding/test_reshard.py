@@ -95,7 +95,7 @@ def published_reshard(group):
     x = torch.arange(12.0).view(4, 3)
     with recorded() as moved:
         out = reshard(shard_tensor(x, here, [Replicate()]), there, [Shard(0)])
-    return out.placements, out.to_local().tolist(), [one.nbytes for one in moved]
+    return out.placements, out.to_local().tolist(), [record.nbytes for record in moved]
 
 
 def test_the_published_example_of_reshard(ranks):

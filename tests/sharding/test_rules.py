@@ -1,4 +1,4 @@
-"""Every strategy of every rule against the whole, on ranks simulated in one process (tests/support/brute.py)."""
+"""Tests every strategy of every rule against the whole operator, on simulated ranks (tests/support/brute.py)."""
 
 import random
 
@@ -23,7 +23,7 @@ DRAWS = settings(max_examples=4, derandomize=True, deadline=None, suppress_healt
 
 
 def texts(call):
-    return {describe([one]) for one in strategies(call)}
+    return {describe([strategy]) for strategy in strategies(call)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,7 +39,7 @@ def test_all_strategies_of_an_operator_give_the_whole(name):
             seen.update(map(describe, check_all(call, tensors, mesh, case.constants)))
 
     every_strategy()
-    cut = {one for one in seen if "S(" in one or "P(" in one}
+    cut = {text for text in seen if "S(" in text or "P(" in text}
     assert len(cut) >= case.at_least, f"only {sorted(seen)}"
 
 
@@ -48,7 +48,7 @@ MESHES += ["expand.default", "mean.dim", "add.Tensor", "mul.Tensor", "layer_norm
 MESHES += ["scaled_dot_product_attention.default grouped", "cross_entropy_loss.default mean", "cat.default"]
 MESHES += ["cross_entropy_loss.default mean, smoothed", "matmul.default 4-D by 3-D", "repeat_interleave.self_int flat"]
 MESHES += ["_native_batch_norm_legit_functional.default", "index.Tensor", "repeat.default", "mse_loss.default mean"]
-MESHES += [f"cross_entropy_loss.default {one}, 3-D, 6 classes, 0.1" for one in ("none", "mean", "sum")]
+MESHES += [f"cross_entropy_loss.default {reduction}, 3-D, 6 classes, 0.1" for reduction in ("none", "mean", "sum")]
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -61,61 +61,63 @@ def test_pairs_of_strategies_on_a_mesh_give_the_whole(name):
         drawing = Drawing(data.draw, sizes=(4, 2, 8))
         call, tensors = call_of(case.target, *case.arguments(drawing), **case.named)
         found = check_all(call, tensors, (2, 2), case.constants, limit=25, random=chance)
-        seen.update(describe(one) for one in found if one[0] != one[1])
+        seen.update(describe(pair) for pair in found if pair[0] != pair[1])
 
     pairs()
     assert len(seen) >= 4
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments", "wanted"),
+    ("target", "arguments", "expected"),
     [
         (
             aten.linear.default,
             (torch.ones(2, 4, 6), torch.ones(8, 6), torch.ones(8)),
             {
                 "R R R -> R",  # whole everywhere
-                "C C C -> C",
-                "S(0) C C -> S(0)",  # data parallel
-                "S(1) C C -> S(1)",  # sequence parallel
-                "C S(0) S(0) -> S(2)",  # column parallel
-                "S(2) S(1) C -> P(sum)",  # row parallel
-                "P(sum) C C -> P(sum)",
+                "R/P R/P R/P -> R/P",
+                "S(0) R/P R/P -> S(0)",  # data parallel
+                "S(1) R/P R/P -> S(1)",  # sequence parallel
+                "R/P S(0) S(0) -> S(2)",  # column parallel
+                "S(2) S(1) R/P -> P(sum)",  # row parallel
+                "P(sum) R/P R/P -> P(sum)",
             },
         ),
         (
             aten.embedding.default,
             (torch.ones(8, 4), torch.zeros(2, 6, dtype=torch.int64)),
-            {"R R -> R", "C R -> C", "C S(0) -> S(0)", "C S(1) -> S(1)", "S(1) R -> S(2)", "S(0) R -> P(sum)"},
+            {"R R -> R", "R/P R -> R/P", "R/P S(0) -> S(0)", "R/P S(1) -> S(1)", "S(1) R -> S(2)", "S(0) R -> P(sum)"},
         ),
         (
             aten.add.Tensor,
             (torch.ones(4), torch.ones(4)),
-            {"R R -> R", "C C -> C", "S(0) S(0) -> S(0)"} | {f"{one} {one} -> {one}" for one in ("P(sum)", "P(avg)")},
+            {"R R -> R", "R/P R/P -> R/P", "S(0) S(0) -> S(0)"}
+            | {f"{partial} {partial} -> {partial}" for partial in ("P(sum)", "P(avg)")},
         ),
-        (aten.relu.default, (torch.ones(4, 1),), {"R -> R", "C -> C", "S(0) -> S(0)"}),
+        (aten.relu.default, (torch.ones(4, 1),), {"R -> R", "R/P -> R/P", "S(0) -> S(0)"}),
         (
             aten.view.default,
             (torch.ones(2, 4, 6), [8, 6]),
-            {"R -> R", "C -> C", "S(0) -> S(0)", "S(2) -> S(1)"} | {f"{one} -> {one}" for one in ("P(sum)", "P(avg)")},
+            {"R -> R", "R/P -> R/P", "S(0) -> S(0)", "S(2) -> S(1)"}
+            | {f"{partial} -> {partial}" for partial in ("P(sum)", "P(avg)")},
         ),
         (
             aten.cross_entropy_loss.default,
             (torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)),
-            {"R R -> R", "C R -> C", "S(0) R -> P(sum)", "S(1) R -> R"},
+            {"R R -> R", "R/P R -> R/P", "S(0) R -> P(sum)", "S(1) R -> R"},
         ),
     ],
 )
-def test_strategies_are_all_that_there_are(target, arguments, wanted):
+def test_strategies_are_all_that_there_are(target, arguments, expected):
     call, _ = call_of(target, *arguments)
-    assert texts(call) == wanted
+    assert texts(call) == expected
     assert describe(strategies(call)[:1]).startswith("R")
 
 
 def test_an_operator_without_a_rule_runs_whole():
     call, tensors = call_of(aten.fft_fft.default, torch.randn(4, dtype=torch.float64))
     assert not has_rule(call)
-    assert texts(call) == {"R -> R", "C -> C"}
+    assert texts(call) == {"R -> R", "R/P -> R/P"}
     check_all(call, tensors, (2,))
 
 
@@ -134,12 +136,12 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_caught(name):
-    target, wrong, said = WRONG[name]
+    target, wrong, message = WRONG[name]
     tensors = [torch.randn(4, 4, dtype=torch.float64) for _ in wrong.inputs]
     if len(tensors) == 2:
         tensors[1] = tensors[1][:1]
     call, tensors = call_of(target, *tensors)
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         check(call, tensors, [wrong], (2,))
 
 
@@ -181,7 +183,7 @@ def test_dropout_differs_between_pieces_and_agrees_between_copies():
     assert torch.equal(dropped(PARTIAL_GRAD, 0, whole), dropped(PARTIAL_GRAD, 1, whole))
     pieces = [dropped(shard(0), place, piece) for place in (0, 1)]
     assert not torch.equal(*pieces)
-    assert all(set(one.unique().tolist()) == {0.0, 2.0} for one in pieces)
+    assert all(set(piece.unique().tolist()) == {0.0, 2.0} for piece in pieces)
 
 
 def test_dropout_follows_its_stream_and_leaves_the_process_generator_alone():
@@ -208,8 +210,8 @@ def test_rules_are_of_operators_that_there_are():
     missing = []
     for name in registry.ENTRIES:
         _, packet, *overload = name.split(".")
-        found = getattr(aten, packet, None)
-        if found is None or not set(overload) <= set(found.overloads()):
+        operator = getattr(aten, packet, None)
+        if operator is None or not set(overload) <= set(operator.overloads()):
             missing.append(name)
     assert not missing
 
@@ -217,15 +219,15 @@ def test_rules_are_of_operators_that_there_are():
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Block in training", "Block in evaluation"])
 def test_all_operators_of_a_traced_model_give_the_whole(name):
     model, args = made(name)
-    graph, given = trace(model, args), iter(args)
+    graph, inputs = trace(model, args), iter(args)
     named, values = {**dict(model.named_parameters()), **dict(model.named_buffers())}, {}
     for node in graph.nodes.values():
         if node.call is None:
-            values[Value(node.name)] = next(given) if node.kind == INPUT else named[node.source].detach()
+            values[Value(node.name)] = next(inputs) if node.kind == INPUT else named[node.source].detach()
             continue
-        tensors = [values[one] for one in node.inputs]
+        tensors = [values[value] for value in node.inputs]
         assert has_rule(node.call)
-        constants = [place for place, one in enumerate(node.inputs) if graph.nodes[one.node].kind == BUFFER]
+        constants = [place for place, value in enumerate(node.inputs) if graph.nodes[value.node].kind == BUFFER]
         assert check_all(node.call, tensors, (2,), constants)
         outputs = whole_outputs(node.call, tensors)
-        values |= {Value(node.name, index): one.detach() for index, one in enumerate(outputs)}
+        values |= {Value(node.name, index): output.detach() for index, output in enumerate(outputs)}

@@ -1,4 +1,4 @@
-"""shard_layer and shard_optimizer against the same training in one process, in float64."""
+"""Tests shard_layer and shard_optimizer against the same training in a single process, in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""parallelize: a rank's part of a planned model against the whole model in float64, and the collectives that run."""
+"""Tests parallelize: a planned model against the whole model in float64, and the collectives that run."""
 
 import pytest
 import small_models
@@ -31,7 +31,7 @@ from ascend_parallel.sharding.tracing.trace import trace
 
 
 def train(group, name, mesh_shape):
-    """Train the whole model and the rank's part of it, as the plan stands, and with overlap, buckets and all."""
+    """Train the whole model and the sharded model, without and with overlap and buckets."""
     whole = made(getattr(small_models, name))
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     graph, mesh = trace(whole, batch), mesh_of(mesh_shape)
@@ -78,7 +78,7 @@ def test_training(ranks, name, mesh_shape):
 
 
 class Tied(nn.Module):
-    """A tied head, a frozen parameter, a buffer that is kept and one that is not, a constant."""
+    """Has a tied head, a frozen parameter, a persistent and a non-persistent buffer, and a constant."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def test_tied_and_frozen_parameters_buffers_and_nested_outputs(ranks):
 
 
 def local_inputs(group):
-    """Every rank gives its own rows; the output is whole."""
+    """Every rank passes its own rows; the output is whole."""
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
     sharded = parallelize(model, plan, local_inputs=True, static=True)

@@ -149,7 +149,7 @@ def test_an_explanation_names_operators_reasons_and_collectives():
         assert part in text, part
     whole = propagate(plan.graph, mesh)
     assert diff(plan, plan) == []
-    expected = "layers.0.attention.q linear: (C, S(0)) -> S(2); other: (R, R) -> R"
+    expected = "layers.0.attention.q linear: (R/P, S(0)) -> S(2); other: (R, R) -> R"
     assert expected in diff(plan, whole)
 
 
@@ -169,16 +169,16 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
 
     mesh, cut = ProcessMesh([0, 1], ["mp"]), Placement("shard", 1)
     graph = trace(Twice(), (torch.zeros(512, 512),))
-    wanted = {"up": ([None, ("mp", 1)], None)}
-    plan = propagate(graph, mesh, wanted)
-    assert {str(layout[0]) for layout in plan.inputs["twice"]} <= {"R", "C"}
+    strategies = {"up": ([None, ("mp", 1)], None)}
+    plan = propagate(graph, mesh, strategies)
+    assert {str(layout[0]) for layout in plan.inputs["twice"]} <= {"R", "R/P"}
     assert "sharding_test.twice.default has no sharding rule" in caplog.text
     caplog.clear()
     register_rule(
         torch.ops.sharding_test.twice.default,
         lambda call: [OpPlacements((REPLICATE,), (REPLICATE,)), OpPlacements((cut,), (cut,))],
     )
-    plan = propagate(graph, mesh, wanted)
+    plan = propagate(graph, mesh, strategies)
     assert plan.inputs["twice"] == ((cut,),)
     assert not caplog.text
 
@@ -191,7 +191,9 @@ def test_what_cannot_be_traced_leaves_no_traceback(caplog):
 
 def test_what_an_input_reads_is_refused():
     graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
-    with pytest.raises(StrategyError, match="x is an input or a parameter, which reads nothing: say what it gives"):
+    with pytest.raises(
+        StrategyError, match="x is an input or a parameter, which reads nothing: give its layout as out_strategy"
+    ):
         propagate(graph, mesh, {"inputs:x": ([("mp", 1)], None)})
     with pytest.raises(ValueError, match=r"^hardware 'h200' is not known"):
         propagate(graph, mesh, hardware="h200")
@@ -224,7 +226,7 @@ def test_the_example_trains_like_the_whole_model():
 
 
 def compiled(group):
-    """torch.compile leaves the sharded part as it is and compiles what stands around it."""
+    """torch.compile compiles the modules around the sharded part, which runs uncompiled."""
     torch.manual_seed(0)
     model = Llama(width=64, heads=4, groups=2, wide=96, length=32).double()
     tokens = torch.randint(64, (2, 33))
@@ -246,16 +248,16 @@ def compiled(group):
 
 
 def test_a_compiled_step_calls_it(ranks):
-    for found, expected in ranks(2).run(compiled):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for result, expected in ranks(2).run(compiled):
+        assert result == pytest.approx(expected, rel=1e-12)
 
 
 def unlike(group):
-    """Ranks with different strategies would wait for each other's collectives."""
+    """Different strategies on the ranks are an error: their collectives would not match."""
     graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
-    wanted = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
+    strategies = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
     with pytest.raises(ascend_parallel.DisagreementError) as error:
-        parallelize(Block(), propagate(graph, mesh, wanted), static=True)
+        parallelize(Block(), propagate(graph, mesh, strategies), static=True)
     return str(error.value)
 
 

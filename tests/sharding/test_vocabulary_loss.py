@@ -1,4 +1,4 @@
-"""Cross-entropy of logits cut along the vocabulary: nobody gathers them; losses and gradients are the whole model's."""
+"""Tests cross-entropy of logits sharded along the vocabulary: no gather, and the whole model's losses and gradients."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_of_many_words_the_logits_are_not_gathered():
     assert plan.inputs["cross_entropy_loss"] == ((shard(1),), (REPLICATE,))
     assert plan.layouts[plan.graph.outputs] == (REPLICATE,)
     assert not [one for one in plan.conversions if one.value.node == "linear"]
-    steps = plan.inside["cross_entropy_loss"]
+    steps = plan.op_collectives["cross_entropy_loss"]
     assert [(step.kind, step.source.op, step.nbytes) for step in steps] == [
         ("all_reduce", "max", rows * 4),
         ("all_reduce", "sum", 2 * rows * 4),
@@ -59,7 +59,7 @@ def test_of_many_words_the_logits_are_not_gathered():
     assert plan.seconds == pytest.approx(plan.cost)
     gathered = propagate(graph, mesh, HEAD | {LOSS: ([(None, None)], None)})
     assert gathered.cost > 10 * plan.cost
-    assert not gathered.inside
+    assert not gathered.op_collectives
 
 
 def test_class_weights_and_probabilities_are_gathered():
@@ -88,7 +88,7 @@ def trained(model, given):
 
 
 def same(group, shape, names, wanted, options):
-    """Ten steps of the graph, of the eager model and of the whole one, in float64."""
+    """Run ten steps of the graph, the eager model and the whole model, in float64."""
     mesh = ProcessMesh(torch.arange(group.size()).view(shape).tolist(), names)
     models = []
     for _ in range(3):
@@ -96,11 +96,11 @@ def same(group, shape, names, wanted, options):
         models.append(Model(**options).double())
     graph, eager, whole = models
     plan = propagate(trace(graph, batch()), mesh, wanted)
-    assert len(plan.inside["cross_entropy_loss"]) % 2 == 0
+    assert len(plan.op_collectives["cross_entropy_loss"]) % 2 == 0
     graph = parallelize(graph, plan, static=True)
     eager = parallelize(eager, plan)
     losses = [trained(model, batch()) for model in (whole, graph, eager)]
-    assert op_collective_event(graph) == 10 * len(plan.inside["cross_entropy_loss"])
+    assert op_collective_event(graph) == 10 * len(plan.op_collectives["cross_entropy_loss"])
     for found in losses[1:]:
         torch.testing.assert_close(found, losses[0], rtol=1e-10, atol=1e-12)
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}

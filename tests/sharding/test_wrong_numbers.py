@@ -79,7 +79,7 @@ class Inner(nn.Module):
 
 
 def equal(group, kind, strategies):
-    """Three steps of a rank's part and of the whole model: the input's gradient, parameters, buffers."""
+    """Run three steps of the sharded and the whole model: compare input gradient, parameters and buffers."""
     mesh = ProcessMesh(list(range(group.size())), ["mp"])
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     for overlap in (False, True):
@@ -173,7 +173,7 @@ def test_what_is_of_another_type_is_told(ranks):
 
 
 class Mixed(nn.Module):
-    """Nothing of it is configured: what was left to choose was empty, for what was read as a part was never one."""
+    """Without strategies, some options read a tensor as partial that is never partial; dropping them left none."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +212,7 @@ class Flexible(nn.Module):
 
 
 def arguments(group):
-    """Arguments are matched by the signature; what does not match is refused."""
+    """Arguments are matched by the signature; arguments that do not match are an error."""
     model, mesh = Flexible(), ProcessMesh([0, 1], ["mp"])
     torch.manual_seed(0)
     model = Flexible()

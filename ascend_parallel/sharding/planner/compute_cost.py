@@ -1,4 +1,4 @@
-"""How long a rank computes its part of an operator, forward and backward: for the objective "time"."""
+"""The time in which a rank computes its part of an operator, forward and backward: for the objective "time"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
 MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum")
-# Backward of a matmul is two more of the same size; of what only moves memory, about two more passes.
+# Backward of a matmul is two more matmuls of the same size; of a memory-bound operator, about two more passes.
 PASSES = 3
 
 
@@ -37,8 +37,8 @@ def seconds(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: Co
 
 
 def amount(call: OpCall) -> float:
-    """Return how much a whole operator computes: multiply-adds of matmuls and attention, else elements."""
-    inputs, outputs, name = [one.shape for one in call.inputs], [one.shape for one in call.outputs], _name(call)
+    """Return the work of a whole operator: multiply-adds of matmuls and attention, else output elements."""
+    inputs, outputs, name = [meta.shape for meta in call.inputs], [meta.shape for meta in call.outputs], _name(call)
     if name in MATMULS and inputs and outputs:
         return float(prod(_matmul(name, inputs, outputs[0])))
     if name == "scaled_dot_product_attention":
@@ -61,5 +61,5 @@ def _matmul(name: str, inputs: list[Shape], output: Shape) -> tuple[int, int, in
 
 
 def _local(meta: TensorMeta, layout: Layout, mesh_shape: tuple[int, ...]) -> Shape:
-    pieces = cuts(layout, mesh_shape, len(meta.shape))
-    return tuple(size // count for size, count in zip(meta.shape, pieces, strict=True))
+    counts = cuts(layout, mesh_shape, len(meta.shape))
+    return tuple(size // count for size, count in zip(meta.shape, counts, strict=True))

@@ -1,4 +1,4 @@
-"""What can be chosen for each node of a graph on a mesh: the product of what its rule allows on each dimension."""
+"""The options of each node on a mesh: all combinations of the strategies that its rule allows on each dimension."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Option:
 
 
 class Options:
-    """Remembers the options of every operator signature on one mesh."""
+    """Computes the options of nodes on a mesh, cached by operator signature."""
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         """Take the size of each mesh dimension."""
@@ -30,88 +30,91 @@ class Options:
         self._known: dict[Signature, tuple[Option, ...]] = {}
 
     def of(self, node: Node, gradients: Sequence[bool]) -> tuple[Option, ...]:
-        """Return the options of a node, the replicated one first; even layouts only.
+        """Return the options of a node, all replicate first; even layouts only.
 
-        gradients: whether each input, and at last the outputs, has one. Where it has none a copy is a replica.
+        gradients: whether each input has a gradient, then whether the outputs have. Without a gradient partial_grad
+        becomes replicate.
         """
         key = (*signature(node), tuple(gradients))
         if key not in self._known:
-            self._known[key] = tuple(dict.fromkeys(_plain(one, gradients) for one in self._made(node)))
+            options = (_without_gradients(option, gradients) for option in self._all(node))
+            self._known[key] = tuple(dict.fromkeys(options))
         return self._known[key]
 
-    def _made(self, node: Node) -> Iterable[Option]:
+    def _all(self, node: Node) -> Iterable[Option]:
         if node.kind == CALL:
             assert node.call is not None
             return self._on_mesh(node.call, strategies(node.call))
         (meta,) = node.outputs
-        states = [REPLICATE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
-        layouts = product(states, repeat=len(self._mesh_shape))
+        placements = [REPLICATE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
+        layouts = product(placements, repeat=len(self._mesh_shape))
         return (Option((), (layout,)) for layout in layouts if is_even(meta.shape, layout, self._mesh_shape))
 
     def _on_mesh(self, call: OpCall, single: list[OpPlacements]) -> Iterable[Option]:
-        """Combine one strategy per mesh dimension where every tensor is cut evenly."""
+        """Yield every combination of one strategy per mesh dimension in which all layouts are even."""
         single = list(dict.fromkeys(single))
-        fitting = [[one for one in single if self._fits(call, one, size)] for size in self._mesh_shape]
+        fitting = [[strategy for strategy in single if self._fits(call, strategy, size)] for size in self._mesh_shape]
         for chosen in product(*fitting):
             option = Option(
-                _layouts(len(call.inputs), [one.inputs for one in chosen]),
-                _layouts(len(call.outputs), [one.outputs for one in chosen]),
+                _layouts(len(call.inputs), [strategy.inputs for strategy in chosen]),
+                _layouts(len(call.outputs), [strategy.outputs for strategy in chosen]),
             )
             if self._even(call.inputs, option.inputs) and self._even(call.outputs, option.outputs):
                 yield option
 
     @staticmethod
-    def _fits(call: OpCall, one: OpPlacements, size: int) -> bool:
-        pairs = (*zip(call.inputs, one.inputs, strict=True), *zip(call.outputs, one.outputs, strict=True))
-        return all(state.kind != "shard" or meta.shape[state.dim] % size == 0 for meta, state in pairs)
+    def _fits(call: OpCall, strategy: OpPlacements, size: int) -> bool:
+        inputs = zip(call.inputs, strategy.inputs, strict=True)
+        pairs = (*inputs, *zip(call.outputs, strategy.outputs, strict=True))
+        return all(placed.kind != "shard" or meta.shape[placed.dim] % size == 0 for meta, placed in pairs)
 
     def _even(self, metas: tuple[TensorMeta, ...], layouts: tuple[Layout, ...]) -> bool:
-        return all(is_even(meta.shape, one, self._mesh_shape) for meta, one in zip(metas, layouts, strict=True))
+        return all(is_even(meta.shape, layout, self._mesh_shape) for meta, layout in zip(metas, layouts, strict=True))
 
 
-def _plain(option: Option, gradients: Sequence[bool]) -> Option:
-    """Call a copy whose gradient nobody computes a replica."""
+def _without_gradients(option: Option, gradients: Sequence[bool]) -> Option:
+    """Return the option with replicate instead of partial_grad for tensors without a gradient."""
     *of_inputs, of_outputs = gradients
-    inputs = tuple(one if has else forward(one) for one, has in zip(option.inputs, of_inputs, strict=True))
+    inputs = tuple(layout if has else forward(layout) for layout, has in zip(option.inputs, of_inputs, strict=True))
     return Option(inputs, option.outputs if of_outputs else tuple(map(forward, option.outputs)))
 
 
-def without_parts(options: Sequence[Option], whole: Sequence[bool]) -> list[Option]:
-    """Leave out options that read as a partial sum what is whole."""
+def without_partials(options: Sequence[Option], whole: Sequence[bool]) -> list[Option]:
+    """Return the options that read no whole tensor as partial; `whole` tells which inputs are whole."""
 
-    def is_part(layout: Layout) -> bool:
-        return any(state.kind == "partial" for state in layout)
+    def is_partial(layout: Layout) -> bool:
+        return any(placement.kind == "partial" for placement in layout)
 
     return [
         option
         for option in options
-        if not any(fixed and is_part(one) for fixed, one in zip(whole, option.inputs, strict=True))
+        if not any(fixed and is_partial(layout) for fixed, layout in zip(whole, option.inputs, strict=True))
     ]
 
 
 def is_cut(option: Option, data: int, first: bool) -> bool:
-    """Tell whether all outputs are cut or partial along a mesh dimension; cut along their first one."""
+    """Tell whether all outputs are sharded or partial along mesh dimension `data`; with `first` sharded on dim 0."""
     kinds = ("shard",) if first else ("shard", "partial")
     return all(layout[data].kind in kinds and not (first and layout[data].dim) for layout in option.outputs)
 
 
 def is_whole(option: Option, data: int, also_there: bool) -> bool:
-    """Tell whether nothing is cut or partial but along one mesh dimension, or not even there."""
+    """Tell whether all tensors are whole on every mesh dimension except `data`; with `also_there` also on `data`."""
     return all(
-        state.kind in ("replicate", "partial_grad") or (index == data and not also_there)
+        placement.kind in ("replicate", "partial_grad") or (index == data and not also_there)
         for layout in (*option.inputs, *option.outputs)
-        for index, state in enumerate(layout)
+        for index, placement in enumerate(layout)
     )
 
 
 def signature(node: Node) -> Signature:
-    """Return what nodes with the same options have in common."""
+    """Return the cache key that nodes with the same options share."""
     if node.call is None:
         return (node.kind, node.outputs)
     call = node.call
     return (call.name, repr(call.args), repr(dict(call.kwargs)), call.inputs, call.outputs)
 
 
-def _layouts(count: int, states: list[tuple[Placement, ...]]) -> tuple[Layout, ...]:
-    """Turn states by mesh dimension and tensor into layouts by tensor."""
-    return tuple(tuple(one[index] for one in states) for index in range(count))
+def _layouts(count: int, placements: list[tuple[Placement, ...]]) -> tuple[Layout, ...]:
+    """Return the layout of each of `count` tensors from ``placements[mesh dimension][tensor]``."""
+    return tuple(tuple(of_dim[index] for of_dim in placements) for index in range(count))

@@ -1,6 +1,6 @@
-"""From a few configured operators to a layout for every tensor, at the least cost.
+"""Finds a layout for every tensor from the strategies of a few operators, at the least cost.
 
-What all conversions cost, and with the objective "time" what each rank computes, is minimised exactly.
+Minimises exactly the cost of all conversions, plus each rank's computing time with the objective "time".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError, strategy
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.planner.slice_replicated import narrowed
+from ascend_parallel.sharding.planner.slice_replicated import slice_replicated
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
 
@@ -22,16 +22,16 @@ log = logging.getLogger("ascend_parallel")
 
 OBJECTIVES = ("redistribution", "time")
 HARDWARE = "910b"
-# Prices of a byte tried until the memory is kept, each ten times the one before, and steps of bisection after.
+# Prices of a byte to try until a plan keeps the memory limit, each ten times the last; then steps of bisection.
 FIRST_PRICE = 1e-15
 PRICES = 12
-# Operators that communicate.
+# Namespaces of operators that communicate.
 COLLECTIVES = ("ascend_parallel.", "_c10d_functional", "c10d", "_dtensor.")
 BISECTIONS = 8
 
 
 class MemoryLimitError(ValueError):
-    """No plan keeps the limit."""
+    """No plan was found within the memory limit."""
 
 
 def propagate(
@@ -46,32 +46,32 @@ def propagate(
     hardware: str = HARDWARE,
     costs: MeshCosts | None = None,
 ) -> ShardingPlan:
-    """Find a layout for every tensor of `graph` on `mesh`.
+    """Return a plan with a layout for every tensor of `graph` on `mesh`.
 
     strategies
-        By pattern (`named_nodes`), an `OperatorStrategy` or a pair (in_strategy, out_strategy) as `strategy` reads it.
-        What none of them names has that of `shard`, if it is the call of such a function.
-        None at all with the objective "time" is the fully automatic mode.
+        {pattern (`named_nodes`): an `OperatorStrategy`, or a pair (in_strategy, out_strategy) as `strategy` takes it}.
+        Calls that no pattern names keep the strategy that `shard` gave their function, if any.
+        No strategies with the objective "time" is the fully automatic mode.
     objective
-        "redistribution": the least conversions, as MindSpore's Sharding Propagation; operators with weights have to be
-        configured, because to run them whole on every rank costs no conversion. "time": with what ranks compute; the
-        default of the command ``ascend-parallel propagate``, which has to find a plan for any model.
+        "redistribution": the least cost of conversions, as in MindSpore's Sharding Propagation. Configure all operators
+        with weights, because running them whole on every rank costs no conversion. "time": adds each rank's computing
+        time; the default of the command ``ascend-parallel propagate``, which has to find a plan for any model.
     semi_auto
-        The mesh dimension of data parallelism: what is not configured is cut along it or not at all, as in MindSpore's
-        semi-automatic mode; inputs are cut there along their first dimension. Parameters of configured operators are
-        held as these read them.
+        The mesh dimension of data parallelism. Tensors that are not configured are sharded along it or not at all, as
+        in MindSpore's semi-automatic mode; inputs are sharded there along their first dimension. Parameters of
+        configured operators are held in the layout in which these read them.
     data_dim
-        Data parallelism along this mesh dimension without semi-automatic mode: what comes from the inputs is cut there
-        where it can be, and parameters are whole there. On the other dimensions nothing is said.
+        The mesh dimension of data parallelism without semi-automatic mode: tensors computed from the inputs are sharded
+        there where possible, and parameters are whole there. The other mesh dimensions are unrestricted.
     memory_limit
-        Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` says what no plan
-        within the limit costs less than.
+        Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` is then a lower bound
+        of the cost of all plans within the limit.
     costs
-        What collectives cost; by default from `hardware`.
+        Costs of collectives; by default from `hardware`.
 
-    Raises `StrategyError` for a strategy that cannot be, `ValueError` for a graph that communicates by itself,
-    `MemoryLimitError` if no plan found keeps the limit, and
-    `TimeoutError` if the graph is too entangled for tables and HiGHS finds nothing within a minute.
+    Raises `StrategyError` for an invalid strategy, `ValueError` for a graph that contains collectives,
+    `MemoryLimitError` if no plan found keeps the limit, and `TimeoutError` if the graph is too entangled for
+    elimination and HiGHS finds no solution within a minute.
     """
     if not isinstance(graph, Graph) or not isinstance(mesh, ProcessMesh):
         kinds = f"{type(graph).__name__} and {type(mesh).__name__}"
@@ -87,11 +87,11 @@ def propagate(
             f"data_dim={data_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, and not semi_auto too"
         )
     _check_operators(graph)
-    chosen, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
+    configured, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
     search = Search(
         graph,
         mesh,
-        chosen,
+        configured,
         objective,
         hardware,
         costs,
@@ -101,8 +101,8 @@ def propagate(
     )
     plan = search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
-        return narrowed(plan)
-    return narrowed(_within(search, memory_limit))
+        return slice_replicated(plan)
+    return slice_replicated(_within(search, memory_limit))
 
 
 def _check_operators(graph: Graph) -> None:
@@ -111,21 +111,21 @@ def _check_operators(graph: Graph) -> None:
         if node.call is not None and node.call.name.startswith(COLLECTIVES):
             raise ValueError(
                 f"{node.call.name} in {node.module or 'the model'} is a rank's part of a parallel model: trace the "
-                "model as it is for one card; the plan has the collectives, and overlaps them"
+                "single-device model; the plan adds the collectives, and overlaps them"
             )
         if node.call is not None and not has_rule(node.call):
             unknown.setdefault(node.call.name, node.module)
     for name, module in unknown.items():
         where = f" in {module}" if module else ""
-        log.warning("%s%s has no sharding rule: it runs whole on every rank (register_rule gives it one)", name, where)
+        log.warning("%s%s has no sharding rule: it runs whole on every rank (register_rule adds a rule)", name, where)
 
 
 def _read(strategies: Mapping[str, object], mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
-    return {pattern: _strategy(repr(pattern), given, mesh) for pattern, given in strategies.items()}
+    return {pattern: _strategy(repr(pattern), written, mesh) for pattern, written in strategies.items()}
 
 
 def _marked(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
-    """Return, by node, the strategies that calls of functions carry."""
+    """Return, by node, the strategies that `shard` left on calls of functions."""
     return {
         name: _strategy(f"{node.mark} in {node.module or 'the model'}", node.mark.strategies, mesh)
         for name, node in graph.nodes.items()
@@ -133,30 +133,31 @@ def _marked(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
     }
 
 
-def _strategy(place: str, given: object, mesh: ProcessMesh) -> OperatorStrategy:
-    if isinstance(given, OperatorStrategy):
-        return given
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise StrategyError(f"{place}: give a pair (in_strategy, out_strategy), not {given!r}")
+def _strategy(place: str, written: object, mesh: ProcessMesh) -> OperatorStrategy:
+    if isinstance(written, OperatorStrategy):
+        return written
+    if not isinstance(written, tuple) or len(written) != 2:
+        raise StrategyError(f"{place}: give a pair (in_strategy, out_strategy), not {written!r}")
     try:
-        return strategy(given[0], given[1], dict(zip(mesh.dim_names, mesh.shape, strict=True)))
+        return strategy(written[0], written[1], dict(zip(mesh.dim_names, mesh.shape, strict=True)))
     except StrategyError as error:
         raise StrategyError(f"{place}: {error}") from error
 
 
 def _within(search: Search, limit: float) -> ShardingPlan:
-    """Find the least price of a byte at which the plan keeps the limit; the dual of each price is a bound.
+    """Return the plan at the least price of a byte at which it keeps the limit, with a lower bound of the cost.
 
-    A plan that is best at a price p per byte costs, with its bytes, no more than any other; so a plan within the limit
-    costs at least that sum less p times the limit (Lagrangian relaxation; Everett 1963, doi:10.1287/opre.11.3.399).
+    The plan that is best at a price p per byte minimises cost + p * bytes. So every plan within the limit costs at
+    least that minimum - p * limit (Lagrangian relaxation; Everett 1963, doi:10.1287/opre.11.3.399).
     """
     base = search.problem()
     best: ShardingPlan | None = None
     bound, low, high, least = 0.0, FIRST_PRICE / 10, FIRST_PRICE, float("inf")
     for step in range(PRICES + BISECTIONS):
         if best is None and step == PRICES:
-            held = f"the least that was found is {least:.4g} bytes a rank"
-            raise MemoryLimitError(f"memory_limit={limit:.4g} bytes: {held}")
+            raise MemoryLimitError(
+                f"memory_limit={limit:.4g} bytes: the least that was found is {least:.4g} bytes a rank"
+            )
         price = high if best is None else (low * high) ** 0.5
         chosen, sum_at_price = search.solved(search.problem(price))
         bound = max(bound, sum_at_price - price * limit)

@@ -1,4 +1,4 @@
-"""What it costs to have a tensor in another layout than it is produced in, forward and for its gradient backward."""
+"""The cost of converting a tensor to another layout in forward, and its gradient back in backward."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
 
 
 class Conversions:
-    """Costs of conversions on one mesh; remembers those between all layouts of every shape."""
+    """Costs of conversions on a mesh, cached by tensor shape and dtype for all pairs of layouts."""
 
     def __init__(self, mesh_shape: tuple[int, ...], costs: MeshCosts) -> None:
-        """Take the size of each mesh dimension and what collectives cost along it."""
+        """Take the size of each mesh dimension and the costs of collectives along it."""
         self._mesh_shape, self._costs = mesh_shape, costs
         self._known: dict[TensorMeta, tuple[dict[Layout, int], Costs]] = {}
 
     def matrix(
         self, meta: TensorMeta, sources: Sequence[Layout], targets: Sequence[Layout], differentiable: bool
     ) -> Costs:
-        """Return seconds from each of `sources` to each of `targets`, with the gradient's way back if it has one."""
+        """Return seconds[i, j] from ``sources[i]`` to ``targets[j]``, with the gradient's if differentiable."""
         index, seconds = self._all(meta)
-        ahead = np.ix_([index[forward(one)] for one in sources], [index[forward(one)] for one in targets])
-        found = seconds[ahead]
+        rows, columns = ([index[forward(layout)] for layout in layouts] for layouts in (sources, targets))
+        costs = seconds[np.ix_(rows, columns)]
         if differentiable:
-            back = np.ix_([index[backward(one)] for one in targets], [index[backward(one)] for one in sources])
-            found = found + seconds[back].T
-        return found
+            rows, columns = ([index[backward(layout)] for layout in layouts] for layouts in (targets, sources))
+            costs = costs + seconds[np.ix_(rows, columns)].T
+        return costs
 
     def _all(self, meta: TensorMeta) -> tuple[dict[Layout, int], Costs]:
         if meta not in self._known:
-            states = [REPLICATE, SUM, AVERAGE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
+            placements = [REPLICATE, SUM, AVERAGE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
             layouts = [
                 layout
-                for layout in product(states, repeat=len(self._mesh_shape))
+                for layout in product(placements, repeat=len(self._mesh_shape))
                 if is_even(meta.shape, layout, self._mesh_shape)
             ]
             matrix = all_pairs(meta.shape, meta.dtype.itemsize, self._mesh_shape, layouts, self._costs)

@@ -1,8 +1,9 @@
-"""One propagation as choices and costs (elimination.py), and the plan of their solution.
+"""Turns a propagation into choices and costs (elimination.py), and their solution into a plan.
 
-Every node of the graph chooses one of its options (options.py), the configured ones among those that their strategy
-leaves. A tensor that is read in another layout than it is produced in is converted, and its gradient on the way back;
-one with several readers is converted once to a layout of its own choice, and from there for each reader.
+Every node of the graph chooses one of its options (options.py); a configured node among the options that match its
+strategy. A tensor that is read in another layout than the layout in which it is produced is converted in forward, and
+its gradient in backward. A tensor with several readers is converted once to a shared layout, which is a choice of its
+own, and from there for each reader.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.data_parallel import data_parallel_options
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.integer_program import optimum
-from ascend_parallel.sharding.planner.op_collectives import steps_inside
+from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
-from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_parts
+from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_partials
 from ascend_parallel.sharding.planner.redistribution_cost import Conversions
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
-# Seconds per byte a rank holds: decides between equal costs, and nothing else.
+# Seconds per byte that a rank holds: decides only between equal costs.
 TIE_BREAK = 1e-21
-# Seconds of a whole operator without gradient from which it is worth a choice.
-WORTH_CUTTING = 1e-4
-# No mesh dimension, for `is_whole`.
-WHOLLY = -1
+# An operator without gradient is worth a choice if it takes more than these seconds whole.
+WORTH_SHARDING = 1e-4
+# Stands for no mesh dimension in `is_whole`.
+NO_DIMENSION = -1
 
 
 @dataclass
 class Search:
-    """One propagation: the problem that it comes to, and the plan of its solution.
+    """A propagation: its assignment problem, and the plan of the solution.
 
-    data: the mesh dimension along which what comes from the inputs is cut, and parameters are whole.
-    semi_auto: whether what is not configured is whole on the others.
-    marked: strategies of nodes that none of `strategies` names.
+    data: the mesh dimension along which tensors computed from the inputs are sharded, and parameters are whole.
+    semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
+    marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     """
 
     graph: Graph
@@ -58,7 +59,7 @@ class Search:
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Find the options of every node, and what the strategies leave of them."""
+        """Find the options of every node, restricted by the strategies."""
         self._shape = tuple(self.mesh.shape)
         self._conversions = Conversions(self._shape, self.costs)
         self._model = CostModel(find_hardware(self.hardware))
@@ -69,64 +70,64 @@ class Search:
         self.options: dict[str, Sequence[Option]] = {
             name: options.of(node, self._gradients(node)) for name, node in self.graph.nodes.items()
         }
-        for pattern, wanted in self.strategies.items():
+        for pattern, strategy in self.strategies.items():
             for node in named_nodes(self.graph, pattern):
-                self.options[node.name] = fitting(node, self.options[node.name], wanted)
+                self.options[node.name] = fitting(node, self.options[node.name], strategy)
                 self.configured[node.name] = pattern
-        for name, wanted in self.marked.items():
+        for name, strategy in self.marked.items():
             if name not in self.configured:
                 node = self.graph.nodes[name]
-                self.options[name], self.configured[name] = fitting(node, self.options[name], wanted), str(node.mark)
+                self.options[name], self.configured[name] = fitting(node, self.options[name], strategy), str(node.mark)
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
         self._drop_averages()
         self.readers = self.graph.readers()
         self._fixed: set[str] = set()
-        self._fix_what_is_free()
+        self._fix_replicated()
 
     def _drop_averages(self) -> None:
-        """Leave out options that read an average over ranks where nothing before can have made one."""
-        averaged: set[Value] = set()
+        """Drop options that read a tensor as an average over ranks which no option produces as an average."""
+        averages: set[Value] = set()
         for node in self.graph.nodes.values():
-            may = [value in averaged for value in node.inputs]
+            can_be = [value in averages for value in node.inputs]
             self.options[node.name] = [
                 option
                 for option in self.options[node.name]
-                if all(ok or AVERAGE not in one for ok, one in zip(may, option.inputs, strict=True))
+                if all(average or AVERAGE not in layout for average, layout in zip(can_be, option.inputs, strict=True))
             ]
-            outputs = (one.outputs for one in self.options[node.name])
-            averaged |= {Value(node.name, i) for layouts in outputs for i, one in enumerate(layouts) if AVERAGE in one}
+            for option in self.options[node.name]:
+                averages |= {Value(node.name, i) for i, layout in enumerate(option.outputs) if AVERAGE in layout}
 
-    def _fix_what_is_free(self) -> None:
-        """Keep whole what has no gradient and comes from nothing that is cut: every slice of it is free.
+    def _fix_replicated(self) -> None:
+        """Replicate nodes that depend on no parameter: without a gradient, any reader slices them at no cost.
 
-        That leaves fewer choices, and keeps what all layers read (rotary angles, masks) from tying them together.
-        Nobody reads such a tensor as a part of a sum either.
+        Fewer choices remain, and tensors that all layers read (rotary angles, masks) do not connect the layers'
+        choices. No node reads a replicated tensor as partial either.
         """
         for node in self.graph.nodes.values():
             if node.name in self.configured or node.kind == PARAMETER:
                 continue
             whole = [value.node in self._fixed for value in node.inputs]
             if any(whole):
-                self.options[node.name] = without_parts(self.options[node.name], whole) or self.options[node.name]
-            if not is_whole(self.options[node.name][0], WHOLLY, True):
-                continue  # semi-automatic: it is cut
-            if all(value.node in self._fixed for value in node.inputs) and not self._is_worth_cutting(node):
+                self.options[node.name] = without_partials(self.options[node.name], whole) or self.options[node.name]
+            if not is_whole(self.options[node.name][0], NO_DIMENSION, True):
+                continue  # semi-automatic mode shards the node
+            if all(value.node in self._fixed for value in node.inputs) and not self._is_worth_sharding(node):
                 self.options[node.name] = self.options[node.name][:1]
                 self._fixed.add(node.name)
 
-    def _is_worth_cutting(self, node: Node) -> bool:
-        """Tell whether computing it whole takes time that counts: what comes from the model's inputs may be long."""
+    def _is_worth_sharding(self, node: Node) -> bool:
+        """Tell whether the node takes long when it runs whole, as on large inputs of the model."""
         if self.objective == "redistribution" or node.kind != CALL:
             return False
         whole, *rest = (self._own_cost(node, option) for option in self.options[node.name])
-        return bool(rest) and whole > WORTH_CUTTING
+        return bool(rest) and whole > WORTH_SHARDING
 
     def problem(self, price: float = 0.0) -> AssignmentProblem:
-        """Return the choices and their costs; a shared's name is its tensor's with "shared" before it.
+        """Return the choices and their costs; nodes are choices by name, shared layouts by `_shared_name`.
 
-        price: seconds per byte that a rank holds in a training step, on top of all others.
+        price: seconds per byte that a rank holds in a training step, added to all other costs.
         """
         problem = AssignmentProblem()
         for node in self.graph.nodes.values():
@@ -146,25 +147,25 @@ class Search:
 
     def bytes_held(self, node: Node) -> Costs:
         """Return, by option, the bytes that `ShardingPlan.memory` counts for a node."""
-        found = np.zeros(len(self.options[node.name]))
+        nbytes = np.zeros(len(self.options[node.name]))
         for index, meta in enumerate(node.outputs):
             kept = node.kind == CALL and Value(node.name, index) in self.differentiable
             if kept or node.kind in (PARAMETER, BUFFER):
                 times = 2 + ADAM / meta.dtype.itemsize if node.kind == PARAMETER else 1.0
-                found += [times * self._held(meta, option.outputs[index]) for option in self.options[node.name]]
-        return found
+                nbytes += [times * self._local_bytes(meta, option.outputs[index]) for option in self.options[node.name]]
+        return nbytes
 
     def solved(self, problem: AssignmentProblem) -> tuple[dict[str, int], float]:
-        """Return the best choices, and what no choices cost less than: their own cost, but where that is not proven."""
+        """Return the best choices and a lower bound of the cost, which equals their cost where that is proven."""
         try:
             chosen = solve(problem)
             return chosen, problem.cost(chosen)
         except TooWideError:
-            found = optimum(problem)
-            return found.chosen, found.bound
+            solution = optimum(problem)
+            return solution.chosen, solution.bound
 
     def plan(self) -> ShardingPlan:
-        """Solve and return the plan."""
+        """Return the plan of the best choices."""
         problem = self.problem()
         chosen, bound = self.solved(problem)
         cost = problem.cost(chosen)
@@ -178,8 +179,8 @@ class Search:
         layouts = {
             Value(name, index): layout for name, option in picked.items() for index, layout in enumerate(option.outputs)
         }
-        via = {
-            value: self._shared(value, readers)[chosen[_hub_name(value)]]
+        shared = {
+            value: self._shared(value, readers)[chosen[_shared_name(value)]]
             for value, readers in self.readers.items()
             if self._has_shared(value, readers)
         }
@@ -190,7 +191,7 @@ class Search:
             objective=self.objective,
             layouts=layouts,
             inputs={name: option.inputs for name, option in picked.items()},
-            shared_layouts=via,
+            shared_layouts=shared,
             differentiable=self.differentiable,
             configured=self.configured,
             single={name for name, options in self.options.items() if len(options) == 1},
@@ -203,12 +204,12 @@ class Search:
         return (REPLICATE,) * len(self._shape)
 
     def _gradients(self, node: Node) -> tuple[bool, ...]:
-        """Tell of each input, and at last of the outputs, whether it has a gradient."""
+        """Return whether each input has a gradient, and then whether the outputs have."""
         outputs = any(Value(node.name, index) in self.differentiable for index in range(len(node.outputs)))
         return (*(value in self.differentiable for value in node.inputs), outputs)
 
     def _has_shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> bool:
-        """Tell whether converting a tensor once for all of its readers can save anything."""
+        """Tell whether a tensor gets a shared layout: it has several readers and is not fixed."""
         return len(readers) > 1 and value.node not in self._fixed
 
     def produced(self, value: Value) -> list[Layout]:
@@ -216,21 +217,21 @@ class Search:
         return [option.outputs[value.index] for option in self.options[value.node]]
 
     def _add_shared(self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]) -> None:
-        """Convert a tensor once for several readers."""
-        layouts, shared = self._shared(value, readers), _hub_name(value)
-        held = [TIE_BREAK * self._held(self.graph.meta(value), layout) for layout in layouts]
-        problem.add(shared, np.array(held))
+        """Add the choice of a tensor's shared layout: a conversion to it, and a conversion from it for each reader."""
+        layouts, shared = self._shared(value, readers), _shared_name(value)
+        costs = [TIE_BREAK * self._local_bytes(self.graph.meta(value), layout) for layout in layouts]
+        problem.add(shared, np.array(costs))
         problem.add_pair(value.node, shared, self._matrix(value, self.produced(value), layouts))
         for name, index in readers:
             targets = [option.inputs[index] for option in self.options[name]]
             problem.add_pair(shared, name, self._matrix(value, layouts, targets))
 
     def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> list[Layout]:
-        """Return the layouts a tensor may be converted to for its readers: what it is produced or read in."""
-        found = dict.fromkeys(self.produced(value))
+        """Return the candidates for a tensor's shared layout: the layouts in which it is produced or read."""
+        layouts = dict.fromkeys(self.produced(value))
         for name, index in readers:
-            found |= dict.fromkeys(option.inputs[index] for option in self.options[name])
-        return list(found)
+            layouts |= dict.fromkeys(option.inputs[index] for option in self.options[name])
+        return list(layouts)
 
     def _matrix(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> Costs:
         meta, differentiable = self.graph.meta(value), value in self.differentiable
@@ -247,37 +248,36 @@ class Search:
         return self._own[key]
 
     def _own_cost(self, node: Node, option: Option) -> float:
-        held = sum(self._held(meta, one) for meta, one in zip(node.outputs, option.outputs, strict=True))
-        cost = TIE_BREAK * held
+        nbytes = sum(self._local_bytes(meta, out) for meta, out in zip(node.outputs, option.outputs, strict=True))
+        cost = TIE_BREAK * nbytes
         if node.call is not None:
-            cost += sum(step.seconds for step in steps_inside(node.call, option.inputs, self.costs))
+            cost += sum(step.seconds for step in op_collective_steps(node.call, option.inputs, self.costs))
         if self.objective == "time" and node.call is not None:
             cost += seconds_of(node.call, option, self._shape, self._model)
         return cost
 
-    def _held(self, meta: TensorMeta, layout: Layout) -> float:
+    def _local_bytes(self, meta: TensorMeta, layout: Layout) -> float:
         return meta.nbytes / float(np.prod(cuts(layout, self._shape, len(meta.shape))))
 
 
-def _hub_name(value: Value) -> str:
-    return f"via {value.node} {value.index}"
+def _shared_name(value: Value) -> str:
+    return f"shared layout of {value.node} {value.index}"
 
 
 def _leaves(outputs: object) -> list[Value]:
-    return [
-        one for one in pytree.tree_leaves(outputs, is_leaf=lambda one: isinstance(one, Value)) if isinstance(one, Value)
-    ]
+    leaves = pytree.tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+    return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
 
 def _differentiable(graph: Graph) -> frozenset[Value]:
-    """Return the tensors that have a gradient: of floats, from a parameter or an input traced with one on."""
-    found: set[Value] = set()
+    """Return the floating-point tensors computed from parameters, or from inputs traced with a gradient."""
+    differentiable: set[Value] = set()
     for node in graph.nodes.values():
-        given = node.kind == PARAMETER or node.name in graph.with_gradient
-        if given or (node.kind == CALL and any(value in found for value in node.inputs)):
-            found |= {
+        is_source = node.kind == PARAMETER or node.name in graph.with_gradient
+        if is_source or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
+            differentiable |= {
                 Value(node.name, index)
                 for index, meta in enumerate(node.outputs)
                 if meta.dtype.is_floating_point or meta.dtype.is_complex
             }
-    return frozenset(found)
+    return frozenset(differentiable)

@@ -1,4 +1,4 @@
-"""A layout for every tensor of a graph, the conversions that follow, and what they cost."""
+"""ShardingPlan: a layout for every tensor of a graph, the conversions that follow, and their costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.op_collectives import steps_inside
+from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
@@ -24,12 +24,12 @@ ADAM = 8
 
 @dataclass(frozen=True)
 class Conversion:
-    """A tensor brought to another layout, and its gradient back.
+    """A conversion of a tensor to another layout, and of its gradient back.
 
     reader
-        The node that reads it so, "" for what the user gets, or several nodes' names with commas.
+        The node that reads the tensor in the target layout; "" for an output of the model; several names with commas.
     ahead, back
-        The collectives of forward and, where the tensor has a gradient, of backward.
+        The collectives of forward, and of backward where the tensor has a gradient.
     """
 
     value: Value
@@ -41,23 +41,23 @@ class Conversion:
 
     @property
     def seconds(self) -> float:
-        """Predicted time, both ways."""
+        """Predicted time of forward and backward."""
         return self.ahead.seconds + (self.back.seconds if self.back else 0.0)
 
     @property
     def nbytes(self) -> float:
-        """Bytes that a rank sends, both ways."""
+        """Bytes that a rank sends in forward and backward."""
         return self.ahead.nbytes + (self.back.nbytes if self.back else 0)
 
     @property
     def communicates(self) -> bool:
-        """Whether any rank sends anything."""
+        """Whether the conversion sends any bytes."""
         return self.nbytes > 0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes a rank holds."""
+    """Bytes that a rank holds."""
 
     parameters: float
     gradients: float
@@ -66,31 +66,32 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ShardingPlan:
-    """What `propagate` found.
+    """The result of `propagate`.
 
     layouts
-        In which layout every tensor is produced.
+        The layout in which each tensor is produced.
     inputs
-        In which layouts each node reads its inputs.
+        The layouts in which each node reads its inputs.
     shared_layouts
-        The layout to which a tensor with several readers is converted once, and from which for each of them.
+        For tensors with several readers: the layout to which the tensor is converted once, before each reader's own
+        conversion.
     configured
-        Pattern of the strategy that fixed a node, by node.
+        The pattern of the strategy that fixed a node, by node.
     single
-        Nodes that had no choice.
+        Nodes with a single option.
     cost, bound
-        The least sum of the objective in seconds, and what no plan costs less than where that is not proven.
+        The plan's objective in seconds, and a lower bound for all plans; None: the cost is proven to be least.
     returned
-        The layout in which the caller gets an output; what is not named he gets whole on every rank.
+        The layout in which the caller gets an output; other outputs are whole on every rank.
     regathered
-        Parameters that are not kept for backward where they were gathered, but gathered again, outside of regions that
-        are recomputed. These collectives are in no conversion.
+        Parameters that backward gathers again instead of keeping them, outside of recomputed regions. No conversion
+        contains these collectives.
     """
 
     graph: Graph
@@ -109,13 +110,13 @@ class ShardingPlan:
     regathered: Set[Value] = frozenset()
 
     def __repr__(self) -> str:
-        """Return a line; `explain` has it all."""
+        """Return a summary in a line; `explain` returns the details."""
         calls = sum(node.kind == CALL for node in self.graph.nodes.values())
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives().items())) or "no collectives"
         return f"<ShardingPlan of {calls} operators on {self.mesh}: {kinds}, {1e3 * self.seconds:.3f} ms a step>"
 
     def returned_layout(self, value: Value) -> Layout:
-        """Return the layout in which the caller gets a tensor that the model returns."""
+        """Return the layout in which the caller gets an output of the model."""
         return self.returned.get(value, (REPLICATE,) * self.mesh.ndim)
 
     @cached_property
@@ -124,45 +125,50 @@ class ShardingPlan:
         return tuple(self._conversions())
 
     @cached_property
-    def inside(self) -> dict[str, tuple[RedistributeStep, ...]]:
-        """Return the collectives that operators run themselves, in forward, by node."""
+    def op_collectives(self) -> dict[str, tuple[RedistributeStep, ...]]:
+        """Return the collectives that operators run themselves in forward, by node."""
         calls = {name: node.call for name, node in self.graph.nodes.items() if node.call is not None}
-        found = {name: steps_inside(call, self.inputs[name], self.costs) for name, call in calls.items()}
-        return {name: steps for name, steps in found.items() if steps}
+        steps = {name: op_collective_steps(call, self.inputs[name], self.costs) for name, call in calls.items()}
+        return {name: of_node for name, of_node in steps.items() if of_node}
 
     @property
     def digest(self) -> str:
-        """Return what is the same on ranks that have the same plan, for the same shapes."""
-        told = hashlib.sha256(repr((self.mesh.shape, self.mesh.process_ids)).encode())
+        """Return a hash that ranks share if they have the same plan for the same shapes."""
+        digest = hashlib.sha256(repr((self.mesh.shape, self.mesh.process_ids)).encode())
         for name, node in self.graph.nodes.items():
             outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
-            told.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
-        told.update(
+            digest.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
+        digest.update(
             repr((sorted(self.shared_layouts.items(), key=repr), sorted(self.returned.items(), key=repr))).encode()
         )
-        told.update(repr(sorted(self.regathered, key=repr)).encode())
-        return told.hexdigest()[:16]
+        digest.update(repr(sorted(self.regathered, key=repr)).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def seconds(self) -> float:
         """Predicted time of all collectives of a step, forward and backward."""
-        inside = sum(step.seconds for steps in self.inside.values() for step in steps)
-        return sum(one.seconds for one in self.conversions) + inside
+        own = sum(step.seconds for steps in self.op_collectives.values() for step in steps)
+        return sum(conversion.seconds for conversion in self.conversions) + own
 
     @property
     def nbytes(self) -> float:
         """Bytes that a rank sends in a step."""
-        inside = sum(step.nbytes for steps in self.inside.values() for step in steps)
-        return sum(one.nbytes for one in self.conversions) + inside
+        own = sum(step.nbytes for steps in self.op_collectives.values() for step in steps)
+        return sum(conversion.nbytes for conversion in self.conversions) + own
 
     def collectives(self) -> dict[str, int]:
-        """Return how many collectives of each kind a step runs."""
-        ways = [way for one in self.conversions for way in (one.ahead, one.back) if way]
-        steps = [*(way.steps for way in ways), *self.inside.values()]
-        return dict(Counter(step.kind for several in steps for step in several if step.nbytes))
+        """Return the number of collectives of each kind in a step."""
+        redistributions = [
+            direction
+            for conversion in self.conversions
+            for direction in (conversion.ahead, conversion.back)
+            if direction
+        ]
+        sequences = [*(redistribution.steps for redistribution in redistributions), *self.op_collectives.values()]
+        return dict(Counter(step.kind for steps in sequences for step in steps if step.nbytes))
 
     def memory(self) -> Memory:
-        """Return what a rank holds in a training step with Adam; activations are all outputs kept for backward."""
+        """Return the bytes that a rank holds in a training step with Adam; activations are the outputs for backward."""
         parameters = gradients = buffers = activations = count = 0.0
         for node in self.graph.nodes.values():
             for index, meta in enumerate(node.outputs):
@@ -178,23 +184,23 @@ class ShardingPlan:
         return Memory(parameters + buffers, gradients, ADAM * count, activations)
 
     def why(self, node: Node) -> str:
-        """Say in a few words why the node is laid out so."""
+        """Return a short reason for the node's layouts."""
         if node.name in self.configured:
             return f"configured: {self.configured[node.name]}"
         return "only choice" if node.name in self.single else "propagated"
 
     def _conversions(self) -> Iterator[Conversion]:
         for value, readers in self.graph.readers().items():
-            at = self.layouts[value]
+            layout = self.layouts[value]
             if value in self.shared_layouts:
                 names = ", ".join(dict.fromkeys(name for name, _ in readers))
-                yield from self._conversion(value, names, at, self.shared_layouts[value])
-                at = self.shared_layouts[value]
+                yield from self._conversion(value, names, layout, self.shared_layouts[value])
+                layout = self.shared_layouts[value]
             for name, index in readers:
-                yield from self._conversion(value, name, at, self.inputs[name][index])
-        for one in pytree.tree_leaves(self.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value)):
-            if isinstance(one, Value):
-                yield from self._conversion(one, "", self.layouts[one], self.returned_layout(one))
+                yield from self._conversion(value, name, layout, self.inputs[name][index])
+        for output in pytree.tree_leaves(self.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value)):
+            if isinstance(output, Value):
+                yield from self._conversion(output, "", self.layouts[output], self.returned_layout(output))
 
     def _conversion(self, value: Value, reader: str, source: Layout, target: Layout) -> Iterator[Conversion]:
         if source == target:

@@ -1,8 +1,8 @@
-"""What is computed whole only to be cut by all who read it is computed in slices: free, and less to hold.
+"""Shards replicated operators whose readers all take the same slice: at no cost, and with less memory.
 
-Propagation keeps whole what has no gradient and comes from nothing that is cut (ids, masks, positions): every slice of
-it is free, and so the choice does not tie distant operators together. Where all readers take the same slice, the
-operator can give that slice at no cost; MindSpore's manual configurations of such operators say so.
+Propagation replicates tensors without a gradient that are computed from replicated tensors only (ids, masks,
+positions): their slices cost nothing, and the choices of distant operators stay independent. Where all readers take the
+same slice, the operator can compute only that slice; MindSpore's manual configurations do the same.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 
 
-def narrowed(plan: ShardingPlan) -> ShardingPlan:
-    """Return the plan with such operators cut; its conversions cost the same. What is given stays as it is."""
-    layouts, inputs, moved = dict(plan.layouts), dict(plan.inputs), set()
+def slice_replicated(plan: ShardingPlan) -> ShardingPlan:
+    """Return the plan with these operators sharded; its conversions cost the same. Does not modify `plan`."""
+    layouts, inputs, sliced = dict(plan.layouts), dict(plan.inputs), set()
     readers, options = plan.graph.readers(), Options(tuple(plan.mesh.shape))
     kept = plan.graph.kept | set(plan.shared_layouts)
     for node in reversed(list(plan.graph.nodes.values())):
         if not _is_free(plan, node):
             continue
-        wanted = []
+        common = []
         for value in _outputs(node):
             read = {inputs[name][index] for name, index in readers[value]}
-            wanted += list(read) if len(read) == 1 and value not in kept else []
-        found = _option(options, node, tuple(wanted))
-        if found is not None:
-            layouts |= dict(zip(_outputs(node), found.outputs, strict=True))
-            inputs[node.name] = found.inputs
-            moved.add(node.name)
-    return replace(plan, layouts=layouts, inputs=inputs, single=plan.single - moved) if moved else plan
+            common += list(read) if len(read) == 1 and value not in kept else []
+        option = _option(options, node, tuple(common))
+        if option is not None:
+            layouts |= dict(zip(_outputs(node), option.outputs, strict=True))
+            inputs[node.name] = option.inputs
+            sliced.add(node.name)
+    return replace(plan, layouts=layouts, inputs=inputs, single=plan.single - sliced) if sliced else plan
 
 
 def _is_free(plan: ShardingPlan, node: Node) -> bool:
-    """Tell whether an operator was kept whole, reads what is whole and has no gradient."""
+    """Tell whether an operator is replicated with all its inputs, and has no gradient."""
     if node.kind != CALL or node.name in plan.configured:
         return False
     tensors = [*node.inputs, *_outputs(node)]
@@ -47,11 +47,12 @@ def _is_free(plan: ShardingPlan, node: Node) -> bool:
 
 
 def _option(options: Options, node: Node, outputs: tuple[Layout, ...]) -> Option | None:
-    """Return how the operator can give these slices of slices of what it reads, if they are slices."""
-    if len(outputs) != len(node.outputs) or not any(state.kind == "shard" for one in outputs for state in one):
+    """Return the option that produces `outputs` from replicated inputs or their slices; None if nothing is sharded."""
+    sharded = any(placement.kind == "shard" for layout in outputs for placement in layout)
+    if len(outputs) != len(node.outputs) or not sharded:
         return None
     for option in options.of(node, (False,) * (len(node.inputs) + 1)):
-        free = all(state.kind in ("replicate", "shard") for one in option.inputs for state in one)
+        free = all(placement.kind in ("replicate", "shard") for layout in option.inputs for placement in layout)
         if free and option.outputs == outputs:
             return option
     return None

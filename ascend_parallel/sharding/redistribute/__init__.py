@@ -1,1 +1,1 @@
-"""DTensors on meshes: redistribution planned and run, reshard, layers and optimizers."""
+"""DTensors on meshes: plans and runs redistributions; reshard, shard_layer, shard_optimizer."""

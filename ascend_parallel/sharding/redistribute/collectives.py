@@ -1,4 +1,4 @@
-"""One collective that a redistribution wants, on tensors with a row for each rank, or one row.
+"""The collectives of a redistribution, on tensors with R rows (a row for each rank) or with 1 row.
 
     kind            x              result
     all_gather      [1, n...]      [R, n...]
@@ -6,7 +6,7 @@
     reduce_scatter  [R, n...]      [1, n...]
     all_to_all      [R, n...]      [R, n...]
 
-Requests of one kind on one group can so be run as one: their rows side by side.
+This shape allows several requests of a kind on a group to run as a single collective, with their rows side by side.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ REDUCTIONS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Moved:
-    """A collective that ran, or a message: kind, mesh dimension (-1 across meshes) and the bytes this rank sent."""
+class CollectiveRecord:
+    """A collective or a message that ran: kind, mesh dimension (-1 across meshes) and the bytes that this rank sent."""
 
     kind: str
     mesh_dim: int
     nbytes: float
 
 
-_RECORD: ContextVar[list[Moved] | None] = ContextVar("moved", default=None)
+_RECORDS: ContextVar[list[CollectiveRecord] | None] = ContextVar("collective_records", default=None)
 
 
 @contextmanager
-def recorded() -> Iterator[list[Moved]]:
-    """Collect what this thread's redistributions send while the context is open."""
-    moved: list[Moved] = []
-    token = _RECORD.set(moved)
+def recorded() -> Iterator[list[CollectiveRecord]]:
+    """Yield a list that collects the collectives of this thread's redistributions inside the context."""
+    records: list[CollectiveRecord] = []
+    token = _RECORDS.set(records)
     try:
-        yield moved
+        yield records
     finally:
-        _RECORD.reset(token)
+        _RECORDS.reset(token)
 
 
 def note(kind: str, mesh_dim: int, nbytes: float) -> None:
-    """Add to the record, if there is one."""
-    record = _RECORD.get()
-    if record is not None:
-        record.append(Moved(kind, mesh_dim, nbytes))
+    """Add a collective to the list of `recorded`, if such a context is open."""
+    records = _RECORDS.get()
+    if records is not None:
+        records.append(CollectiveRecord(kind, mesh_dim, nbytes))
 
 
 @dataclass
 class Request:
-    """A collective of a kind on a group; rows are in the order of its ranks.
+    """A collective on a group; rows are in the order of the group's ranks.
 
     x
-        Contiguous but for an all-reduce's; is not changed.
+        The input, contiguous except for an all-reduce; not modified.
     op
-        What is reduced with, a key of `REDUCTIONS`.
+        The reduction, a key of `REDUCTIONS`.
     observer
-        Called with the step when it starts.
+        Called with the step when the collective starts.
     result
-        There when the started work was waited for.
+        The output, valid after the started work was waited for.
     """
 
     kind: str
@@ -85,12 +85,12 @@ class Request:
     result: torch.Tensor = field(init=False)
 
     @property
-    def like(self) -> Hashable:
-        """Return what is the same of requests that can run as one."""
+    def coalesce_key(self) -> Hashable:
+        """Return the key that requests share if they can run as a single collective."""
         return self.kind, self.group, self.op, self.x.dtype, self.x.device
 
     def start(self) -> Waiting:
-        """Start it, and return what is to be waited for."""
+        """Start the collective, and return the work to wait for."""
         ranks, x = self.group.size(), self.x
         if self.observer is not None:
             self.observer(self.step)
@@ -108,18 +108,18 @@ class Request:
             (scatter,) = reduce_scatters(self.result.view(1, -1), (1,), self.group)
             scatter.expect()
             return scatter.start(x.view(ranks, -1))
-        return _Extreme(self)
+        return _ReduceScatterExtreme(self)
 
 
 class Waiting(Protocol):
-    """What has been started."""
+    """A collective that has been started."""
 
     def wait(self) -> object:
-        """Wait until the result may be read."""
+        """Wait until the result is valid."""
 
 
-class _Extreme:
-    """A reduce-scatter of maxima or minima, which torch's backends lack: an all-to-all, and then the largest."""
+class _ReduceScatterExtreme:
+    """A reduce-scatter with max or min, which torch's backends lack: an all-to-all, then a local reduction."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._parts = request, torch.empty_like(request.x)
@@ -133,27 +133,27 @@ class _Extreme:
 
 
 class CoalescedCollective:
-    """Requests that are alike, run as one."""
+    """A single collective for requests with the same `coalesce_key`."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        """Start it. The first one's observer is called."""
+        """Start the collective. Calls only the first request's observer."""
         self._requests, first = requests, requests[0]
         self._all = first
         if len(requests) > 1:
-            x = torch.cat([one.x.reshape(len(one.x), -1) for one in requests], dim=1)
+            x = torch.cat([request.x.reshape(len(request.x), -1) for request in requests], dim=1)
             self._all = Request(first.kind, first.step, first.group, x, first.op, first.observer)
         self._waiting: Waiting | None = self._all.start()
 
     def wait(self) -> None:
-        """Wait for it, and give each request its result; the second call returns at once."""
+        """Wait for the collective and set each request's result; a second call returns at once."""
         if self._waiting is None:
             return
         self._waiting.wait()
         self._waiting = None
         if len(self._requests) > 1:
-            parts = torch.split(self._all.result, [one.x[0].numel() for one in self._requests], dim=1)
-            for one, part in zip(self._requests, parts, strict=True):
-                one.result = part.reshape(len(part), *one.x.shape[1:])
+            parts = torch.split(self._all.result, [request.x[0].numel() for request in self._requests], dim=1)
+            for request, part in zip(self._requests, parts, strict=True):
+                request.result = part.reshape(len(part), *request.x.shape[1:])
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -1,7 +1,7 @@
-"""What collectives cost along each dimension of a mesh: by a hardware's fits, or by a latency and a rate.
+"""Times of collectives along each dimension of a mesh: from a hardware's fits, or from a latency and a rate.
 
-Seconds and bytes. The bytes are those of the whole tensor over the ranks of one line of the mesh dimension: what an
-all-gather ends with, a reduce-scatter and an all-reduce begin with, and an all-to-all's slices together are.
+Units are seconds and bytes. `nbytes` counts the whole tensor over the ranks of one line of the mesh dimension: the
+output of an all-gather, the input of a reduce-scatter or an all-reduce, all slices of an all-to-all together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND)
 
 
 def sent(kind: str, nbytes: float, ranks: int) -> float:
-    """Return the bytes that one rank sends at least: an all-reduce is a reduce-scatter and an all-gather."""
+    """Return the least bytes that a rank sends; an all-reduce counts as a reduce-scatter plus an all-gather."""
     if kind == SEND:
         return nbytes
     share = {ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0, ALL_REDUCE: 2.0, ALL_TO_ALL: 1.0 / ranks}[kind]
@@ -40,19 +40,19 @@ class DimensionCosts(Protocol):
         """Size of the mesh dimension."""
 
     def seconds(self, kind: str, nbytes: float) -> float:
-        """Return the time of a collective of a tensor that is `nbytes` whole."""
+        """Return the time of a collective on a tensor of `nbytes` bytes in all."""
 
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """A ring of `ranks` ranks: seconds for each message and for each byte of it."""
+    """A ring of `ranks` ranks: `latency` seconds per message, plus `seconds_per_byte`."""
 
     ranks: int
     latency: float
     seconds_per_byte: float
 
     def seconds(self, kind: str, nbytes: float) -> float:
-        """Return the time of a collective of a tensor that is `nbytes` whole."""
+        """Return the time of a collective on a tensor of `nbytes` bytes in all."""
         if kind == SEND:
             return self.latency + nbytes * self.seconds_per_byte
         if self.ranks == 1 or nbytes == 0:
@@ -63,7 +63,7 @@ class LinkCosts:
 
 @dataclass(frozen=True)
 class FittedCosts:
-    """Ranks of a hardware whose collectives were fitted, as planning/ has them; beyond a domain over the network.
+    """Collectives from a hardware's fits (`tuning/cost_model`); between domains the network's.
 
     in_domain
         How many of the `ranks` ranks share a domain.
@@ -74,13 +74,13 @@ class FittedCosts:
     hardware: Hardware = field(repr=False)
 
     def seconds(self, kind: str, nbytes: float) -> float:
-        """Return the time of a collective of a tensor that is `nbytes` whole."""
+        """Return the time of a collective on a tensor of `nbytes` bytes in all."""
         model = _model(self.hardware)
-        if kind == SEND:  # each of two ranks that gather sends half of the whole
+        if kind == SEND:  # in an all-gather of 2 ranks each rank sends half of the bytes
             return (
                 model.collective(GATHER, 2 * nbytes, 2) if self.in_domain > 1 else model.network(GATHER, 2 * nbytes, 2)
             )
-        if kind == ALL_TO_ALL:  # what an all-gather of as many bytes sent takes
+        if kind == ALL_TO_ALL:  # as long as an all-gather that sends the same number of bytes
             kind, nbytes = ALL_GATHER, nbytes / self.ranks
         operator = {ALL_GATHER: GATHER, REDUCE_SCATTER: MATMUL_REDUCE_SCATTER, ALL_REDUCE: MATMUL_ALL_REDUCE}[kind]
         inside = model.collective(operator, nbytes, self.in_domain)
@@ -95,21 +95,21 @@ class MeshCosts:
 
     @classmethod
     def of(cls, mesh: ProcessMesh, hardware: str | Hardware = "910b") -> MeshCosts:
-        """Return the costs on a hardware of planning/, by its name or alias; global ranks fill domains in order."""
-        found = find_hardware(hardware) if isinstance(hardware, str) else hardware
-        size = found.collectives.domain
+        """Return the costs on a hardware, by name or alias (`find_hardware`); global ranks fill domains in order."""
+        known = find_hardware(hardware) if isinstance(hardware, str) else hardware
+        size = known.collectives.domain
         dims = []
         for dim, ranks in enumerate(mesh.shape):
             lines = mesh.array.swapaxes(dim, -1).reshape(-1, ranks)
             domains = max(len({int(rank) // size for rank in line}) for line in lines)
-            dims.append(FittedCosts(ranks, ranks // domains if ranks % domains == 0 else 1, found))
+            dims.append(FittedCosts(ranks, ranks // domains if ranks % domains == 0 else 1, known))
         return cls(tuple(dims))
 
     @classmethod
     def of_links(
         cls, mesh_shape: Sequence[int], latency: float | Sequence[float], seconds_per_byte: float | Sequence[float]
     ) -> MeshCosts:
-        """Return the costs of rings with these numbers, one for all mesh dimensions or one for each."""
+        """Return the costs of rings; each number holds for all mesh dimensions, or is a sequence with an entry each."""
         latencies, rates = _each(latency, len(mesh_shape)), _each(seconds_per_byte, len(mesh_shape))
         return cls(tuple(LinkCosts(*numbers) for numbers in zip(mesh_shape, latencies, rates, strict=True)))
 
@@ -120,17 +120,17 @@ class MeshCosts:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The hardware whose costs these are; None: they are a link's."""
-        return next((one.hardware for one in self.dims if isinstance(one, FittedCosts)), None)
+        """The hardware of the fits; None for costs from latencies and rates."""
+        return next((costs.hardware for costs in self.dims if isinstance(costs, FittedCosts)), None)
 
     def seconds(self, kind: str, nbytes: float, dim: int) -> float:
-        """Return the time of a collective along mesh dimension `dim`, of a tensor that is `nbytes` whole there."""
+        """Return the time of a collective along mesh dimension `dim`, on a tensor of `nbytes` bytes over the line."""
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: give one of {', '.join(KINDS)}")
         return self.dims[dim].seconds(kind, nbytes)
 
     def __hash__(self) -> int:
-        """Hash the costs once: plans are looked up by them."""
+        """Return the cached hash: caches of plans use the costs as a key."""
         return self._hash
 
     @cached_property
@@ -143,5 +143,5 @@ def _model(hardware: Hardware) -> CostModel:
     return CostModel(hardware)
 
 
-def _each(given: float | Sequence[float], count: int) -> Sequence[float]:
-    return given if isinstance(given, Sequence) else [given] * count
+def _each(number: float | Sequence[float], count: int) -> Sequence[float]:
+    return number if isinstance(number, Sequence) else [number] * count

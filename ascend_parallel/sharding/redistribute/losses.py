@@ -1,10 +1,10 @@
-"""Losses of DTensors whose mean torch takes over a rank's part instead of the whole.
+"""Corrects the mean losses of DTensors, which torch computes over the local part instead of the whole tensor.
 
-For mse_loss, huber_loss, smooth_l1_loss, binary_cross_entropy and soft_margin_loss on tensors cut over R ranks torch
-(2.13, `torch/distributed/tensor/_ops`) runs backward on the local part with ``reduction="mean"``: gradients are R times
-too large. And where the cut is uneven, the mean of the parts' means is not the mean, for these and for
-binary_cross_entropy_with_logits. Here their means are of whole tensors, which DTensor gathers; sums and losses element
-by element stay cut.
+For mse_loss, huber_loss, smooth_l1_loss, binary_cross_entropy and soft_margin_loss on tensors sharded over R ranks,
+torch (2.13, `torch/distributed/tensor/_ops`) runs backward on the local part with ``reduction="mean"``: gradients are R
+times too large. With uneven shards, the mean of the local means also differs from the mean; this affects
+binary_cross_entropy_with_logits too. Here DTensor gathers the tensors for a mean; sums and unreduced losses stay
+sharded.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ Sharding = tuple[list[Placement | None], list[Placement | None]]
 
 
 @cache
-def mend_losses() -> None:
-    """Have DTensor run these losses, in this process, so that values and gradients are those of whole tensors."""
+def register_loss_shardings() -> None:
+    """Register shardings of these losses with DTensor, in this process, that give the values of whole tensors."""
     for operators, backward in ((LOSSES, False), (BACKWARDS, True)):
         for operator in operators:
             register_sharding(operator)(_shardings(operator, backward))
 
 
 def _shardings(operator: torch._ops.OpOverload, backward: bool) -> Any:
-    """Return which placements, on one mesh dimension, the operator takes: see `register_sharding`."""
+    """Return the function from an operator's arguments to its shardings on one mesh dimension (`register_sharding`)."""
     declared = operator._schema.arguments
-    place = next(index for index, one in enumerate(declared) if one.name == "reduction")
+    place = next(index for index, argument in enumerate(declared) if argument.name == "reduction")
     default = declared[place].default_value
 
     def shardings(*args: Any) -> list[Sharding]:
         reduction = args[place] if place < len(args) else default
-        tensors = [hasattr(one, "placements") for one in args]
-        found: list[Sharding] = [([Replicate()], [Replicate() if there else None for there in tensors])]
-        elements = [one for one, there in zip(args, tensors, strict=True) if there]
-        scalar = elements.pop(0) if backward and reduction != NONE else None
-        shapes = {tuple(one.shape) for one in elements}
+        is_tensor = [hasattr(argument, "placements") for argument in args]
+        accepted: list[Sharding] = [([Replicate()], [Replicate() if tensor else None for tensor in is_tensor])]
+        tensors = [argument for argument, tensor in zip(args, is_tensor, strict=True) if tensor]
+        scalar = tensors.pop(0) if backward and reduction != NONE else None
+        shapes = {tuple(tensor.shape) for tensor in tensors}
         if reduction == MEAN or len(shapes) != 1:
-            return found
+            return accepted
         for dim in range(len(shapes.pop())):
-            cut: list[Placement | None] = [
-                None if not there else Replicate() if one is scalar else Shard(dim)
-                for one, there in zip(args, tensors, strict=True)
+            sharded: list[Placement | None] = [
+                None if not tensor else Replicate() if argument is scalar else Shard(dim)
+                for argument, tensor in zip(args, is_tensor, strict=True)
             ]
-            found.append(([Shard(dim) if backward or reduction == NONE else Partial()], cut))
-        return found
+            accepted.append(([Shard(dim) if backward or reduction == NONE else Partial()], sharded))
+        return accepted
 
     return shardings

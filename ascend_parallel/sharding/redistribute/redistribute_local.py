@@ -1,7 +1,7 @@
-"""Runs a redistribution's steps on what a rank holds: each collective by its own name, along one mesh dimension.
+"""Runs the steps of a redistribution on a rank's local tensor, each along one mesh dimension.
 
-A redistribution is a generator: it yields each collective that it wants (requests.py) and goes on when that is done.
-Who drives it decides when, and with what others, a collective runs.
+A redistribution is a generator: it yields each collective as a `Request` (collectives.py) and continues when the
+collective is done. The caller decides when a collective runs, and with which other requests.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from ascend_parallel.sharding.redistribute.shortest_path import (
 )
 
 Observer = Callable[[RedistributeStep], None]
-Moving = Generator[Request, None, torch.Tensor]
-"""Yields the collectives that it wants, one after the other, and returns what the rank then has."""
+RequestGenerator = Generator[Request, None, torch.Tensor]
+"""Yields the collectives in order, and returns the rank's local tensor in the target layout."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """This rank's line along a mesh dimension, and what it has of the tensor before and after a step.
+    """This rank's line along a mesh dimension, and its local shapes before and after a step.
 
+    place
+        This rank's index along the line.
     order
-        The places of the group's ranks, in the group's order.
+        The indices along the line of the group's ranks, in group order.
     observer
-        Is told of every collective, when it starts.
+        Called with the step of every collective, when it starts.
     """
 
     mesh: ProcessMesh
@@ -50,61 +52,63 @@ class _Line:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the line."""
+        """The number of ranks on the line."""
         return self.mesh.shape[self.dim]
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The line's group."""
+        """The line's process group."""
         return self.mesh.group(self.dim)
 
     def by_group(self, by_place: torch.Tensor) -> torch.Tensor:
-        """Bring one row for each place into the group's order."""
+        """Reorder rows from the order along the line into group order."""
         return by_place if self.order == sorted(self.order) else by_place[self.order]
 
     def by_place(self, by_group: torch.Tensor) -> torch.Tensor:
-        """Bring one row for each of the group's ranks into the order of their places."""
+        """Reorder rows from group order into the order along the line."""
         return (
             by_group if self.order == sorted(self.order) else by_group[[self.order.index(i) for i in range(self.ranks)]]
         )
 
     def piece(self, size: int) -> int:
-        """Return the size of the largest of the line's pieces."""
+        """Return the size of the largest slice on the line, ceil(size / ranks)."""
         return -(-size // self.ranks)
 
 
-def move(local: torch.Tensor, shape: Sequence[int], mesh: ProcessMesh, redistribution: Redistribution) -> torch.Tensor:
-    """Bring this rank's part of a tensor from one layout to another.
+def redistribute_local(
+    local: torch.Tensor, shape: Sequence[int], mesh: ProcessMesh, redistribution: Redistribution
+) -> torch.Tensor:
+    """Return this rank's local tensor in the target layout of `redistribution`.
 
     local
-        What this rank holds in the source layout; a rank that is not in the mesh gets it back unchanged.
+        This rank's local tensor in the source layout; a rank outside the mesh gets it back unchanged.
     shape
-        Of the whole tensor.
+        The shape of the whole tensor.
 
-    Every rank of the mesh has to call it. Does not differentiate. The result may be a view of `local`.
+    Every rank of the mesh has to call it. Not differentiable. The result may be a view of `local`.
     """
-    return finish(moving(local, shape, mesh, redistribution))
+    return finish_redistribute(redistribute_requests(local, shape, mesh, redistribution))
 
 
-def finish(way: Moving) -> torch.Tensor:
-    """Run each collective that a redistribution wants, and wait for it; return what the rank then has."""
+def finish_redistribute(requests: RequestGenerator) -> torch.Tensor:
+    """Run the remaining collectives of a redistribution, each to its end, and return the rank's local tensor."""
     while True:
         try:
-            request = next(way)
+            request = next(requests)
         except StopIteration as stop:
             tensor: torch.Tensor = stop.value
             return tensor
         request.start().wait()
 
 
-def moving(
+def redistribute_requests(
     local: torch.Tensor,
     shape: Sequence[int],
     mesh: ProcessMesh,
     redistribution: Redistribution,
     observer: Observer | None = None,
-) -> Moving:
-    """Return what `move` does, one collective at a time; `observer` is told of each when it starts."""
+) -> RequestGenerator:
+    """Run `redistribute_local` as a generator of its collectives; `observer` is called with each step at its start."""
     place = mesh.coordinate(dist.get_rank())
     if place is None:
         return local
@@ -112,17 +116,17 @@ def moving(
     for step in redistribution.steps:
         dim = step.mesh_dim
         after = (*layout[:dim], step.target, *layout[dim + 1 :])
-        now, then = (local_shape(tuple(shape), one, mesh.shape, place) for one in (layout, after))
-        line = _Line(mesh, dim, place[dim], mesh.places_in_group(dim, place), now, then, observer)
-        if step.kind in ALONE:
-            local = ALONE[step.kind](local, step, line)
+        shapes = [local_shape(tuple(shape), ends, mesh.shape, place) for ends in (layout, after)]
+        line = _Line(mesh, dim, place[dim], mesh.places_in_group(dim, place), shapes[0], shapes[1], observer)
+        if step.kind in LOCAL_STEPS:
+            local = LOCAL_STEPS[step.kind](local, step, line)
         else:
-            local = yield from TOGETHER[step.kind](local, step, line)
+            local = yield from COLLECTIVE_STEPS[step.kind](local, step, line)
         layout = after
     return local
 
 
-def _all_gather(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
+def _all_gather(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
     dim = step.source.dim
     size = line.after[dim]
     x_piece = _padded(local.movedim(dim, 0), line.piece(size))
@@ -134,7 +138,7 @@ def _all_gather(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Mov
     return whole[:size].movedim(0, dim)
 
 
-def _all_reduce(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
+def _all_reduce(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
     if local.numel() and line.ranks > 1:
         request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, line.observer)
         yield request
@@ -144,7 +148,7 @@ def _all_reduce(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Mov
     return _averaged(total, step, line)
 
 
-def _reduce_scatter(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
+def _reduce_scatter(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
     dim = step.target.dim
     piece = line.piece(line.before[dim])
     x = _padded(local.movedim(dim, 0), line.ranks * piece)
@@ -158,10 +162,10 @@ def _reduce_scatter(local: torch.Tensor, step: RedistributeStep, line: _Line) ->
     return _averaged(own[: line.after[dim]].movedim(0, dim), step, line)
 
 
-def _all_to_all(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Moving:
+def _all_to_all(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
     joined, cut = step.source.dim, step.target.dim
     size, piece = line.after[joined], line.piece(line.before[cut])
-    # [cut, joined, ...]: the rows of `cut` that each rank receives lie together
+    # [cut, joined, ...]: the rows of `cut` that a rank receives are contiguous
     x = _padded(local.movedim((cut, joined), (0, 1)), line.ranks * piece)
     x = _padded(x.transpose(0, 1), line.piece(size)).transpose(0, 1)
     blocks = x.reshape(line.ranks, piece, *x.shape[1:])  # [rank, cut, joined, ...]
@@ -185,7 +189,7 @@ def _hold(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Ten
 
 def _pad(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
     dim, op = step.source.dim, step.target.op
-    whole = local.new_full(line.after, neutral(op, local.dtype))
+    whole = local.new_full(line.after, neutral_element(op, local.dtype))
     start = min(line.place * line.piece(line.after[dim]), line.after[dim])
     whole.narrow(dim, start, line.before[dim]).copy_(local * line.ranks if op == "avg" else local)
     return whole
@@ -195,13 +199,13 @@ def _scale(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Te
     return local * line.ranks if step.target.op == "avg" else local / line.ranks
 
 
-TOGETHER: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], Moving]] = {
+COLLECTIVE_STEPS: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], RequestGenerator]] = {
     ALL_GATHER: _all_gather,
     ALL_REDUCE: _all_reduce,
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
 }
-ALONE: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], torch.Tensor]] = {
+LOCAL_STEPS: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], torch.Tensor]] = {
     SLICE: _slice,
     HOLD: _hold,
     PAD: _pad,
@@ -209,8 +213,8 @@ ALONE: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], torch.Tensor]
 }
 
 
-def neutral(op: str, dtype: torch.dtype) -> float:
-    """Return what changes nothing when it is reduced with anything."""
+def neutral_element(op: str, dtype: torch.dtype) -> float:
+    """Return the neutral element of a reduction: 0 for a sum, the least value for a max."""
     if op in ("sum", "avg"):
         return 0
     if dtype.is_floating_point:
@@ -222,7 +226,7 @@ def neutral(op: str, dtype: torch.dtype) -> float:
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return `x` with zeros after it so that it has `rows` rows."""
+    """Return `x` with zeros appended up to `rows` rows."""
     missing = rows - x.shape[0]
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 

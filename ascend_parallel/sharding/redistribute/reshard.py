@@ -1,9 +1,13 @@
-"""shard_tensor, dtensor_from_fn, reshard and unshard: torch's DTensor between any placements and meshes.
+"""shard_tensor, dtensor_from_fn, reshard and unshard: redistribute DTensors between any placements and meshes.
 
-The gradient of a Shard is that Shard, of a Replicate and of a Partial a Replicate, on the mesh of the tensor itself.
-What a rank's local tensor receives is the derivative by it: of a sum's part the whole gradient, of an average's part
-that divided by the number of ranks, of a maximum's or minimum's part the gradient where this rank has it (shared by
-ties).
+Gradients live on the mesh of the tensor:
+
+    placement             gradient     local gradient
+    Shard(dim)            Shard(dim)   this rank's slice
+    Replicate             Replicate    the whole gradient
+    Partial("sum")        Replicate    the whole gradient
+    Partial("avg")        Replicate    the whole gradient / R
+    Partial("max"/"min")  Replicate    the gradient where this rank has the extreme, divided among ties
 """
 
 from __future__ import annotations
@@ -24,37 +28,37 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ascend_parallel.sharding.layout import REPLICATE, SUM, Layout, Placement, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.across_meshes import exchange, nothing
+from ascend_parallel.sharding.redistribute.across_meshes import empty_local, exchange
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.losses import mend_losses
-from ascend_parallel.sharding.redistribute.redistribute_local import move
+from ascend_parallel.sharding.redistribute.losses import register_loss_shardings
+from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
 
 Mesh = ProcessMesh | DeviceMesh
 OPS = ("sum", "avg", "max", "min")
-# Whose collectives the plans of a device type are made by.
+# The hardware whose costs plan the collectives of a device type.
 HARDWARE = {"cpu": "cpu-gloo", "cuda": "h100-nvlink"}
 
 
 def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[dtensor.Placement]) -> DTensor:
-    """Return a tensor that every rank has whole, the same on all of them, as a DTensor; nothing is sent.
+    """Return a DTensor of a tensor that is the same on every rank; sends nothing.
 
-    A parameter stays an nn.Parameter and a leaf a leaf; to the result of a computation gradients flow back. A DTensor
-    is resharded. Every rank of the default group has to call it; one that is not in the mesh gets an empty part.
+    A parameter stays an nn.Parameter and a leaf stays a leaf; for the result of a computation, gradients flow back. A
+    DTensor is resharded. Every rank of the default group has to call it; a rank outside the mesh gets an empty part.
 
-    From the first call on DTensor takes means of losses (`losses.py`) over whole tensors, as on one rank.
+    The first call also corrects DTensor's mean losses (`losses.py`): they equal the losses of whole tensors.
     """
-    mend_losses()
-    given = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
-    if isinstance(given, DTensor):
-        made = reshard(given, mesh, placements)
+    register_loss_shardings()
+    whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
+    if isinstance(whole, DTensor):
+        sharded = reshard(whole, mesh, placements)
     else:
-        made = _sharded(given, ProcessMesh.of(mesh), placements)
-    if isinstance(given, torch.nn.Parameter):
-        return torch.nn.Parameter(made.detach(), given.requires_grad)  # type: ignore[return-value]
-    if given.is_leaf:
-        return cast(DTensor, made.detach().requires_grad_(given.requires_grad))
-    return made
+        sharded = _sharded(whole, ProcessMesh.of(mesh), placements)
+    if isinstance(whole, torch.nn.Parameter):
+        return torch.nn.Parameter(sharded.detach(), whole.requires_grad)  # type: ignore[return-value]
+    if whole.is_leaf:
+        return cast(DTensor, sharded.detach().requires_grad_(whole.requires_grad))
+    return sharded
 
 
 def dtensor_from_fn(
@@ -70,10 +74,11 @@ def reshard(
     """Return the tensor with other placements, on the same mesh or on another; gradients flow back.
 
     costs
-        What collectives cost on the tensor's mesh, for the choice among them; by default by the kind of device.
+        The costs of collectives on the tensor's mesh, which decide among them; by default those of the device type.
 
-    Every rank of both meshes has to call it (of the default group the first time a mesh is used). Raises
-    `ValueError` for placements that do not fit tensor and mesh, `TypeError` for what is no DTensor or no list.
+    Every rank of both meshes has to call it (at a mesh's first use, every rank of the default group). Raises
+    `ValueError` for placements that do not fit tensor and mesh, `TypeError` if `dtensor` is no DTensor or `placements`
+    no list.
     """
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"reshard takes a DTensor, not a {type(dtensor).__name__}: make one by shard_tensor")
@@ -81,16 +86,17 @@ def reshard(
     target = layout_of(placements, target_mesh, dtensor.ndim)
     source_mesh = ProcessMesh.of(dtensor.device_mesh)
     source = layout_of(dtensor.placements, source_mesh, dtensor.ndim)
-    if dtensor.dtype.is_complex and any(state.op in ("max", "min") for state in (*source, *target)):
+    if dtensor.dtype.is_complex and any(placement.op in ("max", "min") for placement in (*source, *target)):
         raise ValueError(f'Partial("max") and Partial("min") of {dtensor.dtype}: complex numbers have no order')
-    if any(state.op == "avg" for state in (*source, *target)) and not dtensor.dtype.is_floating_point:
+    averages = any(placement.op == "avg" for placement in (*source, *target))
+    if averages and not dtensor.dtype.is_floating_point:
         raise ValueError(f'Partial("avg") of {dtensor.dtype}: averages are of floating-point tensors')
     if source_mesh.has_ranks_of(target_mesh):
         if source == target and source_mesh.dim_names == target_mesh.dim_names:
             return dtensor
-        target_mesh.device_mesh()  # its groups are made wherever it is first named
-    way = _Way(source_mesh, source, target_mesh, target, costs)
-    return cast(DTensor, _Reshard.apply(dtensor, way))  # type: ignore[no-untyped-call]
+        target_mesh.device_mesh()  # makes the target mesh's groups at its first use
+    redistribution = _MeshRedistribution(source_mesh, source, target_mesh, target, costs)
+    return cast(DTensor, _Reshard.apply(dtensor, redistribution))  # type: ignore[no-untyped-call]
 
 
 def unshard(dtensor: DTensor) -> torch.Tensor:
@@ -102,26 +108,26 @@ def unshard(dtensor: DTensor) -> torch.Tensor:
 
 
 def layout_of(placements: Sequence[dtensor.Placement], mesh: ProcessMesh, dims: int) -> Layout:
-    """Return the layout of placements; raises `ValueError` for what does not fit a tensor of `dims` dimensions."""
+    """Return the layout of torch placements; raises `ValueError` if they do not fit a tensor of `dims` dimensions."""
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
         raise TypeError(f"placements={placements!r}: give a list with one for each mesh dimension, such as [Shard(0)]")
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"{list(placements)}: give one placement for each mesh dimension ({', '.join(mesh.dim_names)})"
         )
-    return tuple(_state(placement, dims) for placement in placements)
+    return tuple(_placement_of(placement, dims) for placement in placements)
 
 
 def _sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[dtensor.Placement]) -> DTensor:
     device_mesh, layout = mesh.device_mesh(), layout_of(placements, mesh, whole.ndim)
     if mesh.coordinate(dist.get_rank()) is None:
-        held = nothing(whole.detach().to(device_mesh.device_type), whole.ndim)
+        held = empty_local(whole.detach().to(device_mesh.device_type), whole.ndim)
         return cast(DTensor, _wrapped(held, whole.shape, mesh, layout).requires_grad_(whole.requires_grad))
     replicated = DTensor.from_local(whole, device_mesh, [Replicate()] * mesh.ndim, run_check=False)
     return reshard(replicated, mesh, placements)
 
 
-def _state(placement: dtensor.Placement, dims: int) -> Placement:
+def _placement_of(placement: dtensor.Placement, dims: int) -> Placement:
     if type(placement) is Replicate:
         return REPLICATE
     if type(placement) is Shard and -dims <= placement.dim < dims:
@@ -134,8 +140,8 @@ def _state(placement: dtensor.Placement, dims: int) -> Placement:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """From a layout on a mesh to a layout on a mesh."""
+class _MeshRedistribution:
+    """A redistribution from a layout on one mesh to a layout on the same or another mesh."""
 
     source_mesh: ProcessMesh
     source: Layout
@@ -143,78 +149,83 @@ class _Way:
     target: Layout
     costs: MeshCosts | None
 
-    def go(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Bring this rank's part there; the result shares no memory with `local`."""
+    def run(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return this rank's part in the target layout; the result shares no memory with `local`."""
         mesh, item = self.source_mesh, local.element_size()
         costs = self.costs or _default_costs(mesh, mesh.device_mesh().device_type)
         crosses = not mesh.has_ranks_of(self.target_mesh)
-        reached = tuple(REPLICATE if state.kind == "partial" else state for state in self.source)
-        reached = reached if crosses else self.target
-        plan = plan_redistribution(shape, item, mesh.shape, self.source, reached, costs)
-        moved = move(local, shape, mesh, plan)
+        on_source = _without_partials(self.source) if crosses else self.target
+        plan = plan_redistribution(shape, item, mesh.shape, self.source, on_source, costs)
+        result = redistribute_local(local, shape, mesh, plan)
         if crosses:
-            moved = exchange(moved, shape, mesh, reached, self.target_mesh, self.target)
-        shared = moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-        return moved.clone(memory_format=torch.contiguous_format) if shared else moved.contiguous()
+            result = exchange(result, shape, mesh, on_source, self.target_mesh, self.target)
+        shared = result.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return result.clone(memory_format=torch.contiguous_format) if shared else result.contiguous()
 
-    def back(self, arriving: Layout) -> _Way:
-        """Return the way of a gradient that arrives in a layout on the target mesh."""
+    def backward(self, arriving: Layout) -> _MeshRedistribution:
+        """Return the redistribution of a gradient that arrives in the layout `arriving` on the target mesh."""
         costs = None if self.source_mesh is not self.target_mesh else self.costs
-        return _Way(self.target_mesh, arriving, self.source_mesh, _dual(self.source), costs)
+        return _MeshRedistribution(self.target_mesh, arriving, self.source_mesh, _gradient_layout(self.source), costs)
 
 
 class _Reshard(torch.autograd.Function):
-    """Goes a way, and back with the gradient."""
+    """Redistributes in forward; redistributes the gradient back in backward."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, way: _Way) -> DTensor:
-        ctx.way, ctx.held = way, dtensor.to_local().shape
-        if any(state.op in ("max", "min") for state in way.source):
+    def forward(ctx: Any, dtensor: DTensor, planned: _MeshRedistribution) -> DTensor:
+        ctx.planned, ctx.local_shape = planned, dtensor.to_local().shape
+        if any(placement.op in ("max", "min") for placement in planned.source):
             ctx.save_for_backward(dtensor)
-        return _wrapped(way.go(dtensor.to_local(), dtensor.shape), dtensor.shape, way.target_mesh, way.target)
+        local = planned.run(dtensor.to_local(), dtensor.shape)
+        return _wrapped(local, dtensor.shape, planned.target_mesh, planned.target)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        way, shape = ctx.way, gradient.shape
-        arriving = layout_of(gradient.placements, way.target_mesh, gradient.ndim)
+        planned, shape = ctx.planned, gradient.shape
+        mesh, target = planned.target_mesh, planned.target
+        arriving = layout_of(gradient.placements, mesh, gradient.ndim)
         local = gradient.to_local()
-        if any(state.kind == "partial" for state in way.target):
-            local = _Way(way.target_mesh, arriving, way.target_mesh, _dual(way.target), None).go(local, shape)
-            local = local * _averaged(way.target, way.target_mesh)
-            arriving = tuple(SUM if state.op in ("max", "min") else _dual([state])[0] for state in way.target)
-        local = way.back(arriving).go(local, shape) / _averaged(way.source, way.source_mesh)
+        if any(placement.kind == "partial" for placement in target):
+            local = _MeshRedistribution(mesh, arriving, mesh, _gradient_layout(target), None).run(local, shape)
+            local = local * _averaged_ranks(target, mesh)
+            arriving = tuple(SUM if p.op in ("max", "min") else _gradient_layout([p])[0] for p in target)
+        local = planned.backward(arriving).run(local, shape) / _averaged_ranks(planned.source, planned.source_mesh)
         for saved in ctx.saved_tensors:
-            local = local * _share(saved.to_local(), shape, way)
-        if way.source_mesh.coordinate(dist.get_rank()) is None:
-            local = local.new_zeros(ctx.held)
-        return _wrapped(local, shape, way.source_mesh, _dual(way.source)), None
+            local = local * _extreme_share(saved.to_local(), shape, planned)
+        if planned.source_mesh.coordinate(dist.get_rank()) is None:
+            local = local.new_zeros(ctx.local_shape)
+        return _wrapped(local, shape, planned.source_mesh, _gradient_layout(planned.source)), None
 
 
-def _share(local: torch.Tensor, shape: Sequence[int], way: _Way) -> torch.Tensor:
-    """Return, element by element, the share of the gradient that a part of a maximum or minimum has."""
-    mesh = way.source_mesh
-    reached = tuple(REPLICATE if state.kind == "partial" else state for state in way.source)
-    extreme = _Way(mesh, way.source, mesh, reached, None).go(local, shape)
-    is_it = (local == extreme).to(local.dtype)
-    parts = tuple(SUM if state.kind == "partial" else state for state in way.source)
-    return is_it / _Way(mesh, parts, mesh, reached, None).go(is_it, shape)
+def _extreme_share(local: torch.Tensor, shape: Sequence[int], planned: _MeshRedistribution) -> torch.Tensor:
+    """Return, per element, this rank's share of the gradient of a maximum or minimum: 1 / ties, or 0."""
+    mesh, reduced = planned.source_mesh, _without_partials(planned.source)
+    extreme = _MeshRedistribution(mesh, planned.source, mesh, reduced, None).run(local, shape)
+    is_extreme = (local == extreme).to(local.dtype)
+    sums = tuple(SUM if placement.kind == "partial" else placement for placement in planned.source)
+    return is_extreme / _MeshRedistribution(mesh, sums, mesh, reduced, None).run(is_extreme, shape)
 
 
-def _dual(layout: Sequence[Placement]) -> Layout:
+def _without_partials(layout: Layout) -> Layout:
+    """Return the layout after its partial placements are reduced to replicate."""
+    return tuple(REPLICATE if placement.kind == "partial" else placement for placement in layout)
+
+
+def _gradient_layout(layout: Sequence[Placement]) -> Layout:
     """Return the layout of the gradient."""
-    return tuple(state if state.kind == "shard" else REPLICATE for state in layout)
+    return tuple(placement if placement.kind == "shard" else REPLICATE for placement in layout)
 
 
-def _averaged(layout: Layout, mesh: ProcessMesh) -> int:
-    """Return of how many ranks the tensor is the average."""
-    return prod(size for state, size in zip(layout, mesh.shape, strict=True) if state.op == "avg")
+def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
+    """Return the number of ranks that the tensor is an average over."""
+    return prod(size for placement, size in zip(layout, mesh.shape, strict=True) if placement.op == "avg")
 
 
 def _wrapped(local: torch.Tensor, shape: torch.Size, mesh: ProcessMesh, layout: Layout) -> DTensor:
     meta = TensorMeta(shape, _strides(shape), local.dtype)
-    spec = DTensorSpec(mesh.device_mesh(), tuple(state.placement for state in layout), tensor_meta=meta)
-    # not from_local, which gives a rank outside the mesh a local tensor that torch's to_local cannot go back through
+    spec = DTensorSpec(mesh.device_mesh(), tuple(placement.placement for placement in layout), tensor_meta=meta)
+    # not from_local: it gives a rank outside the mesh a local tensor through which to_local cannot differentiate
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

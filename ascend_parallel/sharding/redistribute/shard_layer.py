@@ -1,4 +1,4 @@
-"""shard_layer and shard_optimizer: a module's parameters and an optimizer's state as DTensors, as Paddle has them."""
+"""shard_layer and shard_optimizer: turn a module's parameters and an optimizer's state into DTensors, as in Paddle."""
 
 from __future__ import annotations
 
@@ -23,47 +23,49 @@ def shard_layer(
     input_fn: Callable[[Any, ProcessMesh], Any] | None = None,
     output_fn: Callable[[Any, ProcessMesh], Any] | None = None,
 ) -> nn.Module:
-    """Make DTensors of all parameters and buffers of `layer`, in place, and return it.
+    """Replace all parameters and buffers of `layer` by DTensors, in place, and return `layer`.
 
     shard_fn
-        Called with path, module and mesh for `layer` and each module in it: puts ``shard_tensor(...)`` in place of the
-        parameters it knows. What it leaves is replicated.
+        Called with (path, module, mesh) for `layer` and each module in it: replaces the parameters that it knows by
+        ``shard_tensor(...)``. All others are replicated.
     input_fn, output_fn
-        Called with the tuple of inputs before each forward, and with the output after it; return what takes its place.
+        Called with (tuple of inputs, mesh) before each forward, and with (output, mesh) after it; return the
+        replacement.
     """
-    wanted = ProcessMesh.of(mesh)
+    process_mesh = ProcessMesh.of(mesh)
     known: dict[int, Any] = {}  # a tied parameter stays tied
     modules = list(layer.named_modules())
     for path, module in modules if shard_fn is not None else ():
         assert shard_fn is not None
-        shard_fn(path, module, wanted)
+        shard_fn(path, module, process_mesh)
     for _, module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and not isinstance(tensor, DTensor):
                     if id(tensor) not in known:
-                        known[id(tensor)] = tensor, shard_tensor(tensor, wanted, [Replicate()] * wanted.ndim)
+                        replicated = [Replicate()] * process_mesh.ndim
+                        known[id(tensor)] = tensor, shard_tensor(tensor, process_mesh, replicated)
                     tensors[name] = known[id(tensor)][1]
     if input_fn is not None:
-        layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, wanted))
+        layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, process_mesh))
     if output_fn is not None:
-        layer.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, wanted))
+        layer.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, process_mesh))
     return layer
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | None = None) -> torch.optim.Optimizer:
-    """Decide where the optimizer's state lies, and return the optimizer; call it before the first step.
+    """Set the placements of the optimizer's state, and return the optimizer; call it before the first step.
 
     shard_fn
-        Called with each parameter, which is a DTensor: returns the placements of its state, or None for the
-        parameter's own (so without shard_fn). With others, every step updates only these parts of the parameter and
-        gathers it afterwards: ZeRO's first stage.
+        Called with each parameter, a DTensor: returns the placements of its state, or None for the parameter's own
+        placements (the default). With other placements, every step updates only this rank's part of the parameter and
+        then gathers the parameter: ZeRO stage 1.
 
-    Each step first reduces gradients that are still partial, once. Raises `ValueError` for an optimizer that has
-    stepped, and for a parameter that is no DTensor.
+    Each step first reduces partial gradients, once. Raises `ValueError` for an optimizer that has stepped, and for a
+    parameter that is no DTensor.
     """
     if optimizer.state:
-        raise ValueError("the optimizer has stepped: shard_optimizer has to be called before its state is made")
+        raise ValueError("the optimizer has stepped: call shard_optimizer before the first step")
     placements: dict[nn.Parameter, Sequence[Placement]] = {}
     for index, parameter in enumerate(_parameters(optimizer)):
         if not isinstance(parameter, DTensor):
@@ -76,19 +78,19 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
 
 
 class ShardingStage1:
-    """For `shard_optimizer`: cuts the state of each parameter that is replicated along a mesh dimension along it."""
+    """A `shard_fn` of `shard_optimizer`: shards along a mesh dimension the state of parameters replicated there."""
 
     def __init__(self, dim_name: str) -> None:
         """Take the mesh dimension's name, such as "dp"."""
         self._dim_name = dim_name
 
     def __call__(self, parameter: nn.Parameter) -> Sequence[Placement] | None:
-        """Return the state's placements: cut along the first tensor dimension that is uncut and long enough."""
+        """Return the state's placements, sharded along the first tensor dimension that is unsharded and long enough."""
         assert isinstance(parameter, DTensor)
         mesh = ProcessMesh.of(parameter.device_mesh)
         dim = mesh.dim(self._dim_name)
         placements = list(parameter.placements)
-        cut = [one.dim for one in placements if isinstance(one, Shard)]
+        cut = [placement.dim for placement in placements if isinstance(placement, Shard)]
         free = [index for index, size in enumerate(parameter.shape) if index not in cut and size >= mesh.shape[dim]]
         if not placements[dim].is_replicate() or not free:
             return None
@@ -97,7 +99,7 @@ class ShardingStage1:
 
 
 class _ShardedStep:
-    """Has the optimizer step on parts of its parameters, which take the parameters' places meanwhile."""
+    """Swaps the optimizer's parameters for this rank's parts during a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, placements: dict[nn.Parameter, Sequence[Placement]]) -> None:
         self._placements = placements
@@ -106,7 +108,7 @@ class _ShardedStep:
 
     @torch.no_grad()
     def before(self, *_: object) -> None:
-        """Reduce gradients, and cut them and the parameters."""
+        """Reduce the gradients, and replace parameters and gradients by this rank's parts."""
         for parameter, placements in self._placements.items():
             if parameter.grad is None:
                 continue
@@ -121,22 +123,22 @@ class _ShardedStep:
 
     @torch.no_grad()
     def after(self, *_: object) -> None:
-        """Put the parameters together again."""
+        """Gather the updated parts into the parameters."""
         for parameter, part in self._parts.items():
             parameter.copy_(_at(part, _placements(parameter)))
         self._swap({part: parameter for parameter, part in self._parts.items()})
         self._parts = {}
 
-    def _swap(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    def _swap(self, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:
-            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
-        for parameter, other in others.items():
+            group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
+        for parameter, replacement in replacements.items():
             if parameter in self._optimizer.state:
-                self._optimizer.state[other] = self._optimizer.state.pop(parameter)
+                self._optimizer.state[replacement] = self._optimizer.state.pop(parameter)
 
 
 def _at(tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor's values with these placements on its mesh."""
+    """Return the detached DTensor with these placements on its mesh."""
     assert isinstance(tensor, DTensor)
     return reshard(cast(DTensor, tensor.detach()), tensor.device_mesh, placements)
 

@@ -1,19 +1,19 @@
 """The cheapest sequence of collectives from one layout of a tensor to another, by shortest paths over layouts.
 
-A step changes the state on one mesh dimension:
+A step changes the placement on one mesh dimension:
 
     kind            from, to                 each rank
-    all_gather      shard, replicate         puts the slices of its line together
-    all_to_all      shard, another shard     gives each other rank of its line a block
+    all_gather      shard, replicate         concatenates the slices of its line
+    all_to_all      shard, another shard     sends a block to each other rank of its line
     reduce_scatter  partial, shard           receives the sum of its slice
     all_reduce      partial, replicate       receives the sum
     slice           replicate, shard         keeps its slice
-    hold            replicate, partial       keeps the tensor: for a sum the first rank of the line, the others zeros
-    pad             shard, partial           puts zeros around its slice (for avg the slice times the ranks)
-    scale           sum, avg and back        multiplies by the ranks of the line, or divides
+    hold            replicate, partial       keeps the tensor; for a sum only the first rank of the line, others zeros
+    pad             shard, partial           pads its slice with zeros (for avg the slice times the ranks)
+    scale           sum to avg, or back      multiplies or divides by the ranks of the line
 
-Where several mesh dimensions cut one tensor dimension, only the last of them can be undone, and a new cut comes after
-those that are there: slices stay intervals. Shortest paths make costs a metric: no way round is cheaper than the plan.
+Where several mesh dimensions shard one tensor dimension, only the last of them can be undone, and a new shard comes
+after the existing shards: slices stay intervals. Shortest paths make costs a metric: no detour is cheaper than a plan.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ascend_parallel.sharding.layout import (
     Layout,
     Placement,
     Shape,
+    forward,
     is_even,
     local_shape,
     shard,
@@ -49,17 +50,17 @@ from ascend_parallel.sharding.redistribute.costs import (
 )
 
 SLICE, HOLD, PAD, SCALE = "slice", "hold", "pad", "scale"
-# Of ways that take the same time, those that make no partial states come first.
+# Among paths of the same time, paths without partial placements come first.
 PREFERRED = ("replicate", "shard", "partial")
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 @dataclass(frozen=True)
 class RedistributeStep:
-    """One mesh dimension's state changed.
+    """A change of the placement on one mesh dimension.
 
     nbytes
-        Bytes that a rank sends, at most.
+        The most bytes that a rank sends.
     seconds
         Predicted time.
     """
@@ -72,16 +73,16 @@ class RedistributeStep:
     seconds: float = 0.0
 
     def text(self, dim_name: str) -> str:
-        """Return the step in words, such as ``all_gather(dim 0, mp) 12.6 MB 0.1 ms``."""
-        said = {
+        """Return the step as text, such as ``all_gather(dim 0, mp) 12.6 MB 0.1 ms``."""
+        changes = {
             ALL_TO_ALL: f"dim {self.source.dim} to {self.target.dim}",
             SCALE: f"{self.source.op} to {self.target.op}",
         }
         partial = self.source if self.kind == ALL_REDUCE else self.target
-        cut = self.target if self.kind in (SLICE, REDUCE_SCATTER) else self.source
-        what = said.get(self.kind) or (partial.op if self.kind in (ALL_REDUCE, HOLD) else f"dim {cut.dim}")
-        moved = f" {_bytes(self.nbytes)} {self.seconds * 1e3:.2g} ms" if self.nbytes else ""
-        return f"{self.kind}({what}, {dim_name}){moved}"
+        sharded = self.target if self.kind in (SLICE, REDUCE_SCATTER) else self.source
+        change = changes.get(self.kind) or (partial.op if self.kind in (ALL_REDUCE, HOLD) else f"dim {sharded.dim}")
+        cost = f" {_bytes(self.nbytes)} {self.seconds * 1e3:.2g} ms" if self.nbytes else ""
+        return f"{self.kind}({change}, {dim_name}){cost}"
 
 
 @dataclass(frozen=True)
@@ -99,31 +100,31 @@ class Redistribution:
 
     @property
     def nbytes(self) -> float:
-        """Bytes that a rank sends, at most."""
+        """The most bytes that a rank sends."""
         return sum(step.nbytes for step in self.steps)
 
     def text(self, dim_names: Sequence[str]) -> str:
-        """Return the steps in words, with the names of the mesh dimensions."""
+        """Return the steps as text, with the names of the mesh dimensions."""
         return "; ".join(step.text(dim_names[step.mesh_dim]) for step in self.steps) or "nothing"
 
     def __str__(self) -> str:
-        """Return the steps in words; mesh dimensions are d0, d1, ..."""
+        """Return the steps as text; mesh dimensions are d0, d1, ..."""
         return self.text([f"d{dim}" for dim in range(len(self.source))])
 
 
 def plan_redistribution(
     shape: Sequence[int], itemsize: int, mesh_shape: Sequence[int], source: Layout, target: Layout, costs: MeshCosts
 ) -> Redistribution:
-    """Return the steps of least predicted time; of equals the fewest, then the first by mesh dimension and state.
+    """Return the steps of least predicted time; ties go to the fewest steps, then by mesh dimension and placement.
 
     shape, itemsize
-        Of the whole tensor, and bytes of one element.
+        The shape of the whole tensor, and the bytes of an element.
     source, target
-        One state per mesh dimension; "partial_grad" counts as replicate. Uneven ones are allowed.
+        One placement per mesh dimension; "partial_grad" counts as replicate. Uneven layouts are allowed.
 
-    Raises `ValueError` for layouts that do not fit shape and mesh, and for partial states that do not commute.
+    Raises `ValueError` for layouts that do not fit shape and mesh, and for partial placements that do not commute.
     """
-    ends = tuple(_tensor_only(layout) for layout in (source, target))
+    ends = tuple(forward(layout) for layout in (source, target))
     for layout in ends:
         _check(tuple(shape), tuple(mesh_shape), layout, costs)
     return _planned(tuple(shape), itemsize, tuple(mesh_shape), ends[0], ends[1], costs)
@@ -132,11 +133,11 @@ def plan_redistribution(
 def all_pairs(
     shape: Sequence[int], itemsize: int, mesh_shape: Sequence[int], layouts: Sequence[Layout], costs: MeshCosts
 ) -> npt.NDArray[np.float64]:
-    """Return the seconds of the plan from each of `layouts` (rows) to each of them (columns)."""
-    whole, ends = tuple(shape), [_tensor_only(layout) for layout in layouts]
+    """Return seconds[i, j], the time of the redistribution from ``layouts[i]`` to ``layouts[j]``."""
+    whole, ends = tuple(shape), [forward(layout) for layout in layouts]
     for layout in ends:
         _check(whole, tuple(mesh_shape), layout, costs)
-    space = _Space(whole, itemsize, tuple(mesh_shape), costs, ends)
+    space = _LayoutSpace(whole, itemsize, tuple(mesh_shape), costs, ends)
     nodes = {layout: index for index, layout in enumerate(space.layouts())}
     seconds = np.full((len(nodes), len(nodes)), np.inf)
     np.fill_diagonal(seconds, 0.0)
@@ -144,7 +145,7 @@ def all_pairs(
         for _, after, _, took in space.steps(layout):
             if after in nodes:
                 seconds[row, nodes[after]] = took
-    for middle in range(len(nodes)):  # Floyd and Warshall's
+    for middle in range(len(nodes)):  # Floyd-Warshall
         np.minimum(seconds, seconds[:, middle, None] + seconds[None, middle], out=seconds)
     places = [nodes[layout] for layout in ends]
     return seconds[np.ix_(places, places)]
@@ -154,9 +155,9 @@ def all_pairs(
 def _planned(
     shape: Shape, itemsize: int, mesh_shape: Shape, source: Layout, target: Layout, costs: MeshCosts
 ) -> Redistribution:
-    """Dijkstra's way from `source` to `target`."""
-    space = _Space(shape, itemsize, mesh_shape, costs, [source, target])
-    # what orders the ways: seconds, number of steps, the steps' mesh dimensions and states
+    """Return the shortest path from `source` to `target`, by Dijkstra's algorithm."""
+    space = _LayoutSpace(shape, itemsize, mesh_shape, costs, [source, target])
+    # paths are ordered by seconds, number of steps, the steps' mesh dimensions and placements
     heap: list[tuple[float, int, tuple[tuple[int, int, str], ...], Layout, tuple[RedistributeStep, ...]]] = [
         (0.0, 0, (), source, ())
     ]
@@ -173,42 +174,42 @@ def _planned(
                 step = RedistributeStep(
                     kind, dim, layout[dim], after[dim], sent(kind, nbytes, mesh_shape[dim]) if nbytes else 0.0, took
                 )
-                way = (*names, (dim, PREFERRED.index(after[dim].kind), str(after[dim])))
-                heapq.heappush(heap, (seconds + took, count + 1, way, after, (*steps, step)))
-    raise AssertionError(f"no way from {source} to {target}")
+                path = (*names, (dim, PREFERRED.index(after[dim].kind), str(after[dim])))
+                heapq.heappush(heap, (seconds + took, count + 1, path, after, (*steps, step)))
+    raise AssertionError(f"no path from {source} to {target}")
 
 
-class _Space:
-    """The layouts that a way may go through, and the steps between them."""
+class _LayoutSpace:
+    """The layouts that a path may pass through, and the steps between them."""
 
     def __init__(
         self, shape: Shape, itemsize: int, mesh_shape: Shape, costs: MeshCosts, ends: Sequence[Layout]
     ) -> None:
         self._shape, self._itemsize, self._mesh_shape, self._costs = shape, itemsize, mesh_shape, costs
-        used = {state for layout in ends for state in layout}
-        others = {state for state in used if state.kind == "partial"} - {SUM, AVERAGE}
-        # An average is passed through only where one is meant: of integers there is none.
-        self._partials = [SUM, *([AVERAGE] if AVERAGE in used else []), *sorted(others, key=str)]
+        used = {placement for layout in ends for placement in layout}
+        extremes = {placement for placement in used if placement.kind == "partial"} - {SUM, AVERAGE}
+        # Paths pass through an average only if an end has an average: integers have none.
+        self._partials = [SUM, *([AVERAGE] if AVERAGE in used else []), *sorted(extremes, key=str)]
         self._shards = [shard(dim) for dim, size in enumerate(shape) if size > 1 or shard(dim) in used]
-        # between even layouts only even ones are gone through, so that plans need no padding
+        # paths between even layouts pass only through even layouts, so that they need no padding
         self._even = all(is_even(shape, layout, mesh_shape) for layout in ends)
         self._extents: dict[Layout, Shape] = {}
         self._seconds: dict[tuple[str, float, int], float] = {}
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield all of them."""
-        states = [REPLICATE, *self._partials, *self._shards]
-        return (layout for layout in product(states, repeat=len(self._mesh_shape)) if self._allowed(layout))
+        """Yield all layouts of the space."""
+        placements = [REPLICATE, *self._partials, *self._shards]
+        return (layout for layout in product(placements, repeat=len(self._mesh_shape)) if self._allowed(layout))
 
     def steps(self, layout: Layout) -> Iterator[tuple[int, Layout, tuple[str, float], float]]:
-        """Yield mesh dimension, layout after, kind and bytes of the whole tensor, and seconds."""
-        for dim, state in enumerate(layout):
-            later = [other.dim for other in layout[dim + 1 :] if other.kind == "shard"]
-            if state.kind == "shard" and state.dim in later:
+        """Yield (mesh dimension, layout after the step, (kind, bytes of the whole tensor), seconds)."""
+        for dim, placement in enumerate(layout):
+            later = [inner.dim for inner in layout[dim + 1 :] if inner.kind == "shard"]
+            if placement.kind == "shard" and placement.dim in later:
                 continue
-            shards = [one for one in self._shards if one.dim not in later]
+            shards = [target for target in self._shards if target.dim not in later]
             for after in [REPLICATE, *self._partials, *shards]:
-                kind = _kind(state, after)
+                kind = _kind(placement, after)
                 changed = (*layout[:dim], after, *layout[dim + 1 :])
                 if kind and self._allowed(changed):
                     nbytes = self._whole(kind, dim, layout, changed)
@@ -220,7 +221,7 @@ class _Space:
         return not self._even or is_even(self._shape, layout, self._mesh_shape)
 
     def _whole(self, kind: str, dim: int, before: Layout, after: Layout) -> float:
-        """Return the bytes of the whole tensor over the line: pieces as large as the largest."""
+        """Return the bytes of the whole tensor over the line, with all slices as large as the largest slice."""
         if kind in (SLICE, HOLD, PAD, SCALE):
             return 0.0
         ranks, own, new = self._mesh_shape[dim], self._extent(before), self._extent(after)
@@ -245,7 +246,7 @@ class _Space:
 
 
 def _kind(source: Placement, target: Placement) -> str | None:
-    """Return the kind of the step between two states of one mesh dimension, or None if there is none."""
+    """Return the kind of the step between two placements on a mesh dimension, or None if no single step does it."""
     if source == target:
         return None
     kinds = {
@@ -263,23 +264,21 @@ def _kind(source: Placement, target: Placement) -> str | None:
 
 
 def _commute(layout: Layout) -> bool:
-    """Tell whether the order in which a layout's partial states are reduced does not matter."""
-    ops = {state.op for state in layout if state.kind == "partial"}
+    """Tell whether a layout's partial placements can be reduced in any order."""
+    ops = {placement.op for placement in layout if placement.kind == "partial"}
     return len(ops) < 2 or ops == {"sum", "avg"}
-
-
-def _tensor_only(layout: Layout) -> Layout:
-    return tuple(REPLICATE if state.kind == "partial_grad" else state for state in layout)
 
 
 def _check(shape: Shape, mesh_shape: Shape, layout: Layout, costs: MeshCosts) -> None:
     shown = " ".join(map(str, layout))
     if len(layout) != len(mesh_shape) or costs.shape != mesh_shape:
-        raise ValueError(f"{shown}: give a state, and costs, for each dimension of a mesh of shape {list(mesh_shape)}")
-    if any(state.kind == "shard" and not 0 <= state.dim < len(shape) for state in layout):
+        raise ValueError(
+            f"{shown}: give a placement, and costs, for each dimension of a mesh of shape {list(mesh_shape)}"
+        )
+    if any(placement.kind == "shard" and not 0 <= placement.dim < len(shape) for placement in layout):
         raise ValueError(f"{shown}: a tensor of shape {list(shape)} has dimensions 0 to {len(shape) - 1}")
     if not _commute(layout):
-        raise ValueError(f"{shown}: partial states of one tensor have to be of one kind, or sum and avg")
+        raise ValueError(f"{shown}: the partial placements of a tensor have to be of one kind, or sum and avg")
 
 
 def _bytes(count: float) -> str:

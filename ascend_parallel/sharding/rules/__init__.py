@@ -1,17 +1,17 @@
-"""Rules: which states an operator can have on one mesh dimension, and how a rank runs its part.
+"""Rules: the placements that an operator allows on one mesh dimension, and how a rank runs its part.
 
-registry.py       the door through which rules come in
-axes.py           what rules are written in
-local.py          what a rank has when it runs its part
-pointwise.py      operators that work element by element, dropout
+registry.py       registers and finds rules
+axes.py           the helpers that rules are built from
+local.py          a rank's part of a call: its local tensors and their position in the whole tensors
+pointwise.py      elementwise operators, dropout
 matmul.py         products: linear, matmul, einsum, convolutions
 views.py          reshape, transpose, slice, split, cat, repeat
 reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling
 indexing.py       embedding, gather, index
 normalisation.py  layer, RMS, group and batch norm
 attention.py      scaled_dot_product_attention
-loss.py           cross-entropy and losses by element
-vocabulary.py     cross-entropy of logits cut along the classes
+loss.py           cross-entropy and elementwise losses
+vocabulary.py     cross-entropy of logits sharded along the classes
 creation.py       arange, zeros, full
 """
 
@@ -60,30 +60,32 @@ for _rules in (pointwise, matmul, views, reductions, indexing, normalisation, at
 
 
 def strategies(call: OpCall) -> list[OpPlacements]:
-    """Return every strategy of a call on one mesh dimension: all replicated, all copied, and what its rule gives.
+    """Return every strategy of a call on one mesh dimension: all replicate, all partial_grad, and those of its rule.
 
-    Sizes are not looked at, except that a dimension of size 1 is never cut: a strategy whose pieces would be uneven
-    is for the caller to leave out (`layout.is_even` of every input and output). One strategy per mesh dimension, in
-    any combination, is a strategy on the whole mesh.
+    A dimension of size 1 is never sharded; other sizes are ignored. The caller drops strategies with uneven slices
+    (`layout.is_even` of every input and output). Any combination of one strategy per mesh dimension is a strategy on
+    the whole mesh.
     """
     entry = find(call)
-    found = [
+    known = [
         everywhere(call, REPLICATE),
         everywhere(call, PARTIAL_GRAD),
         *(entry.rule(call) if entry is not None else ()),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(known))
 
 
 def has_rule(call: OpCall) -> bool:
-    """Tell whether the operator has a rule; without one it runs whole on every rank."""
+    """Tell whether the operator has a rule; an operator without a rule runs whole on every rank."""
     return find(call) is not None
 
 
 def own_reductions(call: OpCall, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
-    """Return the all-reduces that the operator runs itself where it reads its inputs in these layouts: mostly none."""
+    """Return the all-reduces that the operator itself runs with inputs in these layouts; most operators run none."""
     entry = find(call)
-    return [] if entry is None or entry.inside is None else entry.inside(call, input_layouts, mesh_shape)
+    if entry is None or entry.op_collectives is None:
+        return []
+    return entry.op_collectives(call, input_layouts, mesh_shape)
 
 
 def run_local(
@@ -96,18 +98,18 @@ def run_local(
     all_reduce: AllReduce | None = None,
     stream: str = "",
 ) -> tuple[torch.Tensor, ...]:
-    """Run a rank's part of a call, and return its local outputs. Autograd sees through it.
+    """Run a rank's part of a call, and return its local outputs. Differentiable by autograd.
 
     inputs
-        Local tensors, one per `OpCall.inputs`, even pieces of the whole ones.
+        Local tensors, one per `OpCall.inputs`: even slices of the whole tensors.
     input_layouts, output_layouts
-        One layout per tensor: one of `strategies` on each mesh dimension.
+        One layout per tensor: on each mesh dimension one of `strategies`.
     coordinate
-        The rank's place on each mesh dimension.
+        The rank's index on each mesh dimension.
     all_reduce
-        For operators with collectives of their own (`own_reductions`).
+        Needed by operators that run collectives themselves (`own_reductions`).
     stream
-        Names the random numbers of the call, for operators that draw some (`Part.seeded`); alike on all ranks.
+        Names the call's random numbers, for operators that draw them (`Part.seeded`); the same on all ranks.
     """
     layouts = tuple(input_layouts), tuple(output_layouts)
     part = Part(call, tuple(inputs), *layouts, tuple(mesh_shape), tuple(coordinate), all_reduce, stream)
@@ -115,4 +117,4 @@ def run_local(
     with part.seeded() if draws(call) else nullcontext():
         result = part.run() if entry is None or entry.run is None else entry.run(part)
     results = result if isinstance(result, (list, tuple)) else (result,)
-    return tuple(one for one in results if isinstance(one, torch.Tensor))
+    return tuple(tensor for tensor in results if isinstance(tensor, torch.Tensor))

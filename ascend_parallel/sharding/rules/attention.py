@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: batch, heads (queries' and keys' in proportion), and the queries' length."""
+"""scaled_dot_product_attention: shards batch, heads (of queries and keys in proportion) or the query length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ascend_parallel.sharding.rules.registry import OpPlacements, register_rule
 
 
 def attention(call: OpCall) -> list[OpPlacements]:
-    """query [..., Hq, L, E], key and value [..., Hkv, S, E], mask broadcast to [..., Hq, L, S].
+    """Shard batch, heads or L: query [..., Hq, L, E], key and value [..., Hkv, S, E], mask -> [..., Hq, L, S].
 
-    Heads are cut in proportion: with enable_gqa a rank has Hkv / R key heads and the Hq / R query heads that use them.
-    The length L of the queries can be cut where the mask is not causal, keys and values copied.
+    With enable_gqa a rank has Hkv / R key heads and the Hq / R query heads that use them. The query length L can be
+    sharded where the mask is not causal; keys and values are then partial_grad.
     """
     named, dims = arguments(call), len(call.outputs[0].shape)
     grouped = bool(named.get("enable_gqa"))
@@ -28,7 +28,7 @@ def attention(call: OpCall) -> list[OpPlacements]:
 
 
 def _batch_axis(call: OpCall, dim: int, grouped: bool) -> Axis:
-    """Return the axis of a batch dimension or of the heads; tensors that have one there are broadcast."""
+    """Return the axis of a batch dimension or of the heads; tensors of size 1 there are broadcast."""
     dims, size = len(call.outputs[0].shape), call.outputs[0].shape[dim]
 
     def of(meta: Any) -> int | None:
@@ -39,7 +39,7 @@ def _batch_axis(call: OpCall, dim: int, grouped: bool) -> Axis:
 
 
 def flash_on_cpu(call: OpCall) -> list[OpPlacements]:
-    """The decomposed operator on a CPU: [B, H, L, E], and log-sums [B, H, L]; batch and heads."""
+    """Shard B or H of the decomposed CPU operator: [B, H, L, E], and log-sums [B, H, L]."""
     rest = [None if place(arguments(call).get("attn_mask")) == index else 0 for index in range(len(call.inputs))]
     if None in rest:
         return []

@@ -1,12 +1,12 @@
-"""What rules are written in: an operator's axes, and the partial sums that pass through it.
+"""The helpers that rules are built from: an operator's axes, and the partial sums that pass through an operator.
 
-An axis is a loop of the operator: a dimension of some of its tensors. Cutting it between ranks gives
+An axis is a loop of the operator: a dimension of some of its tensors. Sharding an axis gives these placements:
 
-    shard     tensors that have it
-    copy      inputs that have it not: each rank has only a part of the uses, so the gradient is a partial sum
-    partial   outputs that have it not (a contraction), where the operator adds up or averages along it
+    shard          tensors that have the axis
+    partial_grad   inputs without the axis: each rank has only some of their uses, so the gradient is a partial sum
+    partial        outputs without the axis (a contraction), where the operator sums or averages along it
 
-Inputs that no gradient goes to (integers) are replicated in place of copied.
+Inputs without a gradient (integers) are replicate instead of partial_grad.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Axis:
     """A loop of an operator.
 
     inputs, outputs
-        The dimension that it is of each tensor, or None.
+        The dimension of each tensor that is this axis, or None.
     reduced
-        The state of an output without it, when it is cut; None if it must not be cut for that.
+        The placement of outputs without the axis, when the axis is sharded; None if it then cannot be sharded.
     """
 
     inputs: tuple[int | None, ...]
@@ -40,9 +40,9 @@ class Axis:
 def arguments(call: OpCall) -> dict[str, Any]:
     """Return a call's arguments by name, defaults included."""
     schema: Any = getattr(call.target, "_schema")  # noqa: B009 - a callable, for the type checker
-    found = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
-    found |= {one.name: value for one, value in zip(schema.arguments, call.args, strict=False)}
-    return {**found, **call.kwargs}
+    named = {declared.name: declared.default_value for declared in schema.arguments if declared.has_default_value()}
+    named |= {declared.name: value for declared, value in zip(schema.arguments, call.args, strict=False)}
+    return {**named, **call.kwargs}
 
 
 def draws(call: OpCall) -> bool:
@@ -54,7 +54,7 @@ def draws(call: OpCall) -> bool:
 
 
 def place(argument: Any) -> int | None:
-    """Return which of the call's inputs an argument is, or None."""
+    """Return the index of an argument among the call's inputs, or None if the argument is no tensor."""
     return argument.index if isinstance(argument, Ref) else None
 
 
@@ -64,28 +64,28 @@ def is_float(meta: TensorMeta) -> bool:
 
 
 def normal(dim: int, dims: int) -> int:
-    """Return a dimension counted from 0."""
+    """Return the dimension counted from 0, also for a negative `dim`."""
     return dim + dims if dim < 0 else dim
 
 
-def everywhere(call: OpCall, state: Placement) -> OpPlacements:
-    """Return the strategy in which every tensor is whole on every rank: `state` is replicate or copy."""
+def everywhere(call: OpCall, placement: Placement) -> OpPlacements:
+    """Return the strategy with every tensor whole on every rank: `placement` is replicate or partial_grad."""
 
-    def states(metas: Sequence[TensorMeta]) -> tuple[Placement, ...]:
-        return tuple(state if is_float(meta) else REPLICATE for meta in metas)
+    def placements(metas: Sequence[TensorMeta]) -> tuple[Placement, ...]:
+        return tuple(placement if is_float(meta) else REPLICATE for meta in metas)
 
-    return OpPlacements(states(call.inputs), states(call.outputs))
+    return OpPlacements(placements(call.inputs), placements(call.outputs))
 
 
 def cut(call: OpCall, axes: Iterable[Axis], without_gradient: Collection[int] = ()) -> list[OpPlacements]:
-    """Return the strategies that cut one axis.
+    """Return the strategies that shard a single axis, for each of `axes` that can be sharded.
 
-    without_gradient: places of floating-point inputs that the operator gives no gradient.
+    without_gradient: indices of floating-point inputs to which the operator computes no gradient.
     """
-    return [_cut(call, axis, without_gradient) for axis in axes if _can_be_cut(call, axis)]
+    return [_cut(call, axis, without_gradient) for axis in axes if _can_shard(call, axis)]
 
 
-def _can_be_cut(call: OpCall, axis: Axis) -> bool:
+def _can_shard(call: OpCall, axis: Axis) -> bool:
     tensors = (*zip(call.inputs, axis.inputs, strict=True), *zip(call.outputs, axis.outputs, strict=True))
     sizes = [meta.shape[dim] for meta, dim in tensors if dim is not None]
     reduced = [meta for meta, dim in zip(call.outputs, axis.outputs, strict=True) if dim is None]
@@ -102,16 +102,16 @@ def _cut(call: OpCall, axis: Axis, without_gradient: Collection[int]) -> OpPlace
         for index, (meta, dim) in enumerate(zip(call.inputs, axis.inputs, strict=True))
     ]
     outputs = [axis.reduced if dim is None else shard(dim) for dim in axis.outputs]
-    return OpPlacements(tuple(inputs), tuple(state for state in outputs if state is not None))
+    return OpPlacements(tuple(inputs), tuple(placement for placement in outputs if placement is not None))
 
 
-def linear_in(call: OpCall, *groups: Iterable[int], states: Sequence[Placement] = (SUM,)) -> list[OpPlacements]:
+def linear_in(call: OpCall, *groups: Iterable[int], partials: Sequence[Placement] = (SUM,)) -> list[OpPlacements]:
     """Return the strategies in which partial tensors pass through a linear operator.
 
-    groups: places of the inputs that are partial together, for the operator is linear in all of a group at once. A
-    group with an integer input is left out.
+    groups: each lists inputs (by index) that are partial together, because the operator is jointly linear in them. A
+    group with an integer input is skipped.
     """
-    found = []
+    strategies = []
     for group in map(set, groups):
         if (
             not group
@@ -119,25 +119,25 @@ def linear_in(call: OpCall, *groups: Iterable[int], states: Sequence[Placement] 
             or not all(map(is_float, call.outputs))
         ):
             continue
-        for state in states:
-            others = everywhere(call, PARTIAL_GRAD).inputs
-            inputs = tuple(state if index in group else other for index, other in enumerate(others))
-            found.append(OpPlacements(inputs, (state,) * len(call.outputs)))
-    return found
+        for partial in partials:
+            whole = everywhere(call, PARTIAL_GRAD).inputs
+            inputs = tuple(partial if index in group else placement for index, placement in enumerate(whole))
+            strategies.append(OpPlacements(inputs, (partial,) * len(call.outputs)))
+    return strategies
 
 
-def linear_in_all(call: OpCall, states: Sequence[Placement] = (SUM, AVERAGE)) -> list[OpPlacements]:
-    """Return the strategies of an operator that is linear in all its inputs at once: none if one is of integers.
+def linear_in_all(call: OpCall, partials: Sequence[Placement] = (SUM, AVERAGE)) -> list[OpPlacements]:
+    """Return the strategies of an operator that is jointly linear in all inputs: none if an input is of integers.
 
-    An integer cannot be a part of a sum, and whole it would be added once per rank.
+    An integer tensor cannot be a term of a sum, and a whole tensor would be added once per rank.
     """
-    return linear_in(call, range(len(call.inputs)), states=states)
+    return linear_in(call, range(len(call.inputs)), partials=partials)
 
 
 def aligned(call: OpCall, dims: Iterable[int] | None = None) -> list[Axis]:
-    """Return the dimensions of the (first) output as axes of inputs that are broadcast to it.
+    """Return dimensions of the first output as axes, for inputs that are broadcast to the output.
 
-    dims: those dimensions of the output; None for all.
+    dims: the dimensions of the output; None for all.
     """
     shape = call.outputs[0].shape
 
@@ -152,25 +152,25 @@ def aligned(call: OpCall, dims: Iterable[int] | None = None) -> list[Axis]:
 
 
 def same(call: OpCall, dims: Iterable[int]) -> list[Axis]:
-    """Return axes that are the same dimension of every input and output."""
+    """Return an axis for each of `dims`: the same dimension of every input and output."""
     return [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs)) for dim in dims]
 
 
 def lettered(call: OpCall, inputs: Sequence[str], output: str) -> list[Axis]:
-    """Return the axes of a product summed over the letters that the output lacks, as einsum writes it.
+    """Return the axes of an einsum: a letter that the output lacks is summed.
 
-    A dimension of size 1 is broadcast where others of its letter are longer. A letter that a tensor has twice is no
-    axis.
+    A dimension of size 1 is broadcast where other dimensions of its letter are longer. A letter that a tensor has twice
+    is no axis.
     """
-    found = []
+    axes = []
     for letter in dict.fromkeys("".join(inputs) + output):
-        if any(one.count(letter) > 1 for one in (*inputs, output)):
+        if any(term.count(letter) > 1 for term in (*inputs, output)):
             continue
-        dims = [one.find(letter) for one in inputs]
+        dims = [term.find(letter) for term in inputs]
         sizes = [meta.shape[dim] for meta, dim in zip(call.inputs, dims, strict=True) if dim >= 0]
         own = tuple(
             dim if dim >= 0 and meta.shape[dim] == max(sizes) else None
             for meta, dim in zip(call.inputs, dims, strict=True)
         )
-        found.append(Axis(own, (output.find(letter) if letter in output else None,), SUM))
-    return found
+        axes.append(Axis(own, (output.find(letter) if letter in output else None,), SUM))
+    return axes

@@ -1,4 +1,4 @@
-"""Operators that make a tensor out of no other: replicated, for a slice of it costs nothing."""
+"""Operators that create tensors: the output is replicated, because slicing it costs nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NEW = "new_zeros new_ones new_full new_empty"
 
 
 def created(call: OpCall) -> list[OpPlacements]:
-    """Whole on every rank."""
+    """No strategy besides the whole tensor on every rank."""
     return []
 
 
 def made_like(call: OpCall) -> list[OpPlacements]:
-    """new_zeros and its kind: the input lends its type alone, and may be cut; the output is whole."""
+    """new_zeros and others: the output takes only the input's dtype. Shard any dimension of the input."""
     dims = len(call.inputs[0].shape)
     return cut(call, [Axis((dim,), (None,), REPLICATE) for dim in range(dims)])
 

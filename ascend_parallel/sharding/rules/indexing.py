@@ -14,16 +14,16 @@ from ascend_parallel.sharding.rules.registry import OpPlacements, register_all, 
 
 
 def embedding(call: OpCall) -> list[OpPlacements]:
-    """weight [V, H], ids [...]: cut the ids, H, or the vocabulary V (partial sums: each id is one rank's)."""
+    """weight [V, H], ids [...]: shard the ids, H, or V (partial sums: exactly one rank has the row of an id)."""
     ids = len(call.inputs[1].shape)
     columns = Axis((1, None), (ids,))
     if arguments(call)["scale_grad_by_freq"]:
-        return cut(call, [columns])  # frequencies are those of all ids
+        return cut(call, [columns])  # frequencies count all ids
     return cut(call, [*(Axis((None, dim), (dim,)) for dim in range(ids)), columns, Axis((0, None), (None,), SUM)])
 
 
 def run_embedding(part: Part) -> Any:
-    """Look up the ids that are in this rank's rows, and give zeros for the others."""
+    """Look up the ids of this rank's rows; other ids give zeros."""
     weight, ids = part.inputs
     named = arguments(part.call)
     start, stop = part.input_bounds(0)[0]
@@ -41,63 +41,72 @@ def run_embedding(part: Part) -> Any:
 
 
 def gather(call: OpCall) -> list[OpPlacements]:
-    """Cut other dimensions where tensor and index are of one size, or the index along the dimension itself."""
+    """Shard a dimension other than `dim` where tensor and index have the same size, or the index along `dim`."""
     tensor, index = call.inputs[0].shape, call.inputs[1].shape
     if not tensor:
         return []
     dim = normal(arguments(call)["dim"], len(tensor))
-    axes = [Axis((one, one), (one,)) for one in range(len(tensor)) if one != dim and tensor[one] == index[one]]
+    axes = [Axis((axis, axis), (axis,)) for axis in range(len(tensor)) if axis != dim and tensor[axis] == index[axis]]
     return cut(call, [*axes, Axis((None, dim), (dim,))]) + linear_in(call, [0])
 
 
 def index_select(call: OpCall) -> list[OpPlacements]:
-    """Cut other dimensions, or the ids."""
+    """Shard a dimension other than `dim`, or the ids."""
     dims = len(call.inputs[0].shape)
     dim = normal(arguments(call)["dim"], dims)
-    axes = [Axis((one, None), (one,)) for one in range(dims) if one != dim]
+    axes = [Axis((axis, None), (axis,)) for axis in range(dims) if axis != dim]
     return cut(call, [*axes, Axis((None, 0), (dim,))] if call.inputs[1].shape else axes) + linear_in(call, [0])
 
 
 def index(call: OpCall) -> list[OpPlacements]:
-    """x[ids, ...]: cut dimensions that are not looked up, or those of the ids, which are broadcast together."""
+    """x[ids, ...]: shard a dimension that is not indexed, or a dimension of the broadcast ids."""
     dims, shape = len(call.inputs[0].shape), call.outputs[0].shape
-    given = list(arguments(call)["indices"])
-    looked = [dim for dim, one in enumerate(given) if one is not None]
-    ids = [place(one) for one in given if one is not None]
-    boolean = any(call.inputs[one].dtype in (torch.bool, torch.uint8) for one in ids if one is not None)
-    if boolean or None in ids or looked != list(range(looked[0], looked[0] + len(looked))):
-        return []  # as many elements as are true; or ids that go to the front
-    width = len(shape) - (dims - len(looked))  # dimensions of the ids
+    indices = list(arguments(call)["indices"])
+    indexed = [dim for dim, ids in enumerate(indices) if ids is not None]
+    places = [place(ids) for ids in indices if ids is not None]
+    if not _adjacent_integers(call, indexed, places):
+        return []
+    width = len(shape) - (dims - len(indexed))  # dimensions of the ids
     axes = []
     for dim in range(dims):
-        if dim not in looked:
-            out = dim if dim < looked[0] else dim - len(looked) + width
-            axes.append(Axis((dim, *(None for _ in ids)), (out,)))
-    for one in range(width):
-        axes.append(_ids_axis(call, one, width, looked[0] + one))
+        if dim not in indexed:
+            out = dim if dim < indexed[0] else dim - len(indexed) + width
+            axes.append(Axis((dim, *(None for _ in places)), (out,)))
+    for dim in range(width):
+        axes.append(_ids_axis(call, dim, width, indexed[0] + dim))
     return cut(call, axes) + linear_in(call, [0])
+
+
+def _adjacent_integers(call: OpCall, indexed: list[int], places: list[int | None]) -> bool:
+    """Tell whether the indices are integer inputs of adjacent dimensions.
+
+    A boolean index gives as many elements as are true; ids of dimensions apart move to the front of the output.
+    """
+    boolean = any(call.inputs[index].dtype in (torch.bool, torch.uint8) for index in places if index is not None)
+    return not boolean and None not in places and indexed == list(range(indexed[0], indexed[0] + len(indexed)))
 
 
 def _ids_axis(call: OpCall, dim: int, width: int, out: int) -> Axis:
     size = call.outputs[0].shape[out]
     own = [dim - width + len(meta.shape) for meta in call.inputs[1:]]
     pairs = zip(call.inputs[1:], own, strict=True)
-    return Axis((None, *(one if one >= 0 and meta.shape[one] == size else None for meta, one in pairs)), (out,))
+    return Axis((None, *(axis if axis >= 0 and meta.shape[axis] == size else None for meta, axis in pairs)), (out,))
 
 
 def scatter(call: OpCall) -> list[OpPlacements]:
-    """Cut dimensions other than the one written along, where tensor, index and source are of one size."""
+    """Shard a dimension other than `dim` where tensor, index and source have the same size."""
     named, shape = arguments(call), call.inputs[0].shape
     if not shape:
         return []
     dim = normal(named["dim"], len(shape))
-    others = [one for one in range(len(shape)) if one != dim and len({meta.shape[one] for meta in call.inputs}) == 1]
+    others = [axis for axis in range(len(shape)) if axis != dim]
+    axes = [axis for axis in others if len({meta.shape[axis] for meta in call.inputs}) == 1]
     linear = "add" in call.name or place(named.get("src")) is not None
-    return cut(call, same(call, others)) + (linear_in(call, [0, 2]) if linear and "reduce" not in named else [])
+    return cut(call, same(call, axes)) + (linear_in(call, [0, 2]) if linear and "reduce" not in named else [])
 
 
 def index_written(call: OpCall) -> list[OpPlacements]:
-    """index_add, index_copy, index_fill: cut dimensions other than the one written along; the ids are whole."""
+    """index_add, index_copy, index_fill: shard a dimension other than `dim`; the ids stay whole."""
     dims, named = len(call.inputs[0].shape), arguments(call)
     if not dims:
         return []
@@ -105,43 +114,42 @@ def index_written(call: OpCall) -> list[OpPlacements]:
     own = [
         Axis(
             tuple(
-                one if len(meta.shape) == dims and index != place(named["index"]) else None
+                axis if len(meta.shape) == dims and index != place(named["index"]) else None
                 for index, meta in enumerate(call.inputs)
             ),
-            (one,),
+            (axis,),
         )
-        for one in range(dims)
-        if one != dim
+        for axis in range(dims)
+        if axis != dim
     ]
     return cut(call, own) + (linear_in(call, [0, 2]) if place(named.get("source")) is not None else [])
 
 
 def index_put(call: OpCall) -> list[OpPlacements]:
-    """x[ids, ...] = values: cut dimensions that are not looked up."""
+    """x[ids, ...] = values: shard a dimension that is not indexed."""
     named, shape = arguments(call), call.inputs[0].shape
-    given = list(named["indices"])
-    looked = [dim for dim, one in enumerate(given) if one is not None]
-    ids, values = [place(one) for one in given if one is not None], place(named["values"])
-    boolean = any(call.inputs[one].dtype in (torch.bool, torch.uint8) for one in ids if one is not None)
-    if boolean or None in ids or values is None or looked != list(range(looked[0], looked[0] + len(looked))):
-        return []  # as many elements as are true; or ids that go to the front
-    width = max(len(call.inputs[one].shape) for one in ids if one is not None)
-    dims, meta = len(shape) - len(looked) + width, call.inputs[values]
+    indices = list(named["indices"])
+    indexed = [dim for dim, ids in enumerate(indices) if ids is not None]
+    places, values = [place(ids) for ids in indices if ids is not None], place(named["values"])
+    if values is None or not _adjacent_integers(call, indexed, places):
+        return []
+    width = max(len(call.inputs[index].shape) for index in places if index is not None)
+    dims, meta = len(shape) - len(indexed) + width, call.inputs[values]
     axes = []
-    for dim in (one for one in range(len(shape)) if one not in looked):
-        own = (dim if dim < looked[0] else dim - len(looked) + width) - dims + len(meta.shape)
+    for dim in (axis for axis in range(len(shape)) if axis not in indexed):
+        own = (dim if dim < indexed[0] else dim - len(indexed) + width) - dims + len(meta.shape)
         of_values = own if own >= 0 and meta.shape[own] == shape[dim] else None
-        axes.append(Axis((dim, *(None for _ in ids), of_values), (dim,)))
+        axes.append(Axis((dim, *(None for _ in places), of_values), (dim,)))
     return cut(call, axes)
 
 
 def one_hot(call: OpCall) -> list[OpPlacements]:
-    """Cut the ids."""
+    """Shard the ids."""
     return cut(call, [Axis((dim,), (dim,)) for dim in range(len(call.inputs[0].shape))])
 
 
 def run_one_hot(part: Part) -> Any:
-    """Give the number of classes of the whole, where it was to be found from the ids."""
+    """Pass the whole output's number of classes, which the operator would otherwise take from the local ids."""
     return part.run(num_classes=part.call.outputs[0].shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""A rank's part of an operator: its local tensors, and where they lie in the whole ones."""
+"""A rank's part of an operator's call: its local tensors and their position in the whole tensors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
 
 AllReduce = Callable[[torch.Tensor, int, str], torch.Tensor]
-"""Takes what this rank gives, a mesh dimension and "sum" or "max"; returns that over the ranks of the line."""
+"""all_reduce(local tensor, mesh dimension, "sum" or "max"): the reduction over the ranks of this rank's line."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has when it runs its part of a call.
+    """A rank's part of a call.
 
     inputs
         Local tensors, one per `OpCall.inputs`.
     input_layouts, output_layouts
         One layout per tensor.
     coordinate
-        The rank's place on each mesh dimension.
+        The rank's index on each mesh dimension.
     all_reduce
-        For an operator that has collectives of its own (`Reduction`); None where no other rank is there.
+        For an operator that runs collectives itself (`Reduction`); None without other ranks.
     stream
-        Names the random numbers of this call, alike on all ranks: another one, other numbers. "": it draws none.
+        Names the call's random numbers, the same on all ranks; another stream, other numbers. "": the call draws none.
     """
 
     call: OpCall
@@ -54,25 +54,25 @@ class Part:
         return bounds(shape, self.input_layouts[index], self.mesh_shape, self.coordinate)
 
     def only_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a term to be added to an output: zeros but on the first of the ranks whose outputs are summed.
+        """Return a term to add to an output: `tensor` on the first of the ranks whose outputs are summed, else zeros.
 
-        The zeros stay connected to `tensor` for autograd, for its gradient may be waited for on every rank.
+        The zeros stay connected to `tensor` for autograd, because every rank may wait for its gradient.
         """
         places = zip(self.output_layouts[0], self.coordinate, strict=True)
-        if all(place == 0 for state, place in places if state == SUM):
+        if all(place == 0 for placement, place in places if placement == SUM):
             return tensor
         return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
     def reduced(self, tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
-        """Return a tensor's "sum" or "max" over the ranks of this rank's line of a mesh dimension; no gradient."""
+        """Return the "sum" or "max" of a tensor over this rank's line of a mesh dimension; not differentiable."""
         if self.all_reduce is None:
-            raise RuntimeError(f"{self.call.name} has a collective of its own here: run_local needs all_reduce")
+            raise RuntimeError(f"{self.call.name} runs a collective itself here: run_local needs all_reduce")
         return self.all_reduce(tensor, mesh_dim, op)
 
     def run(self, /, **changed: Any) -> Any:
-        """Run the operator on the local tensors, the named arguments changed.
+        """Run the operator on the local tensors, with the named arguments replaced.
 
-        An in-place operator works on a copy: a graph's values do not change.
+        An in-place operator writes to a copy: a graph's values are immutable.
         """
         args, kwargs = pytree.tree_map(self._replaced, (tuple(self.call.args), dict(self.call.kwargs)))
         args = list(args)
@@ -93,23 +93,23 @@ class Part:
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Give random numbers that differ between the pieces of the output and agree where ranks hold the same one.
+        """Seed random numbers that differ between slices of the output, and agree between ranks with the same slice.
 
-        They are seeded by `stream` and the piece alone; the process's own generators are neither asked nor changed.
+        The seed depends only on `stream` and the slice; the process's own generators are neither read nor changed.
         """
         if not self.stream:
             raise RuntimeError(f"{self.call.name} draws random numbers: run_local needs stream")
-        digest = hashlib.sha256(f"{self.stream}/{self._piece()}".encode()).digest()
+        digest = hashlib.sha256(f"{self.stream}/{self._slice_index()}".encode()).digest()
         seed = int.from_bytes(digest[:8], "big") >> 1
-        devices = {one.device for one in self.inputs if one.device.type not in ("cpu", "meta")}
+        devices = {tensor.device for tensor in self.inputs if tensor.device.type not in ("cpu", "meta")}
         kind = next(iter(devices)).type if devices else "cuda"
-        with torch.random.fork_rng([one.index for one in devices], device_type=kind):
+        with torch.random.fork_rng([device.index for device in devices], device_type=kind):
             torch.manual_seed(seed)
             yield
 
-    def _piece(self) -> int:
-        """Return the number of this rank's piece among the output's pieces."""
-        number = 0
-        for state, size, place in zip(self.output_layouts[0], self.mesh_shape, self.coordinate, strict=True):
-            number = number * size + place if state.kind == "shard" else number
-        return number
+    def _slice_index(self) -> int:
+        """Return the index of this rank's slice among the output's slices."""
+        index = 0
+        for placement, size, place in zip(self.output_layouts[0], self.mesh_shape, self.coordinate, strict=True):
+            index = index * size + place if placement.kind == "shard" else index
+        return index

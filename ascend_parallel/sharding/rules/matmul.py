@@ -1,7 +1,7 @@
-"""Products: linear, matmul and its kind, einsum, convolutions.
+"""Products: linear, matmul and similar operators, einsum, convolutions.
 
-Cutting the summed axis gives partial sums; a bias is then added by the first rank alone, so its gradient is whole
-there and zero elsewhere: a partial sum as well, which is "partial_grad".
+Sharding the contracted axis gives partial sums. Only the first rank then adds the bias: the bias's gradient is whole
+there and zero elsewhere, a partial sum, so the bias is "partial_grad".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BIASED = {"addmm": ("mk", "kn", "mn"), "baddbmm": ("bmk", "bkn", "bmn"), "addmv"
 
 
 def linear(call: OpCall) -> list[OpPlacements]:
-    """x [..., K] by w [N, K] with bias [N]: leading dimensions (rows), N (columns), K (partial sums)."""
+    """x [..., K], w [N, K], bias [N]: shard leading dimensions (rows), N (columns) or K (partial sums)."""
     if len(call.inputs[1].shape) != 2:
         return []
     rows = LETTERS[: len(call.inputs[0].shape) - 1]
@@ -31,7 +31,7 @@ def linear(call: OpCall) -> list[OpPlacements]:
 
 
 def matmul(call: OpCall) -> list[OpPlacements]:
-    """x by y as torch.matmul has it: vectors, matrices, batches that are broadcast."""
+    """torch.matmul of vectors, matrices or broadcast batches: shard any axis."""
     left, right = (len(meta.shape) for meta in call.inputs)
     batch = LETTERS[: max(left, right, 2) - 2]
     first = "K" if left == 1 else batch[len(batch) - (left - 2) :] + "MK"
@@ -60,16 +60,16 @@ def biased_product_of(letters: tuple[str, str, str]) -> Rule:
 
 
 def einsum(call: OpCall) -> list[OpPlacements]:
-    """Any equation; an ellipsis stands for dimensions that are broadcast."""
+    """Shard any letter of the equation; an ellipsis stands for broadcast dimensions."""
     left, arrow, output = str(arguments(call)["equation"]).replace(" ", "").partition("->")
     inputs = left.split(",")
     if not arrow:
-        once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
-        output = ("..." if "." in left else "") + "".join(once)
+        unrepeated = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        output = ("..." if "." in left else "") + "".join(unrepeated)
     unused = [letter for letter in LETTERS + LETTERS.upper() if letter not in left]
-    widths = [len(meta.shape) - len(one.replace("...", "")) for one, meta in zip(inputs, call.inputs, strict=True)]
+    widths = [len(meta.shape) - len(term.replace("...", "")) for term, meta in zip(inputs, call.inputs, strict=True)]
     rest = "".join(unused[: max(widths)])
-    inputs = [one.replace("...", rest[len(rest) - width :]) for one, width in zip(inputs, widths, strict=True)]
+    inputs = [term.replace("...", rest[len(rest) - width :]) for term, width in zip(inputs, widths, strict=True)]
     output = output.replace("...", rest)
     return cut(call, lettered(call, inputs, output)) + linear_in(call, *([index] for index in range(len(inputs))))
 
@@ -83,7 +83,7 @@ def run_biased(part: Part) -> Any:
 
 
 def convolution(call: OpCall) -> list[OpPlacements]:
-    """Batch, output channels, input channels (partial sums); all channels at once where each is its own group."""
+    """Shard batch, output channels or input channels (partial sums); in a depthwise convolution all channels."""
     named = arguments(call)
     weight = place(named["weight"])
     assert weight is not None
@@ -102,7 +102,7 @@ def convolution(call: OpCall) -> list[OpPlacements]:
 
 
 def run_convolution(part: Part) -> Any:
-    """Convolve with the bias on the first rank of a sum, and with as many groups as there are channels left."""
+    """Convolve with the bias on the first rank of a sum, and with the groups of the local channels."""
     named = arguments(part.call)
     changed: dict[str, Any] = {}
     if named.get("groups", 1) > 1:

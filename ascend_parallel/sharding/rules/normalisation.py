@@ -19,41 +19,41 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def over_last(call: OpCall) -> list[OpPlacements]:
-    """Layer and RMS norm: cut the dimensions before the normalised ones; weight and bias are copied."""
+    """Layer and RMS norm: shard a dimension before the normalised dimensions; weight and bias are partial_grad."""
     leading = range(len(call.inputs[0].shape) - len(arguments(call)["normalized_shape"]))
     rest = (None,) * (len(call.inputs) - 1)
     return cut(call, [Axis((dim, *rest), (dim,) * len(call.outputs)) for dim in leading])
 
 
 def over_groups(call: OpCall) -> list[OpPlacements]:
-    """Group and instance norm: cut the batch."""
+    """Group and instance norm: shard the batch."""
     if arguments(call).get("use_input_stats", True) and any(name in arguments(call) for name in STATISTICS):
         whole = [place(arguments(call)[name]) for name in STATISTICS]
         if whole != [None, None]:
-            return []  # running statistics are of the whole batch
+            return []  # running statistics need the whole batch
     rest = (None,) * (len(call.inputs) - 1)
     return cut(call, [Axis((0, *rest), (0,) * len(call.outputs))])
 
 
 def run_native_group_norm(part: Part) -> Any:
-    """Normalise the samples that are left."""
+    """Normalise the local samples."""
     return part.run(N=part.inputs[0].shape[0])
 
 
 def over_batch(call: OpCall) -> list[OpPlacements]:
-    """Batch norm: cut the channels; where the statistics are given, any dimension."""
+    """Batch norm: shard the channels; with given statistics, any dimension."""
     named = arguments(call)
     channels = Axis((1, *(0 for _ in call.inputs[1:])), _outputs(call, 1, 0), REPLICATE)
-    given = "no_training" in call.name or (not named["training"] and place(named.get("running_mean")) is not None)
+    fixed = "no_training" in call.name or (not named["training"] and place(named.get("running_mean")) is not None)
     rest = (None,) * (len(call.inputs) - 1)
-    dims = [dim for dim in range(len(call.inputs[0].shape)) if dim != 1 and given and _without_statistics(call)]
+    dims = [dim for dim in range(len(call.inputs[0].shape)) if dim != 1 and fixed and _without_statistics(call)]
     others = [Axis((dim, *rest), _outputs(call, dim, None), REPLICATE) for dim in dims]
-    without_gradient = [found for name in STATISTICS if (found := place(named.get(name))) is not None]
+    without_gradient = [index for name in STATISTICS if (index := place(named.get(name))) is not None]
     return cut(call, [channels, *others], without_gradient)
 
 
 def _outputs(call: OpCall, dim: int, of_statistics: int | None) -> tuple[int | None, ...]:
-    """Return an axis's dimensions of the outputs: the normalised tensor, and statistics, which may be empty."""
+    """Return an axis's dimension of each output: the normalised tensor, then the statistics, which may be empty."""
     return (dim, *(None if meta.shape == (0,) else of_statistics for meta in call.outputs[1:]))
 
 

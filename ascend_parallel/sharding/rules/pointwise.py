@@ -1,4 +1,4 @@
-"""Operators that work element by element, with broadcasting; dropout and its kind."""
+"""Elementwise operators with broadcasting; dropout and other random elementwise operators."""
 
 from __future__ import annotations
 
@@ -28,54 +28,54 @@ RANDOM = "dropout native_dropout rand_like randn_like bernoulli"
 
 
 def pointwise(call: OpCall) -> list[OpPlacements]:
-    """Cut any dimension of the output; inputs that are broadcast along it are copied."""
+    """Shard any dimension of the output; inputs broadcast along that dimension are partial_grad."""
     return cut(call, aligned(call))
 
 
 def unary_linear(call: OpCall) -> list[OpPlacements]:
-    """An operator linear in its first input, which any other input only lends its type."""
-    return pointwise(call) + linear_in(call, [0], states=(SUM, AVERAGE))
+    """Operators linear in their first input; from any other input they take only the dtype."""
+    return pointwise(call) + linear_in(call, [0], partials=(SUM, AVERAGE))
 
 
 def added(call: OpCall) -> list[OpPlacements]:
-    """x + y, x - y: partial if both are; a number would be added once per rank, which an average allows."""
+    """x + y, x - y: partial if both are. A scalar would be added once per rank, which only an average allows."""
     both = all(place(arguments(call)[name]) is not None for name in ("self", "other"))
-    return pointwise(call) + linear_in_all(call, states=(SUM, AVERAGE) if both else (AVERAGE,))
+    return pointwise(call) + linear_in_all(call, partials=(SUM, AVERAGE) if both else (AVERAGE,))
 
 
 def broadcast(call: OpCall) -> list[OpPlacements]:
-    """Several tensors, each expanded to the shape of all."""
+    """broadcast_tensors: each tensor is expanded to the common shape."""
     return pointwise(call) + linear_in_all(call)
 
 
 def multiplied(call: OpCall) -> list[OpPlacements]:
     """x * y: linear in each factor while the other is whole."""
-    return pointwise(call) + linear_in(call, *([index] for index in range(len(call.inputs))), states=(SUM, AVERAGE))
+    return pointwise(call) + linear_in(call, *([index] for index in range(len(call.inputs))), partials=(SUM, AVERAGE))
 
 
 def divided(call: OpCall) -> list[OpPlacements]:
     """x / y: linear in x, if not rounded."""
     linear = arguments(call).get("rounding_mode") is None and place(arguments(call)["self"]) == 0
-    return pointwise(call) + (linear_in(call, [0], states=(SUM, AVERAGE)) if linear else [])
+    return pointwise(call) + (linear_in(call, [0], partials=(SUM, AVERAGE)) if linear else [])
 
 
 def chosen(call: OpCall) -> list[OpPlacements]:
-    """where(condition, x, y): linear in x and y at once."""
+    """where(condition, x, y): jointly linear in x and y."""
     named = arguments(call)
     tensors = [place(named.get(name)) for name in ("self", "other")]
-    places = [one for one in tensors if one is not None]
-    return pointwise(call) + (linear_in(call, places, states=(SUM, AVERAGE)) if len(places) == len(tensors) else [])
+    places = [index for index in tensors if index is not None]
+    return pointwise(call) + (linear_in(call, places, partials=(SUM, AVERAGE)) if len(places) == len(tensors) else [])
 
 
 def filled(call: OpCall) -> list[OpPlacements]:
-    """masked_fill: linear if it fills with the number 0."""
+    """masked_fill: linear if the value is 0."""
     value = arguments(call)["value"]
     linear = place(value) is None and value == 0
-    return pointwise(call) + (linear_in(call, [0], states=(SUM, AVERAGE)) if linear else [])
+    return pointwise(call) + (linear_in(call, [0], partials=(SUM, AVERAGE)) if linear else [])
 
 
 def run_copy(part: Part) -> Any:
-    """Return what `src` would write over `self`, of its type and shape: aten.copy itself has no derivative."""
+    """Return `src` with the dtype and shape of `self`: aten.copy itself is not differentiable."""
     source = place(arguments(part.call)["src"])
     assert source is not None
     return part.inputs[source].to(part.call.outputs[0].dtype).expand(part.output_shape()).clone()

@@ -1,4 +1,4 @@
-"""Operators along dimensions: sums, means, softmax, extremes, sorting; pooling."""
+"""Operators that reduce or sort along dimensions: sums, means, softmax, extremes; pooling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NONLINEAR = """
     _softmax _safe_softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm topk sort argsort cumprod
     median.dim kthvalue mode count_nonzero glu logcumsumexp cummax cummin aminmax
 """
-# By their number of spatial dimensions.
+# By the number of spatial dimensions.
 AVERAGES = {
     1: "adaptive_avg_pool1d avg_pool1d upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
     2: "adaptive_avg_pool2d _adaptive_avg_pool2d avg_pool2d upsample_nearest2d _upsample_nearest_exact2d "
@@ -23,52 +23,51 @@ AVERAGES = {
 EXTREMES = {dims: f"max_pool{dims}d max_pool{dims}d_with_indices adaptive_max_pool{dims}d" for dims in (1, 2, 3)}
 
 
-def worked_along(call: OpCall) -> set[int]:
-    """Return the dimensions of the input that an operator works along."""
+def reduced_dims(call: OpCall) -> set[int]:
+    """Return the dimensions of the input that an operator reduces or sorts: its argument `dim`."""
     dims = len(call.inputs[0].shape)
-    named = arguments(call)
-    given = named.get("dim")
-    if given is None or (isinstance(given, (list, tuple)) and not given):
+    dim = arguments(call).get("dim")
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(dims))
-    return {normal(dim, dims) for dim in (given if isinstance(given, (list, tuple)) else [given])}
+    return {normal(each, dims) for each in (dim if isinstance(dim, (list, tuple)) else [dim])}
 
 
 def axes_of(call: OpCall, reduced: Placement | None = None) -> list[Axis]:
-    """Return the axes of an operator along dimensions: those others, and with `reduced` those that it adds up."""
+    """Return the axes outside of `reduced_dims`; with `reduced` also the reduced axes, with that output placement."""
     before, after = len(call.inputs[0].shape), len(call.outputs[0].shape)
-    along = worked_along(call)
-    found = []
+    along = reduced_dims(call)
+    axes = []
     for dim in range(before):
         if dim not in along:
-            out = dim if after == before else dim - sum(one < dim for one in along)
-            found.append(Axis((dim,), (out,) * len(call.outputs)))
+            out = dim if after == before else dim - sum(removed < dim for removed in along)
+            axes.append(Axis((dim,), (out,) * len(call.outputs)))
         elif reduced is not None:
-            found.append(Axis((dim,), (None,) * len(call.outputs), reduced))
-    return found
+            axes.append(Axis((dim,), (None,) * len(call.outputs), reduced))
+    return axes
 
 
 def along(call: OpCall) -> list[OpPlacements]:
-    """Cut the dimensions that the operator does not work along."""
+    """Shard a dimension outside of `reduced_dims`."""
     return cut(call, axes_of(call))
 
 
 def summed(call: OpCall) -> list[OpPlacements]:
-    """Sum: cut any dimension, a summed one gives partial sums."""
+    """Sum: shard any dimension; a summed dimension gives partial sums."""
     return cut(call, axes_of(call, SUM)) + linear_in_all(call)
 
 
 def averaged(call: OpCall) -> list[OpPlacements]:
-    """Mean: cut any dimension, an averaged one (in even pieces) gives partial averages."""
+    """Mean: shard any dimension; an averaged dimension (in even slices) gives partial averages."""
     return cut(call, axes_of(call, AVERAGE)) + linear_in_all(call)
 
 
 def accumulated(call: OpCall) -> list[OpPlacements]:
-    """Cumulative sum: linear."""
+    """Cumulative sum: `along`, and linear."""
     return along(call) + linear_in_all(call)
 
 
 def spatial(dims: int, linear: bool) -> Rule:
-    """Return the rule of an operator over the last `dims` dimensions, one sample and channel at a time."""
+    """Return the rule of an operator over the last `dims` dimensions of each sample and channel: shard the others."""
 
     def rule(call: OpCall) -> list[OpPlacements]:
         leading = range(len(call.inputs[0].shape) - dims)

@@ -1,4 +1,4 @@
-"""Where rules are kept: one door for ours and for those that users add."""
+"""The registry of rules: the package's own rules and users' rules register in the same way."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ascend_parallel.sharding.rules.local import Part
 
 @dataclass(frozen=True)
 class OpPlacements:
-    """States of an operator's tensors on one mesh dimension.
+    """Placements of an operator's tensors on one mesh dimension: a strategy.
 
     inputs, outputs
-        One state per tensor of `OpCall.inputs` and `OpCall.outputs`.
+        One placement per tensor of `OpCall.inputs` and `OpCall.outputs`.
     """
 
     inputs: tuple[Placement, ...]
@@ -28,7 +28,7 @@ class Reduction:
     """An all-reduce ("sum" or "max") along a mesh dimension that an operator runs itself, in forward.
 
     nbytes
-        Of what each rank gives.
+        The bytes of each rank's tensor.
     """
 
     mesh_dim: int
@@ -37,50 +37,50 @@ class Reduction:
 
 
 Rule = Callable[[OpCall], Iterable[OpPlacements]]
-"""What an operator can do on one mesh dimension beside running whole on every rank."""
+"""Returns an operator's strategies on one mesh dimension, besides running whole on every rank."""
 Run = Callable[[Part], Any]
-"""How a rank runs its part, where the operator's own call on local tensors is not it."""
+"""Runs a rank's part, where the operator's call on local tensors would be wrong."""
 
-Inside = Callable[[OpCall, Sequence[Layout], Sequence[int]], list[Reduction]]
-"""The collectives of an operator itself, from the layouts of its inputs and the mesh's shape."""
+OpCollectives = Callable[[OpCall, Sequence[Layout], Sequence[int]], list[Reduction]]
+"""Returns the collectives that an operator runs itself, from the layouts of its inputs and the mesh's shape."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule, how a rank runs its part (None: the operator itself on the local tensors), and its own collectives."""
+    """A rule; how a rank runs its part (None: the operator on the local tensors); the operator's own collectives."""
 
     rule: Rule
     run: Run | None = None
-    inside: Inside | None = None
+    op_collectives: OpCollectives | None = None
 
 
 ENTRIES: dict[str, Entry] = {}
 
 
 @overload
-def register_rule(target: Any, rule: Rule, run: Run | None = None, inside: Inside | None = None) -> Rule: ...
+def register_rule(target: Any, rule: Rule, run: Run | None = None, inside: OpCollectives | None = None) -> Rule: ...
 @overload
 def register_rule(
-    target: Any, rule: None = None, run: Run | None = None, inside: Inside | None = None
+    target: Any, rule: None = None, run: Run | None = None, inside: OpCollectives | None = None
 ) -> Callable[[Rule], Rule]: ...
 def register_rule(
-    target: Any, rule: Rule | None = None, run: Run | None = None, inside: Inside | None = None
+    target: Any, rule: Rule | None = None, run: Run | None = None, inside: OpCollectives | None = None
 ) -> Rule | Callable[[Rule], Rule]:
-    """Register a rule for an operator, in place of the one that it has. Without `rule`: a decorator.
+    """Register a rule for an operator, replacing any earlier rule. Without `rule`: return a decorator.
 
     target
         ``torch.ops.aten.linear.default``, ``torch.ops.aten.linear`` (all its overloads), or the name of either
-        ("aten.linear"). An overload's rule goes before its operator's. An in-place operator ("aten.add_") takes the
-        rule of the other ("aten.add") unless it has its own.
+        ("aten.linear"). An overload's rule precedes its operator's. An in-place operator ("aten.add_") without a rule
+        takes the rule of the out-of-place operator ("aten.add").
     rule
-        Takes a `OpCall` and returns strategies. Those in which every tensor is whole on every rank need not be among
-        them. Sizes are not its business, but a dimension of size 1 must not be cut.
+        Takes an `OpCall` and returns strategies. It may omit the strategies with every tensor whole on every rank. It
+        may ignore sizes, but must not shard a dimension of size 1.
     run
-        Takes a `Part`, the local tensors and where they are in the whole ones, and returns the local outputs.
-        A floating-point input must have a part in the outputs' autograd graph on every rank or on none, if with a zero
-        gradient: its conversion may wait for all ranks in backward.
+        Takes a `Part`, the local tensors and their position in the whole tensors, and returns the local outputs.
+        On all ranks or on none, the outputs' autograd graph must contain a floating-point input, if only with a zero
+        gradient: in backward the input's conversion may wait for all ranks.
     inside
-        Says which all-reduces `run` runs (`Part.reduced`), for the plan to count; alike on all ranks.
+        Returns the all-reduces that `run` runs (`Part.reduced`), which the plan counts; the same on all ranks.
 
     Raises `ValueError` for a target without a namespace.
     """
@@ -88,21 +88,21 @@ def register_rule(
     if "." not in name:
         raise ValueError(f"target is {name!r}; give an operator of torch.ops or its name, such as 'aten.linear'")
 
-    def register(given: Rule) -> Rule:
-        ENTRIES[name] = Entry(given, run, inside)
-        return given
+    def register(new_rule: Rule) -> Rule:
+        ENTRIES[name] = Entry(new_rule, run, inside)
+        return new_rule
 
     return register if rule is None else register(rule)
 
 
 def register_all(names: str, rule: Rule, run: Run | None = None) -> None:
-    """Register one rule for several operators of aten, named without it and parted by blanks."""
+    """Register a rule for several aten operators; `names` are separated by blanks and lack "aten."."""
     for name in names.split():
         register_rule(f"aten.{name}", rule, run)
 
 
 def find(call: OpCall) -> Entry | None:
-    """Return the rule of a call's overload, of its operator, or of the operator that does the same out of place."""
+    """Return the entry of a call's overload, else of its operator, else of the out-of-place operator, or None."""
     packet = call.name.rpartition(".")[0]
     for name in (call.name, packet, packet.removesuffix("_")):
         if name in ENTRIES:

@@ -1,4 +1,4 @@
-"""Operators that move elements: reshape, transpose, expand, slice, split, cat, stack, repeat, pad."""
+"""Operators that only move or repeat elements: reshape, transpose, expand, slice, split, cat, stack, repeat, pad."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ RESHAPES = "view.default reshape _unsafe_view flatten unflatten unsqueeze squeez
 
 
 def merged(before: Shape, after: Shape) -> list[tuple[int, int]]:
-    """Return the (dimension before, dimension after) that start a group of a reshape.
+    """Return the (dimension before, dimension after) that start each group of a reshape.
 
-    A group is a shortest run of dimensions whose elements become those of a run after it. Cutting what starts it into
-    even pieces cuts its elements into the same even pieces on both sides; other dimensions of it cannot be cut.
+    A group is a shortest run of dimensions before the reshape that holds the elements of a run after it. Sharding the
+    first dimension of a group evenly gives the same slices before and after; its other dimensions cannot be sharded.
     Dimensions of size 1 belong to no group.
     """
     if 0 in before:
         return []
     left = [dim for dim, size in enumerate(before) if size > 1]
     right = [dim for dim, size in enumerate(after) if size > 1]
-    found = []
+    pairs = []
     while left and right:
-        found.append((left[0], right[0]))
+        pairs.append((left[0], right[0]))
         counts = [before[left.pop(0)], after[right.pop(0)]]
         while counts[0] != counts[1]:
             if counts[0] < counts[1]:
                 counts[0] *= before[left.pop(0)]
             else:
                 counts[1] *= after[right.pop(0)]
-    return found
+    return pairs
 
 
 def reshape(call: OpCall) -> list[OpPlacements]:
-    """Cut the dimension that starts a group of merged or split ones."""
+    """Shard the first dimension of a group of merged or split dimensions."""
     pairs = merged(call.inputs[0].shape, call.outputs[0].shape)
     return cut(call, [Axis((before,), (after,)) for before, after in pairs]) + linear_in_all(call)
 
 
 def run_reshape(part: Part) -> Any:
-    """Reshape to the local shape. A slice need not be contiguous, so that a view might be refused."""
+    """Reshape to the local shape. `view` could fail, because a slice may be non-contiguous."""
     return part.inputs[0].reshape(part.output_shape())
 
 
 def expand(call: OpCall) -> list[OpPlacements]:
-    """Cut any dimension of the output: the input is copied along those that it is repeated over."""
+    """Shard any dimension of the output; along an expanded dimension the input is partial_grad."""
     return cut(call, aligned(call)) + linear_in_all(call)
 
 
@@ -60,13 +60,13 @@ def run_expand(part: Part) -> Any:
 
 
 def permuted(call: OpCall) -> list[OpPlacements]:
-    """Any change of the order of dimensions: cut any of them."""
+    """Operators that permute dimensions: shard any dimension."""
     dims = len(call.inputs[0].shape)
     return cut(call, [Axis((dim,), (out,)) for out, dim in enumerate(_order(call, dims))]) + linear_in_all(call)
 
 
 def _order(call: OpCall, dims: int) -> list[int]:
-    """Return, for every output dimension, which input dimension it is."""
+    """Return the input dimension of every output dimension."""
     named = arguments(call)
     order = list(range(dims))
     if "dims" in named:
@@ -91,35 +91,35 @@ def _several(dims: Any) -> list[int]:
 
 
 def along(call: OpCall) -> list[OpPlacements]:
-    """Cut any dimension but the one that the operator works along, which the output may lack (select, unbind)."""
+    """Shard any dimension but the argument `dim`, which the output may lack (select, unbind)."""
     before, after = len(call.inputs[0].shape), len(call.outputs[0].shape)
     dim = normal(arguments(call)["dim"], before)
     if call.name.startswith("aten.slice.") and call.outputs[0].shape == call.inputs[0].shape:
-        dim = before  # the whole is taken, of a piece as well: bounds are clamped
-    axes = _but(dim, before, shift=after - before)
-    own = [Axis((one,), (out,) * len(call.outputs)) for one, out in axes]
-    return cut(call, own) + linear_in_all(call)
+        dim = before  # a slice of the whole dimension is whole on a shard too: bounds are clamped
+    pairs = _without(dim, before, shift=after - before)
+    axes = [Axis((source,), (out,) * len(call.outputs)) for source, out in pairs]
+    return cut(call, axes) + linear_in_all(call)
 
 
-def _but(dim: int, dims: int, shift: int) -> Iterable[tuple[int, int]]:
-    """Return (input, output) dimensions without `dim`; those after it are `shift` places on in the output."""
-    return [(one, one + (shift if one > dim else 0)) for one in range(dims) if one != dim]
+def _without(dim: int, dims: int, shift: int) -> Iterable[tuple[int, int]]:
+    """Return the (input, output) dimensions without `dim`; later dimensions are shifted by `shift` in the output."""
+    return [(axis, axis + (shift if axis > dim else 0)) for axis in range(dims) if axis != dim]
 
 
 def joined(call: OpCall) -> list[OpPlacements]:
-    """Concatenate or stack: cut any dimension but that of the joint."""
+    """Concatenate or stack: shard any dimension but the concatenated dimension."""
     ranks = {len(meta.shape) for meta in call.inputs}
     if len(ranks) > 1:
         return []  # an empty vector among others, which cat skips
     before, after = ranks.pop(), len(call.outputs[0].shape)
     dim = normal(arguments(call).get("dim", 0), after)
-    axes = [(one + (after - before if one >= dim else 0), one) for one in range(before)]
-    own = [Axis((one,) * len(call.inputs), (out,)) for out, one in axes if out != dim]
-    return cut(call, own) + linear_in_all(call)
+    pairs = [(axis, axis + (after - before if axis >= dim else 0)) for axis in range(before)]
+    axes = [Axis((source,) * len(call.inputs), (out,)) for source, out in pairs if out != dim]
+    return cut(call, axes) + linear_in_all(call)
 
 
 def moved_along(call: OpCall) -> list[OpPlacements]:
-    """roll, flip, triu, tril, pad: cut the dimensions in which every element stays where it is."""
+    """roll, flip, triu, tril, pad: shard a dimension along which no element moves."""
     dims = len(call.inputs[0].shape)
     named, name = arguments(call), call.name.split(".")[1]
     if name in ("triu", "tril"):
@@ -134,7 +134,7 @@ def moved_along(call: OpCall) -> list[OpPlacements]:
 
 
 def repeat(call: OpCall) -> list[OpPlacements]:
-    """Cut a dimension that is not repeated, or the repetitions of one that has a single element."""
+    """Shard a dimension that is not repeated, or the repetitions of a dimension of size 1."""
     new = len(call.outputs[0].shape) - len(call.inputs[0].shape)
     sizes = zip(call.outputs[0].shape, (1,) * new + call.inputs[0].shape, strict=True)
     dims = [dim for dim, (size, own) in enumerate(sizes) if own in (1, size)]
@@ -142,22 +142,22 @@ def repeat(call: OpCall) -> list[OpPlacements]:
 
 
 def run_repeat(part: Part) -> Any:
-    """Repeat as often as the local shape has it."""
-    wanted = part.output_shape()
-    have = (1,) * (len(wanted) - part.inputs[0].dim()) + tuple(part.inputs[0].shape)
-    return part.inputs[0].repeat([size // own if own else 1 for size, own in zip(wanted, have, strict=True)])
+    """Repeat up to the local output shape."""
+    output = part.output_shape()
+    local = (1,) * (len(output) - part.inputs[0].dim()) + tuple(part.inputs[0].shape)
+    return part.inputs[0].repeat([size // own if own else 1 for size, own in zip(output, local, strict=True)])
 
 
 def repeat_interleave(call: OpCall) -> list[OpPlacements]:
-    """Cut any dimension, also the repeated one: an element's copies stay beside each other."""
+    """Shard any dimension, also the repeated dimension: an element's copies stay adjacent."""
     shape, dim = call.inputs[0].shape, arguments(call)["dim"]
-    dims = range(len(shape)) if dim is not None else [next((one for one, size in enumerate(shape) if size > 1), 0)]
-    own = [Axis((one,), (one if dim is not None else 0,)) for one in dims] if prod(shape) > 1 else []
-    return cut(call, own) + linear_in_all(call)
+    dims = range(len(shape)) if dim is not None else [next((axis for axis, size in enumerate(shape) if size > 1), 0)]
+    axes = [Axis((axis,), (axis if dim is not None else 0,)) for axis in dims] if prod(shape) > 1 else []
+    return cut(call, axes) + linear_in_all(call)
 
 
 def run_repeat_interleave(part: Part) -> Any:
-    """Repeat without the whole output's size among the arguments."""
+    """Repeat without the argument output_size, which is the whole output's."""
     return part.run(output_size=None)
 
 

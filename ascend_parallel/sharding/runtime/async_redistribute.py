@@ -15,14 +15,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.redistribute.collectives import CoalescedCollective, Request
-from ascend_parallel.sharding.redistribute.redistribute_local import Moving, finish
+from ascend_parallel.sharding.redistribute.redistribute_local import RequestGenerator, finish_redistribute
 from ascend_parallel.sharding.runtime.redistribute_autograd import Ways
 
 
 class InFlight:
     """Conversions whose first collectives run as one, where they are alike."""
 
-    def __init__(self, ways: dict[int, Moving]) -> None:
+    def __init__(self, ways: dict[int, RequestGenerator]) -> None:
         """Start them; they are known by a number."""
         self._ways, self._results = ways, dict[int, torch.Tensor]()
         alike: dict[Hashable, dict[int, Request]] = {}
@@ -32,7 +32,7 @@ class InFlight:
             except StopIteration as stop:
                 self._results[index] = stop.value
             else:
-                alike.setdefault(request.like, {})[index] = request
+                alike.setdefault(request.coalesce_key, {})[index] = request
         self._joint: dict[int, CoalescedCollective] = {}
         for requests in alike.values():
             self._joint |= dict.fromkeys(requests, CoalescedCollective(list(requests.values())))
@@ -41,7 +41,7 @@ class InFlight:
         """Wait for a conversion, and return what it gives; once for each."""
         if index in self._joint:
             self._joint.pop(index).wait()
-            self._results[index] = finish(self._ways.pop(index))
+            self._results[index] = finish_redistribute(self._ways.pop(index))
         return self._results.pop(index)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, Held, Node, Value
+from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import run_local
@@ -30,7 +30,7 @@ class Following(TorchFunctionMode):
         """Take parameters and buffers by the first of their names."""
         super().__init__()
         self._eager, self._plan, self._held = eager, eager.plan, held
-        self._names = {id(tensor): Held(name) for name, tensor in held.items()}
+        self._names = {id(tensor): ParameterRef(name) for name, tensor in held.items()}
         self._given: dict[str, Local] = {}  # parameters, buffers and constants read so far, by node
         self._updates: dict[Value, torch.Tensor] = {}
         self._next = 0
@@ -133,7 +133,7 @@ class Following(TorchFunctionMode):
         return pytree.tree_unflatten(results, call.results_spec)
 
     def _result(self, leaf: Any, given: Mapping[Value, Activation], locals_: Mapping[Value, Local]) -> Any:
-        if isinstance(leaf, Held):
+        if isinstance(leaf, ParameterRef):
             return self._held[leaf.name]
         if not isinstance(leaf, Value):
             return leaf
@@ -230,4 +230,4 @@ def _shown(leaf: Any) -> str:
         return f"a tensor of shape {list(leaf.shape)}"
     if isinstance(leaf, Value):
         return leaf.node
-    return leaf.name if isinstance(leaf, Held) else repr(leaf)
+    return leaf.name if isinstance(leaf, ParameterRef) else repr(leaf)

@@ -6,9 +6,9 @@ import torch
 
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.op_collectives import step_inside
+from ascend_parallel.sharding.planner.op_collectives import all_reduce_step
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.redistribute_local import move
+from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.rules.local import AllReduce
 from ascend_parallel.sharding.runtime.redistribute_autograd import Observer
@@ -19,9 +19,9 @@ def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllR
     whole = (REPLICATE,) * mesh.ndim
 
     def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
-        step = step_inside(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
+        step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
         observer("forward", step)
         source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
-        return move(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
+        return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
 
     return all_reduce

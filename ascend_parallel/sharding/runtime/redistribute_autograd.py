@@ -35,7 +35,11 @@ from torch.autograd.function import once_differentiable
 from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, Shape, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.redistribute_local import Moving, finish, moving
+from ascend_parallel.sharding.redistribute.redistribute_local import (
+    RequestGenerator,
+    finish_redistribute,
+    redistribute_requests,
+)
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
 Observer = Callable[[str, RedistributeStep], None]
@@ -58,14 +62,14 @@ class Ways:
         """Tell whether neither a tensor nor its gradient changes."""
         return not self.ahead.steps and not self.back.steps and self.factor == 1
 
-    def going(self, local: torch.Tensor, direction: str) -> Moving:
+    def going(self, local: torch.Tensor, direction: str) -> RequestGenerator:
         """Convert a tensor, or its gradient "backward", one collective at a time."""
         way = self.ahead if direction == "forward" else self.back
         scaled = local if self.factor == 1 else local * self.factor
         if not way.steps:
             return scaled.view_as(scaled)
         observer = None if self.observer is None else partial(self.observer, direction)
-        moved = yield from moving(scaled, self.shape, self.mesh, way, observer)
+        moved = yield from redistribute_requests(scaled, self.shape, self.mesh, way, observer)
         return _compact(moved, scaled)
 
 
@@ -123,13 +127,13 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, ways: Ways) -> torch.Tensor:
         ctx.ways = ways
-        return finish(ways.going(local, "forward"))
+        return finish_redistribute(ways.going(local, "forward"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ways: Ways = ctx.ways
-        return finish(ways.going(gradient.contiguous(), "backward")), None
+        return finish_redistribute(ways.going(gradient.contiguous(), "backward")), None
 
 
 def _without_averages(source: Layout, target: Layout, mesh_shape: Shape) -> tuple[Layout, Layout, float]:

@@ -1,1 +1,1 @@
-"""A model's forward recorded as a `Graph`: export, in-place operators, function calls, strategy marks, determinism."""
+"""Records a model's forward as a `Graph`: export, in-place operators, function calls, strategy marks, determinism."""

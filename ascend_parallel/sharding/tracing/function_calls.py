@@ -1,7 +1,7 @@
-"""The calls of torch's functions that a forward makes: what an eager run is held against, call by call.
+"""Records a forward's calls of torch's functions. An eager run is compared with these calls, call by call.
 
-A graph has operators; a forward calls functions, each of which runs some. While a model is traced `Recording` notes
-which: a forward that later makes the same calls with the same arguments is the forward of that graph.
+A graph has operators; a forward calls functions, and each function runs some operators. `Recording` records the calls
+while a model is traced. A later forward with the same calls and arguments is the forward of that graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, Held, UntracedTensor, Value
+from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, ParameterRef, UntracedTensor, Value
 
 
 @dataclass(frozen=True)
@@ -27,49 +27,49 @@ class _Input:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A tensor made by a node of the tracer."""
+class _NodeOutput:
+    """An output of a node of the tracer."""
 
     node: str
 
 
-_Noted = tuple[Callable[..., Any], list[Any], pytree.TreeSpec, list[Any], pytree.TreeSpec, dict[int, int]]
+_RecordedCall = tuple[Callable[..., Any], list[Any], pytree.TreeSpec, list[Any], pytree.TreeSpec, dict[int, int]]
 
 
 @dataclass
 class Recording:
-    """Notes the calls of a model's forward while `noting` it.
+    """Records the calls of a model's forward inside `noting`.
 
     calls
-        As they came, tensors by their origin.
+        The calls in order, with the origins of tensors in place of tensors.
     refused
-        Why the calls cannot be followed; "": they can.
+        The reason why an eager run cannot follow the calls; "": it can.
     """
 
-    calls: list[_Noted] = field(default_factory=list)
+    calls: list[_RecordedCall] = field(default_factory=list)
     refused: str = ""
 
     @contextmanager
     def noting(self, model: torch.nn.Module) -> Iterator[None]:
-        """Note the calls of the forwards inside; of several those of the last."""
+        """Record the calls of the model's forward inside the context; of several forwards those of the last."""
         forward, own = model.forward, "forward" in vars(model)
         first = first_names(model)
 
         @wraps(forward)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             self.calls.clear()
             self.refused = ""
-            held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-            origins: dict[int, Any] = {id(tensor): Held(first[name]) for name, tensor in held}
+            named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+            origins: dict[int, Any] = {id(tensor): ParameterRef(first[name]) for name, tensor in named}
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             origins |= {id(tensor): _Input(place) for place, tensor in enumerate(tensors)}
-            with _Noting(self, origins):
+            with _CallRecorder(self, origins):
                 returned = forward(*args, **kwargs)
             for leaf in pytree.tree_leaves(returned):
                 _check_gradient(leaf)
             return returned
 
-        model.forward = noted
+        model.forward = recorded
         try:
             yield
         finally:
@@ -77,13 +77,13 @@ class Recording:
             if not own:
                 del model.forward
 
-    def refuse(self, why: str) -> None:
-        """Keep the first reason why the calls cannot be followed."""
-        self.refused = self.refused or why
+    def refuse(self, reason: str) -> None:
+        """Keep the first reason why an eager run cannot follow the calls."""
+        self.refused = self.refused or reason
 
 
-class _Noting(TorchFunctionMode):
-    """Around one forward."""
+class _CallRecorder(TorchFunctionMode):
+    """Adds the calls of a forward to a recording."""
 
     def __init__(self, recording: Recording, origins: Mapping[int, Any]) -> None:
         super().__init__()
@@ -98,23 +98,23 @@ class _Noting(TorchFunctionMode):
     ) -> Any:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
         arguments = [self._origin(leaf) for leaf in leaves]
-        given = function(*args, **(kwargs or {}))
+        returned = function(*args, **(kwargs or {}))
         written = {
             id(leaf): place
             for place, (leaf, origin) in enumerate(zip(leaves, arguments, strict=True))
-            if isinstance(leaf, torch.Tensor) and not isinstance(origin, Held) and self._origin(leaf) != origin
+            if isinstance(leaf, torch.Tensor) and not isinstance(origin, ParameterRef) and self._origin(leaf) != origin
         }
-        results, results_spec = pytree.tree_flatten(given)
-        changed = {place: written.pop(id(one)) for place, one in enumerate(results) if id(one) in written}
+        results, results_spec = pytree.tree_flatten(returned)
+        changed = {place: written.pop(id(result)) for place, result in enumerate(results) if id(result) in written}
         if written:
             self._recording.refuse(
-                f"{name_of(function)} writes to an argument, or hands it on as another tensor (as mse_loss and l1_loss "
-                "do): write it out of place, or as what it computes"
+                f"{name_of(function)} writes to an argument, or returns it as another tensor (as mse_loss and l1_loss "
+                "do): use an out-of-place function, or write out the computation"
             )
-        if any(isinstance(one, torch.Tensor) for one in results):
-            made = [self._origin(one) for one in results]
-            self._recording.calls.append((function, arguments, spec, made, results_spec, changed))
-        return given
+        if any(isinstance(result, torch.Tensor) for result in results):
+            origins = [self._origin(result) for result in results]
+            self._recording.calls.append((function, arguments, spec, origins, results_spec, changed))
+        return returned
 
     def _origin(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -122,32 +122,32 @@ class _Noting(TorchFunctionMode):
         if id(leaf) in self._origins:
             return self._origins[id(leaf)]
         _check_gradient(leaf)
-        made = _node_of(leaf)
-        if made is None:
+        node = _node_of(leaf)
+        if node is None:
             self._recording.refuse("a tensor that is no parameter, buffer or input is read: register it as a buffer")
             return None
-        return _Made(made)
+        return _NodeOutput(node)
 
 
 def _check_gradient(leaf: Any) -> None:
-    """Refuse a gradient that a graph of operators would not have."""
+    """Raise `ValueError` for an autograd.Function, whose backward a graph of operators would lack."""
     if isinstance(leaf, torch.Tensor) and isinstance(leaf.grad_fn, BackwardCFunction):
         name = type(leaf.grad_fn).__name__.removesuffix("Backward")
         raise ValueError(
             f"the autograd.Function {name} has a backward of its own, which a traced graph lacks: make it an operator "
-            "by torch.library.custom_op and register_autograd, or take it (or the backward hook) away"
+            "by torch.library.custom_op and register_autograd, or remove it (or the backward hook)"
         )
 
 
 def _node_of(tensor: torch.Tensor) -> str | None:
-    """Return the name of the tracer's node that made a tensor."""
+    """Return the name of the tracer's node that produced a tensor, or None."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return None if slot is None else str(slot.proxy.node.name)
 
 
 def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> tuple[FunctionCall, ...] | str:
-    """Return the calls in words of the graph, or why they cannot be followed.
+    """Return the recorded calls with the graph's values and nodes, or the reason why they cannot be followed.
 
     values
         The graph's value of each of the tracer's nodes, by name.
@@ -156,44 +156,44 @@ def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> t
         return recording.refused
     inputs = [Value(node.name) for node in graph.nodes.values() if node.kind == INPUT]
 
-    def told(leaf: Any) -> Any:
+    def in_graph(leaf: Any) -> Any:
         if isinstance(leaf, _Input):
             return inputs[leaf.place]
-        return values.get(leaf.node, UntracedTensor(leaf.node)) if isinstance(leaf, _Made) else leaf
+        return values.get(leaf.node, UntracedTensor(leaf.node)) if isinstance(leaf, _NodeOutput) else leaf
 
-    found: list[FunctionCall] = []
+    calls: list[FunctionCall] = []
     rest = [node for node in graph.nodes.values() if node.kind == CALL]
     places = {node.name: place for place, node in enumerate(rest)}
     done = 0
     for count, (function, arguments, spec, results, results_spec, changed) in enumerate(recording.calls, start=1):
-        given, made = tuple(map(told, arguments)), tuple(map(told, results))
-        last = max((places.get(one.node, -1) for one in made if isinstance(one, Value)), default=-1)
+        args, outputs = tuple(map(in_graph, arguments)), tuple(map(in_graph, results))
+        last = max((places.get(value.node, -1) for value in outputs if isinstance(value, Value)), default=-1)
         end = len(rest) if count == len(recording.calls) else max(done, last + 1)
-        call = FunctionCall(function, given, spec, made, results_spec, changed, tuple(rest[done:end]))
+        call = FunctionCall(function, args, spec, outputs, results_spec, changed, tuple(rest[done:end]))
         if missing := _missing(call, graph):
             return f"{name_of(function)} works on {missing}, which is not among its arguments (an alias of one?)"
-        found, done = [*found, call], end
-    return tuple(found)
+        calls, done = [*calls, call], end
+    return tuple(calls)
 
 
 def _missing(call: FunctionCall, graph: Graph) -> str:
-    """Return what the operators read that is neither given to the call, nor made by it, nor held."""
-    there = {one for one in call.arguments if isinstance(one, Value)}
+    """Return a tensor that the call's operators read, but that is no argument, parameter or result of the call."""
+    available = {argument for argument in call.arguments if isinstance(argument, Value)}
     for node in call.nodes:
         for value in node.inputs:
-            if value not in there and graph.nodes[value.node].kind in (CALL, INPUT):
+            if value not in available and graph.nodes[value.node].kind in (CALL, INPUT):
                 return value.node
-        there |= {Value(node.name, index) for index in range(len(node.outputs))}
+        available |= {Value(node.name, index) for index in range(len(node.outputs))}
     return ""
 
 
 def first_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return, for each name of a parameter or buffer, the first of the names of that tensor."""
+    """Return {name: first name of the same tensor} for all names of parameters and buffers."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name for users, such as torch.Tensor.add."""
+    """Return a function's name for messages, such as torch.Tensor.add."""
     return str(resolve_name(function) or getattr(function, "__qualname__", repr(function)))

@@ -1,4 +1,4 @@
-"""Strategies that `shard` leaves on calls of functions: while a model is traced, a mark on the operator they run."""
+"""Strategies that `shard` leaves on function calls. While a model is traced, they mark the operator of the call."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from torch.overrides import resolve_name
 
 from ascend_parallel.sharding.graph import Graph, Mark
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 KEY = "ascend_parallel_mark"
 
 
-def marking(function: Callable[Given, Made], in_strategy: Any, out_strategy: Any) -> Callable[Given, Made]:
-    """Return a function that computes the same and, while a model is traced, marks the operator that it runs.
+def marking(function: Callable[Params, Result], in_strategy: Any, out_strategy: Any) -> Callable[Params, Result]:
+    """Return a wrapper of `function` that marks the operator of the call while a model is traced.
 
-    It raises `ValueError`, while a model is traced, if the call runs several operators or none.
+    While a model is traced, the wrapper raises `ValueError` if the call runs several operators or none.
     """
 
     @wraps(function)
-    def marked(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+    def marked(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         mode = get_proxy_mode() if torch.compiler.is_exporting() else None
         if mode is None:
             return function(*args, **kwargs)
         mark, nodes = Mark(_name(function), (in_strategy, out_strategy)), mode.tracer.graph.nodes
         before = len(nodes)
         with annotate({KEY: mark}):
-            made = function(*args, **kwargs)
+            result = function(*args, **kwargs)
         new = [str(node.target) for node in itertools.islice(reversed(nodes), len(nodes) - before)]
         _check_single(mark, new[::-1])
-        return made
+        return result
 
     return marked
 
 
 def mark_of(node: torch.fx.Node) -> Mark | None:
     """Return the mark that a call left on a traced node."""
-    found = (node.meta.get("custom") or {}).get(KEY)
-    return found if isinstance(found, Mark) else None
+    mark = (node.meta.get("custom") or {}).get(KEY)
+    return mark if isinstance(mark, Mark) else None
 
 
 def check_marks(graph: Graph) -> None:
-    """Raise `ValueError` if tracing has made several operators of the one that a marked call ran."""
+    """Raise `ValueError` if tracing split the operator of a marked call into several operators."""
     ran: dict[Mark, list[str]] = {}
     for node in graph.nodes.values():
         if node.call is not None and node.mark is not None:
@@ -61,7 +61,7 @@ def _check_single(mark: Mark, targets: Iterable[str]) -> None:
     ran = [name for name in targets if "." in name and not name.startswith("aten._assert")]
     if len(ran) != 1:
         what = f"{len(ran)} operators ({', '.join(ran)})" if ran else "no operator"
-        raise ValueError(f"{mark}: its call runs {what}: give the strategy to a function that runs one")
+        raise ValueError(f"{mark}: its call runs {what}: give the strategy to a function that runs 1 operator")
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""A model's forward traced into a `Graph`, by torch.export with fake tensors: nothing is computed."""
+"""Traces a model's forward into a `Graph`, by torch.export with fake tensors: computes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ascend_parallel.sharding.graph import (
 )
 from ascend_parallel.sharding.tracing.determinism import ForwardChangesError, only_in_python, random_states_kept
 from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
-from ascend_parallel.sharding.tracing.functionalize import Form, functional_forms
+from ascend_parallel.sharding.tracing.functionalize import FunctionalOp, functional_ops
 from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
 
 KINDS = {
@@ -42,52 +42,54 @@ KINDS = {
     InputKind.CONSTANT_TENSOR: CONSTANT,
 }
 HELD = (PARAMETER, BUFFER, CONSTANT)
-# Checks that export leaves behind; they compute nothing.
+# Assertions that torch.export inserts; they compute nothing.
 CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
 
 
 class TraceError(ValueError):
-    """The model cannot be traced, or does what a sharded graph cannot."""
+    """The model cannot be traced, or does something that a sharded graph cannot do."""
 
 
 def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
-    """Return the operators that ``model(*args, **kwargs)`` runs.
+    """Return the graph of the operators that ``model(*args, **kwargs)`` runs.
 
-    Shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for what torch.export
-    cannot trace, for regions (torch.no_grad, autocast, control flow) inside the forward, and for a forward that differs
-    from run to run (`repeating.py`).
+    The shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for a model that
+    torch.export cannot trace, for regions (torch.no_grad, autocast, control flow) inside the forward, and for a forward
+    that differs from run to run (`determinism.py`).
     """
     if isinstance(args, torch.Tensor):
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     binding = bind(model, tuple(args), kwargs or {})
     recording = Recording()
     try:
-        with preserve_node_meta(), _quiet(), random_states_kept():  # marks stay
+        with preserve_node_meta(), _quiet(), random_states_kept():  # node metadata carries the marks
             with recording.noting(model):
-                program = torch.export.export(model, *_apart(tuple(args), dict(kwargs or {})), strict=False)
-            forms = functional_forms(program)
-            if forms is None:
-                program = program.run_decompositions({})  # an in-place operator would write to one copy of several
-                recording.refuse("it works in place on what has other names too: write it out of place")
-    except Exception as error:  # torch.export raises whatever it met; the sentence that helps is its first
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {said[0]}") from error
+                program = torch.export.export(
+                    model, *_without_shared_tensors(tuple(args), dict(kwargs or {})), strict=False
+                )
+            replacements = functional_ops(program)
+            if replacements is None:
+                program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
+                recording.refuse("an in-place operator writes to a tensor with aliases: write it out of place")
+    except Exception as error:  # torch.export passes on any exception; the first line of its message says most
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {message[0]}") from error
     try:
         with _quiet():
             only = only_in_python(model, args, kwargs or {})
     except ForwardChangesError as error:
         raise TraceError(str(error)) from error
-    builder = _Builder(program, forms or {})
+    builder = _Builder(program, replacements or {})
     graph = builder.build()
     check_marks(graph)
-    training = any(one.training for one in model.modules())
+    training = any(module.training for module in model.modules())
     calls = calls_of(recording, graph, builder.values)
     return replace(graph, binding=binding, training=training, calls=calls, only_in_python=only)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging a traceback of what is raised anyway."""
+    """Keep torch from logging the traceback of an exception that is raised anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -96,8 +98,8 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give every argument a tensor of its own: of one passed twice torch.export would make one input."""
+def _without_shared_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Clone tensors that are passed twice: torch.export would make a single input of both arguments."""
     seen: set[int] = set()
 
     def own(tensor: Any) -> Any:
@@ -112,18 +114,18 @@ def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 class _Builder:
     """Turns an exported program into a graph."""
 
-    def __init__(self, program: ExportedProgram, forms: Mapping[str, Form]) -> None:
-        self._program, self._forms = program, forms
-        self._given = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    def __init__(self, program: ExportedProgram, replacements: Mapping[str, FunctionalOp]) -> None:
+        self._program, self._replacements = program, replacements
+        self._input_specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         self._nodes: dict[str, Node] = {}
         self._written: dict[str, Value] = {}
-        self.values: dict[str, Any] = {}  # by the name of the program's node: a Value, or a list of them
+        self.values: dict[str, Any] = {}  # a Value or a list of Values, by the name of the program's node
 
     def build(self) -> Graph:
         returned: Sequence[Any] = ()
         for node in self._program.graph.nodes:
-            if node.op == "placeholder":  # torch.fx's word for what is given
-                self._add_given(node)
+            if node.op == "placeholder":
+                self._add_placeholder(node)
             elif node.op == "output":
                 returned = node.args[0]
             elif node.target is operator.getitem:
@@ -135,21 +137,21 @@ class _Builder:
             self._outputs(returned),
             dict(self._program.constants),
             self._updates(returned),
-            frozenset(node.name for node in self._program.graph.nodes if _wants_gradient(node, self._nodes)),
+            frozenset(node.name for node in self._program.graph.nodes if _requires_gradient(node, self._nodes)),
         )
         used = {value.node for node in self._nodes.values() for value in node.inputs}
         used |= {value.node for value in graph.kept}
-        # Of the names of a tied parameter one is read.
+        # A tied parameter has several names, of which only one is read.
         nodes = {name: node for name, node in self._nodes.items() if node.kind not in HELD or name in used}
         return replace(graph, nodes=nodes)
 
-    def _add_given(self, node: torch.fx.Node) -> None:
-        spec = self._given[node.name]
+    def _add_placeholder(self, node: torch.fx.Node) -> None:
+        spec = self._input_specs[node.name]
         if spec.kind not in KINDS:
             raise TraceError(f"the model has an input of kind {spec.kind.name}, which a sharded graph does not know")
         meta = node.meta.get("val")
         if not isinstance(meta, torch.Tensor):
-            return  # a number: export has put it where it is used
+            return  # a number: torch.export has inlined it
         source = spec.target or node.name
         self._nodes[node.name] = Node(node.name, KINDS[spec.kind], (_meta(meta),), source=source)
         self.values[node.name] = Value(node.name)
@@ -168,53 +170,54 @@ class _Builder:
             inputs.append(self.values[argument.name])
             return Ref(len(inputs) - 1)
 
-        form = self._forms.get(node.name) or Form(node.target, tuple(node.args), node.kwargs, node.meta.get("val"))
-        args = pytree.tree_map(replaced, form.args, is_leaf=_is_node)
-        kwargs = pytree.tree_map(replaced, dict(form.kwargs), is_leaf=_is_node)
-        value: Any = form.value
-        given = value if isinstance(value, (list, tuple)) else [value]
-        outputs = tuple(_meta(one) for one in given if isinstance(one, torch.Tensor))
+        own = FunctionalOp(node.target, tuple(node.args), node.kwargs, node.meta.get("val"))
+        operation = self._replacements.get(node.name) or own
+        args = pytree.tree_map(replaced, operation.args, is_leaf=_is_node)
+        kwargs = pytree.tree_map(replaced, dict(operation.kwargs), is_leaf=_is_node)
+        value: Any = operation.value
+        fakes = value if isinstance(value, (list, tuple)) else [value]
+        outputs = tuple(_meta(fake) for fake in fakes if isinstance(fake, torch.Tensor))
         if not outputs:
-            raise TraceError(f"{_module(node) or 'the model'} runs {node.target}, which gives no tensor")
-        metas = tuple(self._nodes[one.node].outputs[one.index] for one in inputs)
-        call = OpCall(form.target, args, kwargs, metas, outputs)
+            raise TraceError(f"{_module(node) or 'the model'} runs {node.target}, which returns no tensor")
+        metas = tuple(self._nodes[read.node].outputs[read.index] for read in inputs)
+        call = OpCall(operation.target, args, kwargs, metas, outputs)
         self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node), mark=mark_of(node))
         several = isinstance(node.meta.get("val"), (list, tuple))
         self.values[node.name] = _places(node.name, value) if several else Value(node.name)
-        self._written |= {buffer: Value(node.name, index) for buffer, index in form.updates.items()}
+        self._written |= {buffer: Value(node.name, index) for buffer, index in operation.updates.items()}
 
     def _updates(self, returned: Sequence[Any]) -> dict[str, Value]:
-        """Return the new values of the buffers that the forward writes; refuse what writes to an input."""
-        found = dict(self._written)
-        for one, spec in zip(returned, self._program.graph_signature.output_specs, strict=True):
+        """Return the new values of the buffers that the forward writes; raise `TraceError` if it writes to an input."""
+        updates = dict(self._written)
+        for output, spec in zip(returned, self._program.graph_signature.output_specs, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
-                found[str(spec.target)] = self.values[one.name]
+                updates[str(spec.target)] = self.values[output.name]
             elif spec.kind.name != "USER_OUTPUT":
-                raise TraceError(f"the forward writes to {spec.target!r}, which is given to it: work on a copy")
-        return found
+                raise TraceError(f"the forward writes to its input {spec.target!r}: write to a copy")
+        return updates
 
     def _outputs(self, returned: Sequence[Any]) -> Any:
-        """Nest what the user gets as the model returns it; updated buffers come before it."""
+        """Return the user outputs in the model's nesting; the program returns updated buffers before them."""
         specs = self._program.graph_signature.output_specs
         leaves = [
-            self.values[one.name] if isinstance(one, torch.fx.Node) else one
-            for one, spec in zip(returned, specs, strict=True)
+            self.values[output.name] if isinstance(output, torch.fx.Node) else output
+            for output, spec in zip(returned, specs, strict=True)
             if spec.kind.name == "USER_OUTPUT"
         ]
         assert self._program.call_spec.out_spec is not None
         return pytree.tree_unflatten(leaves, self._program.call_spec.out_spec)
 
 
-def _wants_gradient(node: torch.fx.Node, nodes: Mapping[str, Node]) -> bool:
+def _requires_gradient(node: torch.fx.Node, nodes: Mapping[str, Node]) -> bool:
     value = node.meta.get("val")
     is_input = node.name in nodes and nodes[node.name].kind == INPUT
     return is_input and isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _places(name: str, value: Sequence[Any]) -> list[Value | None]:
-    """Return what getitem finds: the tensors, counted without what is none."""
+    """Return the values by getitem's index: a Value for each tensor, None for other outputs, which are not counted."""
     count = itertools.count()
-    return [Value(name, next(count)) if isinstance(one, torch.Tensor) else None for one in value]
+    return [Value(name, next(count)) if isinstance(output, torch.Tensor) else None for output in value]
 
 
 def _is_node(argument: Any) -> bool:
@@ -224,7 +227,7 @@ def _is_node(argument: Any) -> bool:
 def _meta(tensor: torch.Tensor) -> TensorMeta:
     if any(isinstance(size, torch.SymInt) for size in tensor.shape):
         raise TraceError(
-            "the shape of a tensor depends on its numbers (nonzero, a boolean index): shapes have to be fixed"
+            "the shape of a tensor depends on its values (nonzero, a boolean index): shapes have to be fixed"
         )
     return TensorMeta(tuple(int(size) for size in tensor.shape), tensor.dtype)
 

@@ -103,7 +103,7 @@ def _nodes(plan: ShardingPlan) -> Iterator[str]:
     for node in plan.graph.nodes.values():
         yield from (_arrow(one, plan) for one in into.get(node.name, []) if one.communicates)
         yield f"{_where(node):{WIDTH}}  {_layouts(plan, node)}   [{plan.why(node)}]"
-        yield from (f"    inside: {_inside(plan, node)}" for _ in plan.inside.get(node.name, ())[:1])
+        yield from (f"    inside: {_inside(plan, node)}" for _ in plan.op_collectives.get(node.name, ())[:1])
     yield from (_arrow(one, plan) for one in into.get("", []) if one.communicates)
 
 
@@ -121,7 +121,7 @@ def _layouts(plan: ShardingPlan, node: Node) -> str:
 
 
 def _inside(plan: ShardingPlan, node: Node) -> str:
-    return "; ".join(step.text(plan.mesh.dim_names[step.mesh_dim]) for step in plan.inside.get(node.name, ()))
+    return "; ".join(step.text(plan.mesh.dim_names[step.mesh_dim]) for step in plan.op_collectives.get(node.name, ()))
 
 
 def _arrow(one: Conversion, plan: ShardingPlan) -> str:

@@ -169,7 +169,7 @@ def _collectives(plan: ShardingPlan) -> str:
             key = (_place(plan, one.value.node), _readers(plan, one.reader), changes, *ways)
             count, nbytes, seconds = rows.get(key, [0, 0.0, 0.0])
             rows[key] = [count + 1, nbytes + one.nbytes, seconds + one.seconds]
-    for name, steps in plan.inside.items():
+    for name, steps in plan.op_collectives.items():
         said = "<br>".join(escape(step.text(plan.mesh.dim_names[step.mesh_dim])) for step in steps)
         key = (_place(plan, name), "itself", "-", said, "-")
         count, nbytes, seconds = rows.get(key, [0, 0.0, 0.0])

@@ -108,7 +108,10 @@ class _Painter:
             return NodeBox(GIVEN, [f"input {node.source}", gives], shapes, gives)
         title = f"{node.module} {operator_name(node)}".strip()
         reads = [f"reads {layout_text(plan, one)}" for one in plan.inputs[node.name]]
-        itself = [f"itself: {step.text(plan.mesh.dim_names[step.mesh_dim])}" for step in plan.inside.get(node.name, ())]
+        itself = [
+            f"itself: {step.text(plan.mesh.dim_names[step.mesh_dim])}"
+            for step in plan.op_collectives.get(node.name, ())
+        ]
         hint = "\n".join([title, *reads, f"gives {gives}", shapes, plan.why(node), *itself])
         return NodeBox(OPERATOR, [title, gives], hint, gives, node.name in plan.configured)
 
