@@ -99,13 +99,13 @@ def refused(group):
     x, mesh = torch.ones(4, 2, 12, dtype=torch.float64), mesh_of((2,))
     model = made(MLP)
     plan = tensor_parallel(trace(model, (x,)), mesh)
-    with pytest.raises(ValueError, match="overlap=True is of the graph: give static=True"):
+    with pytest.raises(ValueError, match="overlap=True is for the graph only: give static=True"):
         parallelize(model, plan, overlap=True)
     with pytest.raises(ValueError, match=r"settings=.*give static=True"):
         parallelize(model, plan, settings=Settings(num_chunks=2))
     with pytest.raises(ValueError, match="ascending"):
         parallelize(model, tensor_parallel(plan.graph, ProcessMesh([1, 0], ["mp"])))
-    with pytest.raises(ValueError, match="cannot be held as C"):
+    with pytest.raises(ValueError, match="cannot be held as R/P"):
         parallelize(made(MLP), by_hand(plan.graph, mesh, {"up.weight": C}))
     for kind, why in ((Aliased, "it works in place on what has other names too"), (Outside, "register it as a buffer")):
         graph = trace(made(kind), (x,))
@@ -139,7 +139,7 @@ def twice(group):
     names = [name for name in graph.nodes if name.startswith("linear")]
     calls = {name: ([cut, C, C], cut) for name, cut in zip(names, (S0, S0, S1, S1), strict=True)}
     eager = parallelize(model, by_hand(graph, mesh_of((2,)), {}, calls))
-    with pytest.raises(ValueError, match=r"calls this 2 times, and which of them torch\.utils\.checkpoint runs again"):
+    with pytest.raises(ValueError, match=r"calls this 2 times, and which call torch\.utils\.checkpoint runs again"):
         eager(x).sum().backward()
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.gradient_plan import Summed, buckets
+from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, buckets
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
@@ -290,7 +290,7 @@ def test_a_backward_that_fails(ranks):
     [(25 << 20, [1, 5]), (2 << 20, [1, 2, 2, 1]), (1000, [1] * 6)],  # the first, which backward fills first, is small
 )
 def test_the_first_bucket_is_at_most_a_megabyte(bucket_bytes, expected):
-    each = [Summed(Value(str(one)), "", (0,), (), torch.float32, 1 << 20) for one in range(6)]
+    each = [SummedGradient(Value(str(one)), "", (0,), (), torch.float32, 1 << 20) for one in range(6)]
     found = buckets(each, bucket_bytes)
     assert [len(bucket.members) for bucket in found] == expected
     assert [one.value.node for bucket in found for one in bucket.members] == list("543210")

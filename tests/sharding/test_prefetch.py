@@ -84,7 +84,7 @@ def gathered(group, bucket_bytes):
         loss = sharded(given).square().sum()
     with watched(logs[1]):
         loss.backward()
-    return logs, sharded.ahead, seen(sharded), planned_collectives(plan)
+    return logs, sharded.prefetches, seen(sharded), planned_collectives(plan)
 
 
 def test_parameters_are_gathered_under_the_layer_before(ranks):
@@ -149,7 +149,7 @@ def context_parallel(group):
         loss = sharded(x.clone().requires_grad_()).square().sum()
     with watched(logs[1]):
         loss.backward()
-    return logs, [(one.before, [early.reader for early in one.conversions]) for one in sharded.ahead]
+    return logs, [(one.before, [early.reader for early in one.conversions]) for one in sharded.prefetches]
 
 
 @pytest.mark.parametrize("count", [2, 3])

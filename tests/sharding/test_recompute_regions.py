@@ -78,7 +78,7 @@ def same(group, name, mesh_shape, options, variants, rows_cut=False, **made_of):
 GATHERED = {**CHUNKS, "recompute_all_gather": False}
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_the_same_bits(ranks, collectives):
     """Rows cut or not, overlapped or not, gathered rows kept or not; with exceptions; with dropout."""
     options, output = {**LAYERS, "collectives": collectives}, ["layers.*.mlp.down"]
@@ -94,12 +94,12 @@ def same_with_dropout(group, options, variants):
     same(group, "GPT", (2,), options, variants, dropout=0.3)
 
 
-@pytest.mark.parametrize("options", [SINGLE, {"modules": [""]}, {"modules": ["layers.1"], "collectives": "again"}])
+@pytest.mark.parametrize("options", [SINGLE, {"modules": [""]}, {"modules": ["layers.1"], "collectives": "recompute"}])
 def test_single_operators_the_whole_model_and_one_layer(ranks, options):
     ranks(2).run(same_with_dropout, options, [(False, {}, []), (True, {}, [])])
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_two_mesh_dimensions(ranks, collectives):
     ranks(4).run(same, "Llama", (2, 2), {**LAYERS, "collectives": collectives}, [(True, CHUNKS, [])])
     ranks(4).run(same, "ResNet", (2, 2), {"modules": [""], "collectives": collectives}, [(True, CHUNKS, [])])
@@ -113,7 +113,7 @@ def mlp(group, form, collectives, overlap):
     compare(model, ShardedModule(model, plan, overlap=overlap, recompute=recompute), x)
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 @pytest.mark.parametrize("form", FORMS)
 def test_ranks_that_save_different_tensors(ranks, form, collectives):
     for overlap in (False, True):
@@ -138,7 +138,7 @@ def train(group, collectives):
     return found
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_training_against_the_whole_model(ranks, collectives):
     for whole, again in ranks(4).run(train, collectives):
         assert again == pytest.approx(whole, rel=1e-10)
@@ -170,7 +170,7 @@ def test_no_collective_runs_twice_where_they_are_kept(ranks, rows_cut):
 
 def test_collectives_that_run_again(ranks):
     """Each layer's forward sums twice; the second sum is its output's, which nothing needs again."""
-    options = {**LAYERS, "collectives": "again"}
+    options = {**LAYERS, "collectives": "recompute"}
     for overlap in (False, True):
         for plain, again in ranks(2).run(sent, options, {"overlap": overlap}):
             assert again[0] == plain[0]
@@ -199,7 +199,7 @@ def flights(group, options):
 
 
 def test_several_forwards_in_flight(ranks):
-    for collectives in ("keep", "again"):
+    for collectives in ("keep", "recompute"):
         ranks(2).run(flights, {**LAYERS, "keep": ["layers.*.up"], "collectives": collectives})
 
 
@@ -264,7 +264,7 @@ def test_memory_between_forward_and_backward(ranks, overlap):
         assert estimated == pytest.approx(measured, rel=0.1)
         return measured
 
-    plain, again = found(collectives="again")
+    plain, again = found(collectives="recompute")
     assert again < plain / 3  # of each layer what it reads; and embeddings, norm and loss
     _, kept = found()
     assert again < kept < plain / 2
@@ -287,11 +287,11 @@ def refusals(group):
     refused("'blocks.*' names no module; there are layers", modules=["blocks.*"])
     refused(r"'layers.\*:silu' names nothing", modules=["layers.*:silu"])
     refused("'layers.*.upp' names nothing", modules=["layers.*"], keep=["layers.*.upp"])
-    refused("'norm' names layer_norm.*, which does not run again", modules=["layers.*"], keep=["norm"])
-    refused("dropout.*draws random numbers, and can only run again", modules=["layers.*"], keep=["layers.*:dropout"])
-    refused("give one of keep, again", ValueError, modules=["layers.*"], collectives="twice")
+    refused("'norm' names layer_norm.*, which is not recomputed", modules=["layers.*"], keep=["norm"])
+    refused("dropout.*draws random numbers and cannot be kept", modules=["layers.*"], keep=["layers.*:dropout"])
+    refused("give one of keep, recompute", ValueError, modules=["layers.*"], collectives="twice")
     refused("give a list of patterns", ValueError, modules="layers.*")
-    refused("there is nothing to except", ValueError, keep=["layers.*"])
+    refused("without recompute.modules", ValueError, keep=["layers.*"])
     with pytest.raises(DisagreementError, match="recompute is Recompute"):
         ShardedModule(whole, plan, recompute=Recompute(modules=["layers.*"] if group.rank() else []))
 
@@ -321,4 +321,4 @@ def test_collectives_inside_of_an_operator(ranks):
     behind = {"modules": [""]}
     assert ranks(2).run(own_sums, behind) == [0, 0]
     assert ranks(2).run(own_sums, {**behind, "keep": [":cross_entropy_loss"]}) == [0, 0]
-    assert min(ranks(2).run(own_sums, {**behind, "collectives": "again"})) > 0
+    assert min(ranks(2).run(own_sums, {**behind, "collectives": "recompute"})) > 0

@@ -86,7 +86,7 @@ def recomputed(group, collectives):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_what_runs_again_gathers_its_weights_again(ranks, collectives):
     assert ranks(2).run(recomputed, collectives) == [(0, 12), (0, 12)]
 

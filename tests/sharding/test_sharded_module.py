@@ -121,7 +121,7 @@ def tied(group):
         sharded(tokens)
     with pytest.raises(ValueError, match=r"tokens is \[2, 2\] of torch.int64; the plan is for \[4, 2\]"):
         sharded(tokens[:2], scale)
-    with pytest.raises(ValueError, match="cannot be held as C"):
+    with pytest.raises(ValueError, match="cannot be held as R/P"):
         parallelize(model, by_hand(graph, plan.mesh, {weight: C}), static=True)
     model.plan = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'plan' of the model would hide ShardedModule"):

@@ -1,4 +1,4 @@
-"""The collectives that a planned model ran, outside of overlapped operators."""
+"""The collectives that a planned model ran outside of its overlapped operators."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class CollectiveEvent:
     """A collective of a kind, such as "all_reduce", along a mesh dimension, outside of overlapped operators.
 
     module
-        Path of the module that reads the tensor; of the one that makes it, if it is converted for several readers.
+        Path of the module that reads the tensor. For a redistribution shared by several readers, the module that
+        produces the tensor.
     value, reader
-        The tensor, and the node that reads it: "" for the user, "shared" for several, "inside" for a collective of the
-        operator that makes the tensor, "gradients" for terms of parameters' gradients that are summed as one, of which
-        the tensor is the first (gradients.py).
+        The tensor, and the node that reads it. Other readers: "" is the caller, "shared" several nodes, "inside" the
+        operator that produces the tensor and runs the collective itself. "gradients" is a bucket of gradient terms,
+        with `value` as its first parameter (gradient_reduction.py).
     direction
         "forward" or "backward".
     """
@@ -32,5 +33,5 @@ class CollectiveEvent:
 
 
 def op_collective_event(node: Node, mesh: ProcessMesh, step: RedistributeStep) -> CollectiveEvent:
-    """Return a collective that an operator ran itself."""
+    """Return the event of a collective that an operator ran itself."""
     return CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], node.module, Value(node.name), "inside", "forward")
