@@ -141,4 +141,4 @@ def test_advice_reads_as_a_table():
     assert first.startswith("tokens ")
     assert "1 x embedding" in first
     assert first.endswith(" ms")
-    assert why == "    (1) has the weight [512, 256], of which a rank holds what its strategy says"
+    assert why == "    (1) has the weight [512, 256]: its strategy decides which part a rank holds"

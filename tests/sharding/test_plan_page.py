@@ -150,7 +150,7 @@ def test_of_many_layers_two_are_drawn_and_the_rest_is_counted():
     assert not [box for box in pictures[2].boxes.values() if box.kind == FOLDED]
     assert len(pictures[3].boxes) == len(pictures[12].boxes) == len(pictures[2].boxes) + 1
     (fold,) = (box for box in pictures[12].boxes.values() if box.kind == FOLDED)
-    assert fold.lines[:2] == ["layers.2 to layers.11: 10 more like layers.1", "laid out as it is"]
+    assert fold.lines[:2] == ["layers.2 to layers.11: 10 more like layers.1", "same layouts"]
     per_layer = llama(12).collectives()["reduce_scatter"] - llama(2).collectives()["reduce_scatter"]
     assert f"{per_layer} reduce_scatter" in fold.lines[2]
     shown = " ".join(line for box in pictures[12].boxes.values() for line in box.lines)
@@ -165,7 +165,7 @@ def test_layers_that_are_laid_out_otherwise_are_said():
     cut = {f"{layer}.0": ([None, ("mp", 1) if layer < 3 else (1, "mp")], None) for layer in range(4)}
     plan = propagate(graph, ProcessMesh([0, 1], ["mp"]), cut)
     (fold,) = (box for box in picture(plan).boxes.values() if box.kind == FOLDED)
-    assert fold.lines[:2] == ["2 to 3: 2 more like 1", "1 of them laid out otherwise"]
+    assert fold.lines[:2] == ["2 to 3: 2 more like 1", "1 with other layouts"]
 
 
 def test_colours_are_those_of_the_legend():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from ascend_parallel.sharding.graph import Node, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
+from ascend_parallel.sharding.runtime.redistribute_autograd import Observer
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class CollectiveEvent:
     direction: str
 
 
-def op_collective_event(node: Node, mesh: ProcessMesh, step: RedistributeStep) -> CollectiveEvent:
-    """Return the event of a collective that an operator ran itself."""
-    return CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], node.module, Value(node.name), "inside", "forward")
+def counting(counts: Counter[CollectiveEvent], mesh: ProcessMesh, module: str, value: Value, reader: str) -> Observer:
+    """Return an observer that counts the collectives of a redistribution."""
+
+    def count(direction: str, step: RedistributeStep) -> None:
+        counts[CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)] += 1
+
+    return count
+
+
+def counting_inside(counts: Counter[CollectiveEvent], mesh: ProcessMesh, node: Node) -> Observer:
+    """Return an observer that counts the collectives that an operator runs itself."""
+    return counting(counts, mesh, node.module, Value(node.name), "inside")

@@ -11,9 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, Held, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
-from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import run_local
-from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, op_collective_event
+from ascend_parallel.sharding.runtime.collective_event import counting, counting_inside
 from ascend_parallel.sharding.runtime.eager_state import EagerState
 from ascend_parallel.sharding.runtime.op_collectives import all_reducer
 from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS, Local, PlannedDTensor
@@ -159,11 +158,7 @@ class EagerForward(TorchFunctionMode):
             for value, target in zip(node.inputs, plan.inputs[node.name], strict=True)
         ]
         outputs = [plan.layouts[Value(node.name, index)] for index in range(len(node.outputs))]
-        mesh, counts = plan.mesh, self._eager.collective_counts
-
-        def count(direction: str, step: RedistributeStep) -> None:
-            counts[op_collective_event(node, mesh, step)] += 1
-
+        mesh, count = plan.mesh, counting_inside(self._eager.collective_counts, plan.mesh, node)
         all_reduce, stream = all_reducer(mesh, plan.costs, count), f"{self._stream}/{node.name}"
         layouts, coordinate = plan.inputs[node.name], self._eager.coordinate
         return run_local(node.call, inputs, layouts, outputs, mesh.shape, coordinate, all_reduce, stream)
@@ -209,10 +204,8 @@ class EagerForward(TorchFunctionMode):
     def _convert(
         self, local: torch.Tensor, value: Value, reader: str, module: str, source: Layout, target: Layout
     ) -> torch.Tensor:
-        mesh, counts = self._plan.mesh, self._eager.collective_counts
-
-        def count(direction: str, step: RedistributeStep) -> None:
-            counts[CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)] += 1
+        mesh = self._plan.mesh
+        count = counting(self._eager.collective_counts, mesh, module, value, reader)
 
         return convert(local, self._plan.graph.meta(value).shape, mesh, source, target, self._plan.costs, count)
 

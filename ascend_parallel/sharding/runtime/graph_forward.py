@@ -18,7 +18,7 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import own_reductions, run_local
 from ascend_parallel.sharding.runtime.async_redistribute import start
-from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, op_collective_event
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, counting, counting_inside
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.op_collectives import all_reducer
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
@@ -29,7 +29,6 @@ from ascend_parallel.sharding.runtime.recompute_autograd import Results, Tensors
 from ascend_parallel.sharding.runtime.recompute_regions import Region
 from ascend_parallel.sharding.runtime.redistribute_autograd import (
     DifferentiableRedistribution,
-    Observer,
     convert,
     plan_differentiable,
 )
@@ -84,6 +83,7 @@ class Forward:
         self._module, self._plan, self._schedule = module, module.plan, module.schedule
         self._inputs, self._region, self._results = inputs, region, results
         self._graph, self._stream = graph or module.graph, stream or module.randomness.begin()
+        self._counting = partial(counting, module.collective_counts, module.plan.mesh)
         self._values: dict[Value, torch.Tensor] = {}
         self._shared: dict[Value, torch.Tensor] = {}
         self._read_before: set[Value] = set()
@@ -180,11 +180,7 @@ class Forward:
         assert node.call is not None
         outputs = [self._schedule.layouts[Value(node.name, index)] for index in range(len(node.outputs))]
         layouts, inputs = self._schedule.inputs[node.name], self._read(node, {})
-        mesh, counts = self._plan.mesh, self._module.collective_counts
-
-        def count(direction: str, step: RedistributeStep) -> None:
-            counts[op_collective_event(node, mesh, step)] += 1
-
+        mesh, count = self._plan.mesh, counting_inside(self._module.collective_counts, self._plan.mesh, node)
         all_reduce = all_reducer(mesh, self._plan.costs, count)
         kept = self._region is not None and node.name in self._region.kept
         if self._results is not None:
@@ -199,13 +195,10 @@ class Forward:
     def _regather_in_backward(
         self, nodes: Sequence[Node], inputs: Sequence[Sequence[torch.Tensor]]
     ) -> AbstractContextManager[None]:
-        """Return a context in which autograd saves no gathered parameter: backward gathers them a second time.
-
-        A recompute region needs no such context: its second run gathers its parameters.
-        """
+        """Return a context in which autograd saves no gathered parameter: backward gathers them a second time."""
         regathered = self._plan.regathered
         if not regathered or self._region is not None or not torch.is_grad_enabled():
-            return nullcontext()
+            return nullcontext()  # the second run of a region gathers its parameters itself
         found = [
             (tensor, self._gather(value, node, target))
             for node, tensors in zip(nodes, inputs, strict=True)
@@ -218,7 +211,7 @@ class Forward:
         """Return the function that gathers a parameter in backward, in the layout in which `node` reads it."""
         plan, local = self._plan, self._value(value).detach()
         source, version = forward(self._schedule.layouts[value]), local._version
-        count_event = self._counter(value, node.name, node.module)
+        count_event = self._counting(node.module, value, node.name)
 
         def count(_: str, step: RedistributeStep) -> None:
             count_event("backward", step)
@@ -275,18 +268,9 @@ class Forward:
 
     def _prefetch_plan(self, prefetch: Prefetch, local: torch.Tensor) -> DifferentiableRedistribution:
         mesh, value = self._plan.mesh, prefetch.value
-        count = self._counter(value, prefetch.reader, prefetch.module)
+        count = self._counting(prefetch.module, value, prefetch.reader)
         shape, itemsize = self._plan.graph.meta(value).shape, local.element_size()
         return plan_differentiable(shape, itemsize, mesh, prefetch.source, prefetch.target, self._plan.costs, count)
-
-    def _counter(self, value: Value, reader: str, module: str) -> Observer:
-        """Return an observer that counts the collectives of a redistribution."""
-        mesh, counts = self._plan.mesh, self._module.collective_counts
-
-        def count(direction: str, step: RedistributeStep) -> None:
-            counts[CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)] += 1
-
-        return count
 
     def _returned(self, leaf: Any) -> Any:
         if not isinstance(leaf, Value):
@@ -300,7 +284,7 @@ class Forward:
         end = self._in_flight.pop((value, reader, target), None)
         if end is not None:
             return end()
-        count_event, sent = self._counter(value, reader, module), list[RedistributeStep]()
+        count_event, sent = self._counting(module, value, reader), list[RedistributeStep]()
 
         def count(direction: str, step: RedistributeStep) -> None:
             if direction == "forward":
