@@ -145,7 +145,7 @@ def test_refusals(stack):
         recompute(block, keep=("mlp.7",))
     with pytest.raises(StrategyError, match="'mlp' has modules of its own"):
         recompute(block, keep=("mlp",))
-    with pytest.raises(ValueError, match="give one of keep, again"):
+    with pytest.raises(ValueError, match="give one of keep, recompute"):
         recompute(block, collectives="never")
     recompute(block, keep=(":conv2d",))
     with pytest.raises(StrategyError, match=":conv2d names no operator that Block runs"):

@@ -100,7 +100,7 @@ def test_a_plan_in_which_ranks_repeat_the_same_work_says_so():
     assert "warning: each of the 3 ranks along dp repeats" in explain_plan(all_alike.plan)
     columns = {"layers.*.up": ([("dp", 1, 1), None], None)}
     alike = plan_training(Strategy(mode="semi_auto", mesh={"dp": 2, "tp": 2}, operators=columns), model, batch)
-    assert "warning: each of the 2 ranks along tp repeats all of the work: it is not cut there" in explain(alike)
+    assert "warning: each of the 2 ranks along tp repeats all of the work: shard operators along tp" in explain(alike)
     assert "warning" not in explain(planned())
 
 

@@ -59,7 +59,7 @@ def check_evaluation(graph: Graph, traced: Graph) -> None:
             same_operator = f"{mine[0]} with other arguments than"
             runs = same_operator if mine[0] == theirs[0] else f"{theirs[0]} where it ran {mine[0]}"
             raise ValueError(
-                f"in evaluation mode the model does otherwise, not by dropout and running statistics alone: {where} it "
+                f"evaluation mode changes more of the model than dropout and running statistics: {where} it "
                 f"runs {runs} in training"
             )
 

@@ -223,11 +223,11 @@ class _ScheduleBuilder:
         """Return why a tensor's slices cannot be gathered or scattered as rows; "" if they can."""
         dim, mesh_shape = layout[mesh_dim].dim, tuple(self._mesh.shape)
         if dim == len(shape) - 1:
-            return f"{layout[mesh_dim]} cuts its features, not its rows"
+            return f"{layout[mesh_dim]} shards its features, not its rows"
         if not is_even(shape, layout, mesh_shape):
             return f"{layout[mesh_dim]} of {list(shape)} is not even"
         if layout[mesh_dim] in layout[mesh_dim + 1 :]:
-            return f"dimension {dim} is cut again by a later mesh dimension"
+            return f"dimension {dim} is sharded by a later mesh dimension too"
         if not _ascending(self._mesh, mesh_dim):
             return f"the ranks along {self._mesh.dim_names[mesh_dim]} do not ascend"
         return ""

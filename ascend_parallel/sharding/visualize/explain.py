@@ -49,12 +49,12 @@ def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
         share = _repeated(plan, dim) if size > 1 else 0.0
         if share > REPEATED:
             how_much = "all of the work" if share == 1 else f"{100 * share:.0f} % of the work"
-            found.append(f"each of the {size} ranks along {name} repeats {how_much}: it is not cut there")
+            found.append(f"each of the {size} ranks along {name} repeats {how_much}: shard operators along {name}")
     hardware = plan.costs.hardware
     capacity = 0.0 if hardware is None else hardware.memory.capacity
     if hardware is not None and 0 < capacity < nbytes:
         found.append(
-            f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: cut more, as by a "
+            f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: shard more, as by a "
             "larger mesh, stages, sharding.level or recompute"
         )
     return found
