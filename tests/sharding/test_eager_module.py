@@ -1,4 +1,4 @@
-"""parallelize without static: the model's own Python on DTensors, against the graph, the unsharded model and the plan."""
+"""parallelize without static: the model's own Python on DTensors, against graph, unsharded model and plan."""
 
 import copy
 from collections import Counter

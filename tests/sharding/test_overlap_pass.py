@@ -87,7 +87,7 @@ def test_sequence_parallel_mlp(ranks, count, form, shape):
 
 
 def sequence_parallel_llama(group):
-    """Two samples, the residual stream sharded along the sequence; return the collectives in and outside of operators."""
+    """Two samples, the residual stream sharded along the sequence; return collectives in and outside of operators."""
     model = made(small_models.Llama, length=64)
     tokens = tokens_of(2, torch.Generator().manual_seed(2), 64)
     graph, mesh = trace(model, (tokens, tokens)), mesh_of((group.size(),))

@@ -1,4 +1,4 @@
-"""parallelize: a rank's part of a planned model against the unsharded model in float64, and the collectives that run."""
+"""parallelize: a rank's part of a planned model against the unsharded model in float64, and its collectives."""
 
 import pytest
 import small_models
