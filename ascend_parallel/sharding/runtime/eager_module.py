@@ -26,7 +26,7 @@ from ascend_parallel.sharding.runtime.redistribute_autograd import convert
 STATE = "_ascend_parallel"
 
 
-class _Eager:
+class _EagerMixin:
     """The mix-in that `make_eager` puts in front of a model's class."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # each call is compared with the traced call
@@ -38,7 +38,7 @@ class _Eager:
 
 def make_eager(model: torch.nn.Module, plan: ShardingPlan, *, local_inputs: bool, settings: Settings) -> None:
     """Shard a model in place and make its forward run the plan; see `parallelize`."""
-    if isinstance(model, _Eager):
+    if isinstance(model, _EagerMixin):
         raise ValueError(f"{type(model).__name__} is parallelized already")
     if "forward" in vars(model):
         raise ValueError(f"forward of {type(model).__name__} is set on the instance: define forward in the class")
@@ -48,7 +48,7 @@ def make_eager(model: torch.nn.Module, plan: ShardingPlan, *, local_inputs: bool
     _shard(model, plan, state.coordinate)
     vars(model)[STATE] = state
     kind = type(model)
-    model.__class__ = type(kind.__name__, (_Eager, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    model.__class__ = type(kind.__name__, (_EagerMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]) -> None:

@@ -51,8 +51,7 @@ def parallelize(
         False: the model's own Python runs, with hooks and prints, on DTensors whose propagation the plan controls; the
         collectives are the plan's (`collective_counts` counts them). True: the traced graph runs, as a `ShardedModule`.
     overlap
-        With `static` only: fuse matmuls and collectives into the overlapped operators where possible
-        (`ShardedModule.fused`). Default: True.
+        With `static` only, default True: use the overlapped operators where possible (`ShardedModule.fused`).
     settings
         Settings of these operators. Default: the current settings (`ascend_parallel.configure`).
     local_inputs
@@ -61,9 +60,8 @@ def parallelize(
         With `static` only: what backward recomputes, by default the modules marked by
         `ascend_parallel.training.recompute`. Without `static` such modules run under torch.utils.checkpoint.
     bucket_bytes
-        With `static` only: the size of a gradient bucket, by default 25 MB. Buckets are all-reduced while backward
-        runs, and redistributions are prefetched, small ones coalesced. 0: each collective runs at its node, as hooks on
-        parameters need.
+        With `static` only: bytes of a gradient bucket, by default 25 MB. Buckets are all-reduced during backward, and
+        redistributions are prefetched and coalesced. 0: each collective runs at its node, as parameter hooks need.
 
     Raises `DisagreementError` on every rank if plans or settings differ or a rank is missing; `ValueError` for a rank
     outside of the plan's mesh, a model other than the plan's, and a model that cannot run eagerly.
@@ -80,9 +78,12 @@ def parallelize(
             recompute=recompute,
             bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         )
-    static_only = {"overlap": overlap or None, "settings": settings, "recompute": recompute}
-    for name, value in (static_only | {"bucket_bytes": bucket_bytes}).items():
-        if value is not None:
-            raise ValueError(f"{name}={value} is for the graph only: give static=True with it")
+    _refuse_static_options(overlap=overlap or None, settings=settings, recompute=recompute, bucket_bytes=bucket_bytes)
     make_eager(model, plan, local_inputs=local_inputs, settings=current_settings())
     return model
+
+
+def _refuse_static_options(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={value} is for the graph only: give static=True with it")

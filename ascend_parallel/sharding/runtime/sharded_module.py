@@ -73,8 +73,7 @@ class ShardedModule(torch.nn.Module):
 
         group
             For a plan of a part of the model: only the ranks of this group call this, and only tensors that the plan
-            lays out are held. All ranks of the job must have made the mesh's groups before
-            (`plan.mesh.device_mesh()`).
+            lays out are held. All ranks of the job must have called `plan.mesh.device_mesh()` before.
         bucket_bytes
             The size of a gradient bucket. Buckets are all-reduced while backward runs, and redistributions are
             prefetched, small ones coalesced. 0: each collective runs at its node.
@@ -86,14 +85,7 @@ class ShardedModule(torch.nn.Module):
         mesh has no groups.
         """
         super().__init__()
-        if bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
-        _check_group(plan.mesh, group)
-        if plan.graph.only_in_python:
-            raise ValueError(
-                f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: remove "
-                "this from the forward, or use parallelize(..., static=False), which runs the model's own Python"
-            )
+        _check_options(model, plan, bucket_bytes, group)
         settings = settings or current_settings()
         recompute = Recompute.of(model) if recompute is None else recompute
         seed = confirm_same_plan(
@@ -101,27 +93,29 @@ class ShardedModule(torch.nn.Module):
         )
         self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
-        rank = dist.get_rank()
-        coordinate = plan.mesh.coordinate(rank)
+        coordinate = plan.mesh.coordinate(dist.get_rank())
         if coordinate is None:
-            raise ValueError(f"rank {rank} is not in {plan.mesh}, so it has no part of the model")
+            raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
         self.plan, self.collective_counts, self.training = plan, Counter[CollectiveEvent](), plan.graph.training
         self.evaluation: Graph | None = None
         self.coordinate, self.local_inputs = coordinate, local_inputs
-        self.schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
-        if overlap:
-            self.schedule = fuse(plan, settings)
-        summed: tuple[SummedGradient, ...] = ()
-        if bucket_bytes:
-            self.schedule, summed = with_partial_grads(self.schedule, plan)
-        self.gradients = GradientReducer(self, plan.mesh, summed, bucket_bytes, self.collective_counts)
+        self._plan_schedule(settings if overlap else None, bucket_bytes)
         self._hold(model, rest=group is None)
         self.last_reads = plan.graph.last_reads()
         self.regions = regions(plan, self.schedule, recompute, part=group is not None)
         recomputed = {name for region in self.regions.values() for name in region.nodes}
-        prefetch = prefetch and bucket_bytes > 0
-        groups = prefetch_groups(self.schedule, plan, recomputed, bucket_bytes) if prefetch else {}
-        self.prefetch_by_node: dict[str, list[PrefetchGroup]] = groups
+        enabled = prefetch and bucket_bytes > 0
+        self.prefetch_by_node = prefetch_groups(self.schedule, plan, recomputed, bucket_bytes) if enabled else {}
+
+    def _plan_schedule(self, overlap_settings: Settings | None, bucket_bytes: int) -> None:
+        """Choose the overlapped operators (none if the settings are None) and the gradient buckets."""
+        plan, summed = self.plan, tuple[SummedGradient, ...]()
+        self.schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
+        if overlap_settings is not None:
+            self.schedule = fuse(plan, overlap_settings)
+        if bucket_bytes:
+            self.schedule, summed = with_partial_grads(self.schedule, plan)
+        self.gradients = GradientReducer(self, plan.mesh, summed, bucket_bytes, self.collective_counts)
 
     def _hold(self, model: torch.nn.Module, rest: bool) -> None:
         """Register this rank's slices of parameters, buffers and constants; `rest` as for `hold`."""
@@ -238,6 +232,19 @@ class ShardedModule(torch.nn.Module):
             # A new tensor: autograd may have saved the old tensor for backward.
             path, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(path), leaf, new.clone())
+
+
+def _check_options(
+    model: torch.nn.Module, plan: ShardingPlan, bucket_bytes: int, group: dist.ProcessGroup | None
+) -> None:
+    if bucket_bytes < 0:
+        raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
+    _check_group(plan.mesh, group)
+    if plan.graph.only_in_python:
+        raise ValueError(
+            f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: remove "
+            "this from the forward, or use parallelize(..., static=False), which runs the model's own Python"
+        )
 
 
 def _check_group(mesh: ProcessMesh, group: dist.ProcessGroup | None) -> None:
