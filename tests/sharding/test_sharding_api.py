@@ -149,7 +149,7 @@ def test_an_explanation_names_operators_reasons_and_collectives():
         assert part in text, part
     whole = propagate(plan.graph, mesh)
     assert diff(plan, plan) == []
-    expected = "layers.0.attention.q linear: (C, S(0)) -> S(2); other: (R, R) -> R"
+    expected = "layers.0.attention.q linear: (R/P, S(0)) -> S(2); other: (R, R) -> R"
     assert expected in diff(plan, whole)
 
 
