@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every layer, attention kept": {**ALL, "keep": ["layers.*:scaled_dot_product_attention"]},
     "every layer, output operator kept": {**ALL, "keep": ["layers.*.down"]},
     "every layer": ALL,
-    "every layer, collectives again": {**ALL, "collectives": "again"},
+    "every layer, collectives recomputed": {**ALL, "collectives": "recompute"},
 }
 
 

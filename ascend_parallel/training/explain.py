@@ -17,9 +17,9 @@ from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape, local_size
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
-from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets, read_as_copies
+from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets, with_partial_grads
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
-from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, start_ahead
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.recompute_regions import regions
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
@@ -233,13 +233,15 @@ class _Explained:
         schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
         if self._strategy.overlap.operators:
             schedule = fuse(plan, self._settings)
-        schedule, summed = read_as_copies(schedule, plan)
+        schedule, summed = with_partial_grads(schedule, plan)
         part = bool(self._planned.stages)
         saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))
         of_size = self._strategy.comm_fusion.bucket_bytes
         memory = self._memory(plan, self._strategy.sharding.level)
         again = {node for one in regions(plan, schedule, self.recompute, part=part).values() for node in one.nodes}
-        starts = start_ahead(schedule, plan, again, of_size) if self._strategy.pipeline.schedule not in SPLIT else {}
+        starts = (
+            prefetch_groups(schedule, plan, again, of_size) if self._strategy.pipeline.schedule not in SPLIT else {}
+        )
         ahead = tuple(one for found in starts.values() for one in found)
         return _Stage(name, plan, memory, (saved[0], saved[1]), live, schedule.fused, buckets(summed, of_size), ahead)
 

@@ -45,7 +45,7 @@ def recompute(target: Any, on: bool = True, *, keep: Sequence[str] = (), collect
         its own, "attention:*scaled_dot_product*" operators that run in a module (":..." in this one) by torch's names
         (without "aten."; in a planned model by those of the plan).
     collectives
-        In a planned model: "keep" the results of collectives, or run them "again". A plain module's own ones run again.
+        In a planned model: "keep" the results of collectives, or "recompute" them. A plain module's own ones run again.
 
     Outside of a plan random numbers and autocast are in the second run as in the first; what else it reads must not
     have changed: do not update statistics in it (batch norm counts a batch twice; in a planned model once).

@@ -1,4 +1,4 @@
-"""parallelize without static: the model's own code on DTensors, against the graph, the whole model and the plan."""
+"""parallelize without static: the model's own Python on DTensors, against graph, unsharded model and plan."""
 
 import copy
 from collections import Counter
@@ -19,7 +19,7 @@ from ascend_parallel.sharding.runtime.eager_module import collective_counts
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.tracing.trace import trace
 
-# What torch.distributed is told, and the kinds of the plan. Two ranks scatter sums by a message each.
+# c10d operators and the collectives of the plan. On two ranks a reduce-scatter is a message from each.
 C10D = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -28,8 +28,8 @@ C10D = {
 }
 
 
-class Told(TorchDispatchMode):
-    """Counts calls of torch.distributed."""
+class CountedCollectives(TorchDispatchMode):
+    """Counts the collectives that torch.distributed runs."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Told(TorchDispatchMode):
 
 
 def whole_gradients(model):
-    return whole_of({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    return whole_of({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
 
 
 def train(model, batch, steps=10):
@@ -52,18 +52,18 @@ def train(model, batch, steps=10):
         loss = model(*batch)
         optimizer.zero_grad()
         loss.backward()
-        first = first or {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         losses.append(loss.item())
     return losses, first
 
 
 def whole_of(tensors):
-    return {name: unshard(one) for name, one in tensors.items()}
+    return {name: unshard(tensor) for name, tensor in tensors.items()}
 
 
-def three_ways(group, name, mesh_shape):
-    """Train the whole model, the graph and the eager model; return losses and collectives."""
+def train_all(group, name, mesh_shape):
+    """Train the unsharded model, the graph and the eager model; compare, and return their losses."""
     whole = made(getattr(small_models, name))
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     plan = planned(name, trace(whole, batch), mesh_of(mesh_shape))
@@ -71,35 +71,35 @@ def three_ways(group, name, mesh_shape):
     assert parallelize(eager, plan) is eager
     truth, truth_gradients = train(whole, batch)
     of_graph, graph_gradients = train(static, batch)
-    with Told() as told:
+    with CountedCollectives() as counted:
         found, gradients = train(eager, batch)
-    locals_ = {name: one.to_local() for name, one in gradients.items()}
+    locals_ = {name: gradient.to_local() for name, gradient in gradients.items()}
     torch.testing.assert_close(locals_, graph_gradients, rtol=0, atol=0)
     torch.testing.assert_close(whole_of(gradients), truth_gradients, **EXACT)
     state = whole_of(eager.state_dict())
     assert list(state) == list(whole.state_dict())
     torch.testing.assert_close(state, static.full_state_dict(), rtol=0, atol=0)
-    ran, kinds = Counter(), Counter()
-    for one, count in collective_counts(eager).items():
-        ran[one.kind, one.mesh_dim, one.value, one.reader, one.direction] += count / 10
-        kinds[one.kind] += count
-    assert ran == planned_collectives(plan)
-    assert told.counts == kinds
+    counts, kinds = Counter(), Counter()
+    for event, count in collective_counts(eager).items():
+        counts[event.kind, event.mesh_dim, event.value, event.reader, event.direction] += count / 10
+        kinds[event.kind] += count
+    assert counts == planned_collectives(plan)
+    assert counted.counts == kinds
     assert kinds["all_reduce"] > 0
     return truth, of_graph, found
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
-def test_as_the_graph_and_the_whole_model(ranks, name, mesh_shape):
-    for truth, of_graph, found in ranks(2 * len(mesh_shape)).run(three_ways, name, mesh_shape):
+def test_training_equals_the_graph_and_the_unsharded_model(ranks, name, mesh_shape):
+    for truth, of_graph, found in ranks(2 * len(mesh_shape)).run(train_all, name, mesh_shape):
         assert found == of_graph
         assert found == pytest.approx(truth, rel=1e-10)
         assert found[-1] < found[0]
 
 
 class Normed(nn.Module):
-    """In-place operators, running statistics, a tensor made in the forward."""
+    """In-place operators, running statistics, a tensor created in the forward."""
 
     def __init__(self):
         super().__init__()
@@ -160,16 +160,16 @@ def recomputed(group):
         torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
     )
     plan = tensor_parallel(trace(whole, (x,)), mesh_of((2,)))
-    model, ran = parallelize(copy.deepcopy(whole), plan), []
-    model.up.register_forward_hook(lambda module, args, output: ran.append(output.shape))
-    for one in (whole, model):
-        one(x).square().sum().backward()
-    truth = {name: one.grad for name, one in whole.named_parameters()}
+    model, shapes = parallelize(copy.deepcopy(whole), plan), []
+    model.up.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    for module in (whole, model):
+        module(x).square().sum().backward()
+    truth = {name: param.grad for name, param in whole.named_parameters()}
     torch.testing.assert_close(whole_gradients(model), truth, **EXACT)
-    assert len(ran) == 2  # in forward, and again in backward
+    assert len(shapes) == 2  # in forward, and in backward
 
 
-def test_torchs_checkpoint_runs_the_calls_again(ranks):
+def test_torchs_checkpoint_reruns_the_calls(ranks):
     ranks(2).run(recomputed)
 
 
@@ -187,9 +187,9 @@ def hooked(group):
 
     handles = [model.up.register_forward_hook(look)]
     torch.testing.assert_close(model(x).detach(), truth, **EXACT)
-    kind, given, shape, placements, wants = seen["up"]
+    kind, input_shape, shape, placements, requires_grad = seen["up"]
     assert issubclass(kind, DTensor)
-    assert (given, shape, placements, wants) == ((4, 2, 12), (4, 2, 24), (Shard(2),), True)
+    assert (input_shape, shape, placements, requires_grad) == ((4, 2, 12), (4, 2, 24), (Shard(2),), True)
     assert seen["local"].shape == (4, 2, 12)
     assert seen["full"].shape == (4, 2, 24)
     assert "[4, 2, 24] as [Shard(dim=2)]" in seen["shown"]
@@ -197,7 +197,7 @@ def hooked(group):
     with pytest.raises(ValueError, match=r"the model: the forward calls torch.Tensor.mul\(linear, 2\)"):
         model(x)
     handles.pop().remove()
-    model.up.register_full_backward_hook(lambda module, gradients, given: None)
+    model.up.register_full_backward_hook(lambda module, input_gradients, output_gradients: None)
     with pytest.raises(ValueError, match=r"up: the forward calls torch.Tensor.view_as"):
         model(x)
 
@@ -207,28 +207,28 @@ def test_hooks_see_whole_shapes(ranks):
 
 
 def saved(group, folder):
-    """Save, load into a model with another seed, and clip gradients, all with torch's own functions."""
+    """Save, load into a model with other values, and clip gradients, all with torch's own functions."""
     whole, batch = made(small_models.Llama), BATCHES["Llama"](torch.Generator().manual_seed(7))
     plan = planned("Llama", trace(whole, batch), mesh_of((2, 2)))
     model, other = copy.deepcopy(whole), copy.deepcopy(whole)
     parallelize(model, plan)
     with torch.no_grad():
-        for one in other.parameters():
-            one.mul_(2)
+        for param in other.parameters():
+            param.mul_(2)
     parallelize(other, plan)
     checkpoint.save(model.state_dict(), checkpoint_id=folder)
     state = other.state_dict()
     checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     assert other(*batch) == model(*batch)
-    for one in (whole, other):
-        one(*batch).backward()
-    truth, found = (nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (whole, other))
+    for module in (whole, other):
+        module(*batch).backward()
+    truth, found = (nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (whole, other))
     torch.testing.assert_close(found.full_tensor(), truth, **EXACT)
     torch.testing.assert_close(
-        whole_gradients(other), {name: one.grad for name, one in whole.named_parameters()}, **EXACT
+        whole_gradients(other), {name: param.grad for name, param in whole.named_parameters()}, **EXACT
     )
-    placements = {one.grad.placements for one in other.parameters()}
+    placements = {param.grad.placements for param in other.parameters()}
     assert placements >= {(Shard(1), Shard(0)), (Shard(0), Shard(1))}
 
 
@@ -241,10 +241,10 @@ def compiled(group):
     plan = tensor_parallel(trace(model, (x,)), mesh_of((2,)))
     other = copy.deepcopy(parallelize(model, plan))
     around = torch.compile(nn.Sequential(nn.Identity(), other), backend="aot_eager")
-    for one in (model, torch.compile(other, backend="aot_eager"), around):
-        one(x).square().sum().backward()
-    found = whole_gradients(other)
-    torch.testing.assert_close(found, {name: 2 * one for name, one in whole_gradients(model).items()}, **EXACT)
+    for module in (model, torch.compile(other, backend="aot_eager"), around):
+        module(x).square().sum().backward()
+    doubled = {name: 2 * gradient for name, gradient in whole_gradients(model).items()}
+    torch.testing.assert_close(whole_gradients(other), doubled, **EXACT)
     torch._dynamo.reset()
     return sum(collective_counts(model).values()), sum(collective_counts(other).values())
 
@@ -289,14 +289,14 @@ def nested(group):
     assert model.kept.placements == (Shard(0),)
     assert model.unused.placements == (Replicate(),)
     found = []
-    for one in (whole, model):
-        y = one(tokens, scale=scale)
+    for module in (whole, model):
+        y = module(tokens, scale=scale)
         assert y["rest"][1] == 3
         assert y["dead"] == (4, 2, 6)
         (y["logits"].square().sum() + y["rest"][0].sum()).backward()
         found.append((y["logits"].detach(), y["rest"][0].detach()))
     torch.testing.assert_close(found[1], found[0], **EXACT)
-    truth = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
+    truth = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
     torch.testing.assert_close(whole_gradients(model), truth, **EXACT)
     with pytest.raises(ValueError, match="missing a required argument: 'scale'"):
         model(tokens)

@@ -1,4 +1,4 @@
-"""Tests the errors of eager runs: a forward that differs from the traced forward, and unsupported models."""
+"""Errors of eager models: a forward that differs from the traced forward, and models that cannot run eagerly."""
 
 import pytest
 import torch
@@ -14,22 +14,22 @@ from ascend_parallel.sharding.tracing.trace import TraceError, trace
 
 
 class Turning(nn.Module):
-    """A forward that can be switched to differ from the traced forward."""
+    """A forward that can differ from the traced forward."""
 
     def __init__(self):
         super().__init__()
-        self.mlp, self.factor, self.way = MLP(), 2.0, ""
+        self.mlp, self.factor, self.change = MLP(), 2.0, ""
         self.seen = []
 
     def forward(self, x):
         h = self.mlp(x) * self.factor
-        if self.way == "branch":
+        if self.change == "branch":
             h = h.neg()
-        if self.way == "early":
+        if self.change == "early":
             return h
-        if self.way == "swapped":
+        if self.change == "swapped":
             return x - h
-        if self.way == "foreign":
+        if self.change == "foreign":
             return h - torch.ones(2, 12, dtype=torch.float64)
         self.seen.append(h)
         return h - x
@@ -40,7 +40,7 @@ def turned(group):
     plan = by_hand(trace(model, (x,)), mesh_of((2,)), {f"mlp.{name}": layout for name, layout in GIVEN.items()})
     parallelize(model, plan)
     model(x)
-    for way, said in (
+    for change, message in (
         (
             "branch",
             r"the forward calls torch.Tensor.neg\(mul_1\); when it was traced there was torch.Tensor.sub\(mul_1, x",
@@ -49,10 +49,10 @@ def turned(group):
         ("swapped", r"the forward calls torch.Tensor.sub\(x, mul_1"),
         ("foreign", r"the forward calls torch.Tensor.sub\(mul_1, a tensor of shape \[2, 12\]"),
     ):
-        model.way = way
-        with pytest.raises(ValueError, match=said):
+        model.change = change
+        with pytest.raises(ValueError, match=message):
             model(x)
-    model.way, model.factor = "", 3.0
+    model.change, model.factor = "", 3.0
     with pytest.raises(ValueError, match=r"torch.Tensor.mul\(add, 3.0\).* torch.Tensor.mul\(add, 2.0\)"):
         model(x)
     model.factor = 2.0
@@ -65,7 +65,7 @@ def turned(group):
         parallelize(model, plan)
 
 
-def test_another_forward_than_the_traced_one_is_refused(ranks):
+def test_a_forward_that_differs_from_the_traced_forward_is_refused(ranks):
     ranks(2).run(turned)
 
 
@@ -99,7 +99,7 @@ def refused(group):
     x, mesh = torch.ones(4, 2, 12, dtype=torch.float64), mesh_of((2,))
     model = made(MLP)
     plan = tensor_parallel(trace(model, (x,)), mesh)
-    with pytest.raises(ValueError, match="overlap=True is of the graph: give static=True"):
+    with pytest.raises(ValueError, match="overlap=True is for the graph only: give static=True"):
         parallelize(model, plan, overlap=True)
     with pytest.raises(ValueError, match=r"settings=.*give static=True"):
         parallelize(model, plan, settings=Settings(num_chunks=2))
@@ -107,21 +107,21 @@ def refused(group):
         parallelize(model, tensor_parallel(plan.graph, ProcessMesh([1, 0], ["mp"])))
     with pytest.raises(ValueError, match="cannot be held as R/P"):
         parallelize(made(MLP), by_hand(plan.graph, mesh, {"up.weight": C}))
-    for kind, why in (
-        (Aliased, "an in-place operator writes to a tensor with aliases"),
+    for kind, reason in (
+        (Aliased, "it works in place on what has other names too"),
         (Outside, "register it as a buffer"),
     ):
         graph = trace(made(kind), (x,))
-        with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{why}.*static=True"):
+        with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{reason}.*static=True"):
             parallelize(made(kind), by_hand(graph, mesh))
 
 
-def test_what_cannot_be_followed_is_refused(ranks):
+def test_models_that_cannot_run_eagerly_are_refused(ranks):
     ranks(2).run(refused)
 
 
 class Twice(nn.Module):
-    """The same checkpointed function, twice on the same tensor."""
+    """The same function, checkpointed, twice on one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -136,13 +136,13 @@ class Twice(nn.Module):
 
 
 def twice(group):
-    """Shard the two calls along different dimensions: the result depends on which call is recomputed."""
+    """Shard the two checkpoints along different dimensions: which of them is recomputed makes a difference."""
     model, x = made(Twice), torch.arange(64, dtype=torch.float64).view(4, 4, 4) / 64
     graph = trace(model, (x,))
     names = [name for name in graph.nodes if name.startswith("linear")]
     calls = {name: ([cut, C, C], cut) for name, cut in zip(names, (S0, S0, S1, S1), strict=True)}
     eager = parallelize(model, by_hand(graph, mesh_of((2,)), {}, calls))
-    with pytest.raises(ValueError, match=r"calls this 2 times, and which of them torch\.utils\.checkpoint runs again"):
+    with pytest.raises(ValueError, match=r"calls this 2 times, and which call torch\.utils\.checkpoint runs again"):
         eager(x).sum().backward()
 
 

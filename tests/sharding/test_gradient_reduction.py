@@ -1,4 +1,4 @@
-"""Tests gradients summed in buckets during backward, or later after no_sync, against the whole model."""
+"""Gradients of parameters, summed in buckets during backward or deferred, against the unsharded model."""
 
 import contextlib
 
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.gradient_plan import Summed, buckets
+from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, buckets
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
-SMALL = 3000  # bytes of a bucket, so that there are several
+SMALL = 3000  # bytes of a bucket: a model has several
 
 
 def data_parallel(whole, batch):
@@ -33,7 +33,7 @@ def tokens_and_targets(count):
 
 
 def times(factor, found):
-    return {name: None if one is None else factor * one for name, one in found.items()}
+    return {name: None if gradient is None else factor * gradient for name, gradient in found.items()}
 
 
 def losses_of(model, batch):
@@ -49,8 +49,8 @@ def losses_of(model, batch):
 
 @contextlib.contextmanager
 def logged(log):
-    """Log the elements of every all-reduce, and every wait that does not follow its start at once."""
-    kept = dist.all_reduce
+    """Log the elements of every all-reduce, and every wait for an asynchronous all-reduce."""
+    original = dist.all_reduce
 
     class Work:
         def __init__(self, work):
@@ -62,14 +62,14 @@ def logged(log):
 
     def all_reduce(tensor, *args, **kwargs):
         log.append(tensor.numel())
-        work = kept(tensor, *args, **kwargs)
+        work = original(tensor, *args, **kwargs)
         return None if work is None else Work(work)
 
     dist.all_reduce = all_reduce
     try:
         yield
     finally:
-        dist.all_reduce = kept
+        dist.all_reduce = original
 
 
 def data_parallel_training(group):
@@ -85,8 +85,8 @@ def data_parallel_training(group):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_data_parallel_training(ranks, count):
-    for none, several, one in ranks(count).run(data_parallel_training):
-        assert none == 0 < one < several
+    for without, small, default in ranks(count).run(data_parallel_training):
+        assert without == 0 < default < small
 
 
 def two_dimensions_training(group, name):
@@ -103,16 +103,16 @@ def test_training_on_two_mesh_dimensions(ranks, name):
 
 
 def accumulated(group, held):
-    """Run two backwards: both outside of no_sync, both inside, or the first inside and the second outside."""
+    """Two backwards: both outside of no_sync, both inside, the first inside."""
     whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan = planned("GPT", trace(whole, batch), mesh_of((2, 2)))
     whole(*batch).backward()
     twice = times(2, gradients(whole))
     sharded = ShardedModule(whole, plan, bucket_bytes=SMALL)
     for inside in ((False, False), (True, True), (True, False)):
-        for one in inside:
+        for deferred in inside:
             loss = sharded(*batch)
-            with sharded.no_sync(*held) if one else contextlib.nullcontext():
+            with sharded.no_sync(*held) if deferred else contextlib.nullcontext():
                 loss.backward()
         if all(inside):
             sharded.reduce_gradients()
@@ -128,7 +128,7 @@ def test_gradients_of_several_backwards(ranks, held):
 
 
 class Sides(nn.Module):
-    """`both` is read in rows and whole, `alone` only whole, `rows` only in rows."""
+    """`both` meets sharded and replicated tensors; `alone` meets only replicated, `rows` only sharded tensors."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ def sides(mesh):
 
 
 def terms(group):
-    """The local gradients after no_sync sum to the gradient, also where every rank has the whole gradient."""
+    """The terms under no_sync sum to the gradient, also where every rank computes the full gradient."""
     model, plan, x = sides(ProcessMesh(list(range(group.size())), ["dp"]))
     sum(model(x)).backward()
     sharded = ShardedModule(model, plan)
@@ -179,29 +179,29 @@ def terms(group):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_terms_of_a_held_back_gradient_sum_to_it(ranks, count):
+def test_terms_of_a_deferred_gradient_sum_to_the_gradient(ranks, count):
     ranks(count).run(terms)
 
 
 def partly(group):
-    """Run backward from each output in turn; twice from the same output; from the outputs of two forwards at once."""
+    """Backward from an output, then from the other; twice from the same output; from two forwards at once."""
     model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))
     sharded = ShardedModule(model, plan)
-    assert [[one.name for one in bucket.members] for bucket in sharded.buckets] == [["rows", "both"]]
+    assert [[member.name for member in bucket.members] for bucket in sharded.buckets] == [["rows", "both"]]
     for which in ([0], [1], [0, 1], [1, 0], [0, 0], [1, 1, 0]):
-        for one in (model, sharded):
-            one.zero_grad()
-            outputs = one(x)
+        for module in (model, sharded):
+            module.zero_grad()
+            outputs = module(x)
             for index in which:
                 outputs[index].backward(retain_graph=True)
-        assert {name: one.grad is None for name, one in sharded.named_parameters()} == {
-            name: one is None for name, one in gradients(model).items()
+        assert {name: param.grad is None for name, param in sharded.named_parameters()} == {
+            name: gradient is None for name, gradient in gradients(model).items()
         }
-        found = {name: one for name, one in gradients(model).items() if one is not None}
+        found = {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
         torch.testing.assert_close(sharded.full_gradients(), found, **EXACT)
-    for one in (model, sharded):
-        one.zero_grad()
-        (sum(one(x)) + 3 * one(x)[0]).backward()
+    for module in (model, sharded):
+        module.zero_grad()
+        (sum(module(x)) + 3 * module(x)[0]).backward()
     torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
 
 
@@ -209,14 +209,15 @@ def test_outputs_that_are_not_all_differentiated(ranks):
     ranks(2).run(partly)
 
 
-def other_ways(group):
+def other_calls(group):
     """autograd.grad, some inputs of backward, create_graph, hooks, a parameter frozen later."""
     model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))
     sharded = ShardedModule(model, plan)
-    parameters = [list(one.parameters()) for one in (model, sharded)]
-    found = [torch.autograd.grad(sum(one(x)), some) for one, some in zip((model, sharded), parameters, strict=True)]
+    both = (model, sharded)
+    parameters = [list(module.parameters()) for module in both]
+    found = [torch.autograd.grad(sum(module(x)), some) for module, some in zip(both, parameters, strict=True)]
     torch.testing.assert_close(found[1], found[0], **EXACT)
-    assert all(one.grad is None for one in sharded.parameters())
+    assert all(param.grad is None for param in sharded.parameters())
     sum(sharded(x)).backward(inputs=[sharded.rows])
     torch.testing.assert_close(sharded.rows.grad, found[0][2], **EXACT)
     assert sharded.both.grad is None
@@ -231,14 +232,14 @@ def other_ways(group):
     with pytest.raises(RuntimeError, match=r"both has a hook on its gradient.*bucket_bytes=0"):
         sum(sharded(x)).backward()
     handle.remove()
-    run_directly, seen = ShardedModule(model, plan, bucket_bytes=0), []
-    run_directly.both.register_hook(seen.append)
-    sum(run_directly(x)).backward()
+    unbucketed, seen = ShardedModule(model, plan, bucket_bytes=0), []
+    unbucketed.both.register_hook(seen.append)
+    sum(unbucketed(x)).backward()
     torch.testing.assert_close(seen, [found[0][0]], **EXACT)
 
 
-def test_other_ways_to_differentiate(ranks):
-    ranks(2).run(other_ways)
+def test_other_calls_to_differentiate(ranks):
+    ranks(2).run(other_calls)
 
 
 class Stack(nn.Module):
@@ -258,7 +259,7 @@ def stack():
 
 
 def failing(group):
-    """A backward that fails on every rank leaves no state to the next backward."""
+    """A backward that fails on every rank leaves nothing to the next."""
     model, plan, x = stack()
     sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
 
@@ -271,13 +272,13 @@ def failing(group):
     while node.name() != "AddmmBackward0":
         node = node.next_functions[0][0]
     for _ in range(3):
-        node = next(one for one, _ in node.next_functions if one is not None and "Addmm" in one.name())
+        node = next(near for near, _ in node.next_functions if near is not None and "Addmm" in near.name())
     node.register_prehook(fail)
     with pytest.raises(ArithmeticError, match="planted"):
         y.sum().backward()
-    for one in (model, sharded):
-        one.zero_grad()
-        one(x).sum().backward()
+    for module in (model, sharded):
+        module.zero_grad()
+        module(x).sum().backward()
     torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
 
 
@@ -290,10 +291,10 @@ def test_a_backward_that_fails(ranks):
     [(25 << 20, [1, 5]), (2 << 20, [1, 2, 2, 1]), (1000, [1] * 6)],  # the first, which backward fills first, is small
 )
 def test_the_first_bucket_is_at_most_a_megabyte(bucket_bytes, expected):
-    each = [Summed(Value(str(one)), "", (0,), (), torch.float32, 1 << 20) for one in range(6)]
+    each = [SummedGradient(Value(str(index)), "", (0,), (), torch.float32, 1 << 20) for index in range(6)]
     found = buckets(each, bucket_bytes)
     assert [len(bucket.members) for bucket in found] == expected
-    assert [one.value.node for bucket in found for one in bucket.members] == list("543210")
+    assert [member.value.node for bucket in found for member in bucket.members] == list("543210")
 
 
 class Operators(TorchDispatchMode):
@@ -308,7 +309,7 @@ class Operators(TorchDispatchMode):
 
 
 def order(group):
-    """6 layers of 72 numbers: in buckets of 2 layers, in a single bucket, and each by itself."""
+    """6 layers of 72 elements: in buckets of 2 layers, in a single bucket, and without buckets."""
     model, plan, x = stack()
     logs, results = [], []
     for bucket_bytes in (2 * 72 * 8, 25 << 20, 0):
@@ -319,7 +320,7 @@ def order(group):
         logs.append(log)
         results.append(gradients(sharded))
         assert (
-            sum(sharded.collective_counts.values()) == len([one for one in log if isinstance(one, int)]) + 1
+            sum(sharded.collective_counts.values()) == len([entry for entry in log if isinstance(entry, int)]) + 1
         )  # the output's
     torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)  # of two ranks: sums in any order are the same
     torch.testing.assert_close(results[1], results[2], rtol=0, atol=0)
@@ -327,16 +328,16 @@ def order(group):
 
 
 def test_buckets_are_summed_under_backward(ranks):
-    for several, one, each in ranks(2).run(order):
+    for several, single, each in ranks(2).run(order):
         assert [entry for entry in several if entry != "mm"] == [144] * 3 + ["wait"] * 3
         assert several.index(144) == several.index("mm") + 4  # two layers' input and weight gradients: then it starts
         assert several.index("wait") > max(index for index, entry in enumerate(several) if entry == "mm")
-        assert [entry for entry in one if entry != "mm"] == [432, "wait"]
+        assert [entry for entry in single if entry != "mm"] == [432, "wait"]
         assert [entry for entry in each if entry != "mm"] == [8, "wait", 64, "wait"] * 6
 
 
 def memory(group):
-    """Beside the gradients a bucket and its terms, not all of them twice."""
+    """Backward holds the gradients, a bucket and its terms, and not a second copy of all gradients."""
     model, plan, x = stack()
     gradient = 6 * 72 * 8
     sharded = ShardedModule(model, plan, bucket_bytes=72 * 8)
@@ -352,7 +353,7 @@ def test_memory(ranks):
 def part_of_a_job(group):
     """Two meshes, each with a plan of its own, as pipeline stages have."""
     model, x = made(Stack, 4), torch.ones(4, 8, dtype=torch.float64)
-    meshes = [ProcessMesh(ranks, ["of_stage"]) for ranks in ([0, 1], [2, 3])]  # with groups nobody has made
+    meshes = [ProcessMesh(ranks, ["of_stage"]) for ranks in ([0, 1], [2, 3])]  # without process groups
     groups = [dist.new_group(mesh.process_ids) for mesh in meshes]
     stage = group.rank() // 2
     half = nn.Module()
@@ -371,9 +372,9 @@ def part_of_a_job(group):
         ShardedModule(model, plan, group=group)
     sharded = ShardedModule(model, plan, group=groups[stage])
     assert set(sharded.state_dict()) == {f"layers.{name}" for name in half.layers.state_dict()}
-    for one in (half, sharded):
-        one(x).square().sum().backward()
-    found = {name: one.grad for name, one in half.named_parameters()}
+    for module in (half, sharded):
+        module(x).square().sum().backward()
+    found = {name: param.grad for name, param in half.named_parameters()}
     torch.testing.assert_close(sharded.full_gradients(), found, **EXACT)
 
 

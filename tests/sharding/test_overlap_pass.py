@@ -1,4 +1,4 @@
-"""Tests the overlap pass: fused matmuls give the values and gradients of the whole model in float64."""
+"""The overlap pass: matmuls fused with collectives, against values and gradients of the unsharded model in float64."""
 
 import itertools
 
@@ -45,8 +45,8 @@ def run_mlp(group, form, shape, overlap, settings=(), bias=True):
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
     kinds = {}
-    for one, count in sharded.collective_counts.items():
-        kinds[one.kind, one.direction] = kinds.get((one.kind, one.direction), 0) + count
+    for event, count in sharded.collective_counts.items():
+        kinds[event.kind, event.direction] = kinds.get((event.kind, event.direction), 0) + count
     return (
         calls_of(ascend_parallel.ops.COUNTS.as_dict()),
         kinds,
@@ -61,24 +61,24 @@ def test_tensor_parallel_mlp(ranks, count):
         for counts, kinds, fused, _ in ranks(count).run(run_mlp, "tensor", (48, 2, 12), True, settings, bias):
             assert counts == {"matmul_all_reduce": 2}  # the row layer's in forward, the column layer's in backward
             assert kinds == {}
-            assert [one.operator for one in fused] == ["matmul_all_reduce"] * 2
+            assert [fusion.operator for fusion in fused] == ["matmul_all_reduce"] * 2
     for counts, kinds, fused, as_planned in ranks(count).run(run_mlp, "tensor", (48, 2, 12), False):
         assert (counts, fused, as_planned) == ({}, (), True)
-        # in backward the column layer's input, and the row layer's bias, which the first rank alone added
+        # in backward the column layer's input, and the row layer's bias, which only the first rank adds
         assert kinds == {("all_reduce", "forward"): 1, ("all_reduce", "backward"): 2}
 
 
 @pytest.mark.parametrize("form, shape", [("sequence", (96, 2, 12)), ("samples", (1, 96, 12)), ("samples", (2, 48, 12))])
 @pytest.mark.parametrize("count", [2, 3])
 def test_sequence_parallel_mlp(ranks, count, form, shape):
-    # What is left: x is gathered after backward, the output is gathered for the user, `scale` and the row layer's bias
-    # have gradients of their rows only.
+    # The collectives outside of the operators: the gather of x after backward, the gather of the output for the user,
+    # and the sums of the gradients of `scale` and of the row layer's bias, which see only their rows.
     around = {("all_gather", "forward"): 1, ("all_gather", "backward"): 1, ("all_reduce", "backward"): 2}
     for settings in ({}, CHUNKS, {"recompute_all_gather": False}):
         for counts, kinds, fused, _ in ranks(count).run(run_mlp, form, shape, True, settings):
             assert counts == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
             assert kinds == around
-            assert [one.operator for one in fused] == ["matmul_reduce_scatter", "all_gather_matmul"]
+            assert [fusion.operator for fusion in fused] == ["matmul_reduce_scatter", "all_gather_matmul"]
     for counts, kinds, fused, as_planned in ranks(count).run(run_mlp, form, shape, False):
         assert (counts, fused, as_planned) == ({}, (), True)
         own = {("all_gather", "forward"): 1, ("all_gather", "backward"): 1}
@@ -87,14 +87,14 @@ def test_sequence_parallel_mlp(ranks, count, form, shape):
 
 
 def sequence_parallel_llama(group):
-    """Run two samples with the residual stream sharded along the sequence; return fused and separate collectives."""
+    """Two samples, the residual stream sharded along the sequence; return collectives in and outside of operators."""
     model = made(small_models.Llama, length=64)
     tokens = tokens_of(2, torch.Generator().manual_seed(2), 64)
     graph, mesh = trace(model, (tokens, tokens)), mesh_of((group.size(),))
     sharded = parallelize(model, planned("Llama", graph, mesh, rows_cut=True), settings=Settings(**CHUNKS), static=True)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, tokens, tokens)
-    apart = sorted({one.value.node for one in sharded.collective_counts})
+    apart = sorted({event.value.node for event in sharded.collective_counts})
     joined = sharded.fused[4]
     return calls_of(ascend_parallel.ops.COUNTS.as_dict()), apart, (joined.operator, joined.reason)
 
@@ -103,7 +103,7 @@ def test_sequence_parallel_llama(ranks):
     for counts, apart, joined in ranks(2).run(sequence_parallel_llama):
         # 4 halves of layers: a gather and a reduce-scatter in forward, and one of each in backward
         assert counts == {"all_gather_matmul": 8, "matmul_reduce_scatter": 8}
-        # what stays apart are the norms' weights, and the stream before and behind the layers
+        # outside are the norms' weights, and the stream before and after the layers
         norms = {f"p_layers_{layer}_norm{number}_weight" for layer in (0, 1) for number in (1, 2)}
         assert set(apart) - norms <= {"embedding", "mul_18"}
         assert joined == (
@@ -162,7 +162,7 @@ class Siblings(nn.Module):
 
 
 def run_siblings(group):
-    """Two column-parallel layers, each with its own conversion of the input, on two mesh dimensions."""
+    """Two column layers whose input is converted for each of them, on two mesh dimensions."""
     model, x = made(Siblings), torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     r, c, s0, s1 = REPLICATE, PARTIAL_GRAD, shard(0), shard(1)
     column = ([(r, c), (r, s0), (r, s0)], (r, s1))
@@ -173,14 +173,14 @@ def run_siblings(group):
         model, by_hand(trace(model, (x,)), mesh_of((2, 2)), given, calls), settings=Settings(**CHUNKS), static=True
     )
     ascend_parallel.ops.COUNTS.clear()
-    for one in (model, sharded):
-        first, second = one(x)
+    for module in (model, sharded):
+        first, second = module(x)
         (first.square().sum() + second.sin().sum()).backward()
     torch.testing.assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, **EXACT)
     gathers = [
-        (one.reader, count)
-        for one, count in sharded.collective_counts.items()
-        if one.kind == "all_gather" and one.reader
+        (event.reader, count)
+        for event, count in sharded.collective_counts.items()
+        if event.kind == "all_gather" and event.reader
     ]
     return calls_of(ascend_parallel.ops.COUNTS.as_dict()), gathers
 
@@ -192,10 +192,10 @@ def test_columns_of_one_input_are_one_matmul_and_convert_it_once(ranks):
 def reasons(plan_of, shape, mesh, **keywords):
     model = made(MLP, **keywords)
     graph = trace(model, (torch.zeros(shape, dtype=torch.float64),))
-    return {one.node: (one.operator, one.reason) for one in fuse(plan_of(graph, mesh), Settings()).fused}
+    return {fusion.node: (fusion.operator, fusion.reason) for fusion in fuse(plan_of(graph, mesh), Settings()).fused}
 
 
-def test_what_does_not_overlap_has_a_reason():
+def test_matmuls_that_are_not_fused_have_a_reason():
     mesh, pair = ProcessMesh([0, 1], ["mp"]), ProcessMesh([[0, 1], [2, 3]], ["dp", "mp"])
     in_rows = reasons(sequence_parallel, (6, 2, 12), mesh)
     assert {reason for _, reason in in_rows.values()} == {"its sum over mp", "the gather of its rows over mp"}
@@ -210,16 +210,16 @@ def test_what_does_not_overlap_has_a_reason():
     assert {reason for _, reason in descending.values()} == {"the ranks along mp do not ascend"}
 
     def features(graph, on):
-        """The sum is cut along its features, the input gathered along its."""
+        """The sum and the input are sharded along their features."""
         calls = {"linear": ([C, S0, S0], S2), "gelu": ([S2], S2), "linear_1": ([S2, S1, C], PARTIAL)}
         calls |= {"mul": ([S2, S0], S2), "add": ([S2, S2], S2)}
         return by_hand(graph, on, {**GIVEN, "x": S2, "scale": S0}, calls)
 
-    cut = ("", "S(2) cuts its features, not its rows")
+    cut = ("", "S(2) shards its features, not its rows")
     assert reasons(features, (6, 2, 12), mesh) == {"linear": cut, "linear_1": cut}
 
     def nested(graph, on):
-        """Rows cut by dp, features by mp: nothing hinders."""
+        """Rows sharded by dp, features by mp: all matmuls can be fused."""
         r, c, s0, s1, s2 = REPLICATE, PARTIAL_GRAD, shard(0), shard(1), shard(2)
         calls = {
             "linear": ([(s0, c), (c, s0), (c, s0)], (s0, s2)),
@@ -234,7 +234,7 @@ def test_what_does_not_overlap_has_a_reason():
     assert {operator for operator, _ in reasons(nested, (4, 2, 12), pair).values()} == {"matmul_all_reduce"}
 
     def twice(graph, on):
-        """Partial sums on both mesh dimensions: a fused operator would add the bias along only one of them."""
+        """Partial sums on both mesh dimensions: every rank of a dimension would add the bias."""
         c, s1, s2 = PARTIAL_GRAD, shard(1), shard(2)
         calls = {"linear_1": ([(s2, s2), (s1, s1), (c, c)], (SUM, SUM))}
         return by_hand(graph, on, {"down.weight": (s1, s1)}, calls)

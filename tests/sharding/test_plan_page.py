@@ -1,4 +1,4 @@
-"""Tests the page of a plan: complete, needs no network, lists every collective, and its boxes are legible."""
+"""The page of a plan: self-contained and well-formed, with every collective, and no overlapping boxes."""
 
 import random
 import re
@@ -23,7 +23,7 @@ PLANS = {}
 
 
 def llama(layers):
-    """A Llama with the residual stream sharded along the sequence, as in test_propagation."""
+    """A Llama whose residual stream is sharded along the sequence, as in test_propagation."""
     if layers not in PLANS:
         with torch.device("meta"):
             model = Llama(layers=layers, width=1024, heads=16, groups=8, wide=2816, vocabulary=32000, length=512)
@@ -45,7 +45,7 @@ def bert():
 
 
 def two_readers():
-    """A partial sum that is reduced once; one of its readers takes slices."""
+    """A partial sum with two readers: it is reduced once, and the second reader takes slices."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -73,7 +73,7 @@ def svg(page):
 
 
 def groups(root, kind=""):
-    return [one for one in root.iter(f"{SVG}g") if kind in one.get("class").split() or not kind]
+    return [group for group in root.iter(f"{SVG}g") if kind in group.get("class").split() or not kind]
 
 
 def rectangle(group):
@@ -81,7 +81,7 @@ def rectangle(group):
 
 
 class Nesting(HTMLParser):
-    """Fails on a closing tag without an open tag."""
+    """Fails if a closing tag does not match the open tag."""
 
     def __init__(self):
         super().__init__()
@@ -119,9 +119,9 @@ def test_no_box_stands_on_another_or_outside(plan):
     for x, y, wide, high in boxes:
         assert left <= x <= x + wide <= left + width
         assert top <= y <= y + high <= top + height
-    for one, other in combinations(boxes, 2):
+    for here, there in combinations(boxes, 2):
         assert any(
-            one[axis] + one[axis + 2] <= other[axis] or other[axis] + other[axis + 2] <= one[axis] for axis in (0, 1)
+            here[axis] + here[axis + 2] <= there[axis] or there[axis] + there[axis + 2] <= here[axis] for axis in (0, 1)
         )
 
 
@@ -129,28 +129,28 @@ def test_no_box_stands_on_another_or_outside(plan):
 def test_every_collective_of_the_plan_is_in_the_table_and_on_an_edge(plan):
     plan = plan()
     page = to_html(plan)
-    numbers = [float(one) for one in re.findall(r'<tr><td class="number">([0-9.]+)</td>', page)]
+    numbers = [float(number) for number in re.findall(r'<tr><td class="number">([0-9.]+)</td>', page)]
     assert numbers == sorted(numbers, reverse=True)
     assert sum(numbers) == pytest.approx(1e3 * plan.seconds, abs=1e-3 * len(numbers))
     of_weights = {node.name for node in plan.graph.nodes.values() if node.kind == "parameter"}
-    moved = [one for one in plan.conversions if one.communicates and one.value.node not in of_weights]
+    conversions = [each for each in plan.conversions if each.communicates and each.value.node not in of_weights]
     root = svg(page)
-    assert len(groups(root, COLLECTIVE)) == len({(one.value, one.source, one.target) for one in moved})
+    assert len(groups(root, COLLECTIVE)) == len({(each.value, each.source, each.target) for each in conversions})
     text = " ".join(root.itertext())
-    for one in moved:
-        for step in [*one.ahead.steps, *(one.back.steps if one.back else ())]:
+    for conversion in conversions:
+        for step in [*conversion.ahead.steps, *(conversion.back.steps if conversion.back else ())]:
             assert not step.nbytes or step.text(plan.mesh.dim_names[step.mesh_dim]) in text
     thick = [path for path in root.iter(f"{SVG}path") if "thick" in path.get("class", "")]
     assert len(thick) >= 2 * len(groups(root, COLLECTIVE))
     assert all("forward: " in path.find(f"{SVG}title").text for path in thick)
 
 
-def test_of_many_layers_two_are_drawn_and_the_rest_is_counted():
+def test_of_equal_layers_two_are_drawn_and_the_others_are_counted():
     pictures = {layers: picture(llama(layers)) for layers in (2, 3, 12)}
     assert not [box for box in pictures[2].boxes.values() if box.kind == FOLDED]
     assert len(pictures[3].boxes) == len(pictures[12].boxes) == len(pictures[2].boxes) + 1
     (fold,) = (box for box in pictures[12].boxes.values() if box.kind == FOLDED)
-    assert fold.lines[:2] == ["layers.2 to layers.11: 10 more like layers.1", "laid out as it is"]
+    assert fold.lines[:2] == ["layers.2 to layers.11: 10 more like layers.1", "same layouts"]
     per_layer = llama(12).collectives()["reduce_scatter"] - llama(2).collectives()["reduce_scatter"]
     assert f"{per_layer} reduce_scatter" in fold.lines[2]
     shown = " ".join(line for box in pictures[12].boxes.values() for line in box.lines)
@@ -158,14 +158,14 @@ def test_of_many_layers_two_are_drawn_and_the_rest_is_counted():
     assert "layers.2.mlp.down" not in shown
 
 
-def test_layers_that_are_laid_out_otherwise_are_said():
+def test_folded_layers_with_other_layouts_are_counted():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(4)))
         graph = trace(model, (torch.zeros(512, 1024),))
     cut = {f"{layer}.0": ([None, ("mp", 1) if layer < 3 else (1, "mp")], None) for layer in range(4)}
     plan = propagate(graph, ProcessMesh([0, 1], ["mp"]), cut)
     (fold,) = (box for box in picture(plan).boxes.values() if box.kind == FOLDED)
-    assert fold.lines[:2] == ["2 to 3: 2 more like 1", "1 of them laid out otherwise"]
+    assert fold.lines[:2] == ["2 to 3: 2 more like 1", "1 with other layouts"]
 
 
 def test_colours_are_those_of_the_legend():
@@ -199,9 +199,9 @@ def test_boxes_of_any_graph_stand_apart_and_arrows_lead_down(seed):
     sizes = {name: (draws.uniform(20, 200), draws.uniform(20, 80)) for name in names}
     arrows = [(names[a], names[b]) for a, b in combinations(range(40), 2) if draws.random() < 0.06]
     drawing = draw(sizes, arrows)
-    for (one, here), (other, there) in combinations(drawing.places.items(), 2):
+    for (name, here), (other, there) in combinations(drawing.places.items(), 2):
         beside = here.x + here.width + GAP * 0.99 <= there.x or there.x + there.width + GAP * 0.99 <= here.x
-        assert beside or here.y + here.height < there.y or there.y + there.height < here.y, (one, other)
+        assert beside or here.y + here.height < there.y or there.y + there.height < here.y, (name, other)
     for (source, target), points in drawing.arrows.items():
         heights = [y for _, y in points]
         assert heights == sorted(heights), (source, target)

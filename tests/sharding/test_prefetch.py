@@ -1,4 +1,4 @@
-"""Tests prefetched and coalesced collectives of forward: values against the whole model, and the order of starts."""
+"""Prefetched collectives of a forward: values against the unsharded model, and the order of starts and waits."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ class Stack(nn.Module):
 
 
 def stack():
-    """Shard parameters and rows along the same dimension: gathers each weight, and reduce-scatters its gradient."""
+    """Parameters and rows sharded alike: each weight is gathered for its reader, and its gradient reduce-scattered."""
     model, x = made(Stack), torch.arange(144, dtype=torch.float64).reshape(12, 12) / 144
     graph = trace(model, (x,))
     given = {"x": S0} | {node.source: S0 for node in graph.nodes.values() if node.kind == "parameter"}
@@ -40,7 +40,7 @@ def stack():
 
 @contextlib.contextmanager
 def watched(log):
-    """Log the starts of collectives with their numbers of elements, the waits, and the computing operators."""
+    """Log the starts of collectives with their numbers of elements, the waits, and the matmuls."""
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -54,10 +54,10 @@ def watched(log):
         log.append((request.kind, request.x.numel()))
         return begin(request)
 
-    def logged_wait(joint):
-        if joint._waiting is not None:
+    def logged_wait(collective):
+        if collective._waiting is not None:
             log.append("wait")
-        wait(joint)
+        wait(collective)
 
     collectives.Request.start, collectives.CoalescedCollective.wait = logged_start, logged_wait
     try:
@@ -84,13 +84,13 @@ def gathered(group, bucket_bytes):
         loss = sharded(given).square().sum()
     with watched(logs[1]):
         loss.backward()
-    return logs, sharded.ahead, seen(sharded), planned_collectives(plan)
+    return logs, sharded.prefetches, seen(sharded), planned_collectives(plan)
 
 
 def test_parameters_are_gathered_under_the_layer_before(ranks):
-    for (forward, backward), ahead, _, _ in ranks(2).run(gathered, LAYER):
+    for (forward, backward), prefetches, _, _ in ranks(2).run(gathered, LAYER):
         gather, scatter = ("all_gather", 78), ("reduce_scatter", 156)  # of a weight and its bias together
-        assert [len(starts.conversions) for starts in ahead] == [2] * 4
+        assert [len(group.conversions) for group in prefetches] == [2] * 4
         whole = [("all_gather", 72), "wait"] if forward[-1] == "wait" else [("all_gather", 72)]  # the output
         layers = [gather, *[gather, "wait", "compute"] * 3, "wait", "compute"]
         assert forward == [*layers, *whole]
@@ -101,14 +101,14 @@ def test_parameters_are_gathered_under_the_layer_before(ranks):
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 2 * LAYER, 25 << 20, 0])
 def test_gathered_parameters(ranks, count, bucket_bytes):
-    for _, ahead, ran, plan in ranks(count).run(gathered, bucket_bytes):
+    for _, prefetches, counts, plan in ranks(count).run(gathered, bucket_bytes):
         if bucket_bytes <= 1:
-            assert ran == plan
-            assert all(len(one.conversions) == 1 for one in ahead)
+            assert counts == plan
+            assert all(len(group.conversions) == 1 for group in prefetches)
         else:
-            assert sum(ran.values()) < sum(plan.values())
-        assert bool(ahead) == bool(bucket_bytes)
-        assert sum(one.nbytes for one in ahead) <= 4 * LAYER
+            assert sum(counts.values()) < sum(plan.values())
+        assert bool(prefetches) == bool(bucket_bytes)
+        assert sum(group.nbytes for group in prefetches) <= 4 * LAYER
 
 
 class Attention(nn.Module):
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 
 def context_parallel(group):
-    """Rows of the sequence cut; keys and values are gathered, while the queries are computed."""
+    """The sequence is sharded by rows. Keys and values are gathered while the queries are computed."""
     model, x = made(Attention), torch.arange(192, dtype=torch.float64).reshape(2, 12, 8).sin()
     graph = trace(model, (x,))
     rows, heads = S1, (shard(2),)
@@ -149,13 +149,13 @@ def context_parallel(group):
         loss = sharded(x.clone().requires_grad_()).square().sum()
     with watched(logs[1]):
         loss.backward()
-    return logs, [(one.before, [early.reader for early in one.conversions]) for one in sharded.ahead]
+    return logs, [(group.before, [prefetch.reader for prefetch in group.conversions]) for group in sharded.prefetches]
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_keys_are_gathered_while_queries_are_computed(ranks, count):
-    for (forward, backward), ahead in ranks(count).run(context_parallel):
-        assert ahead == [(name, ["scaled_dot_product_attention"]) for name in ("linear_1", "linear_2")]
+    for (forward, backward), prefetches in ranks(count).run(context_parallel):
+        assert prefetches == [(name, ["scaled_dot_product_attention"]) for name in ("linear_1", "linear_2")]
         kinds = [entry if isinstance(entry, str) else entry[0] for entry in forward]
         own = ["compute", "all_gather"]
         assert kinds[:-1] == [*own, *own, "compute", "wait", "wait", "compute"]  # k, v, q; the last gathers the output
@@ -164,25 +164,25 @@ def test_keys_are_gathered_while_queries_are_computed(ranks, count):
         assert kinds[:9] == ["compute", *scattered, *(["compute"] * 2 + ["wait"]) * 2]
 
 
-def other_ways(group):
-    """A frozen parameter, a part of the outputs, autograd.grad, the same graph twice, a backward that fails."""
+def other_calls(group):
+    """A frozen parameter, some parameters by autograd.grad, the same graph twice, a backward that fails."""
     model, plan, x = stack()
     sharded = ShardedModule(model, plan, overlap=False, bucket_bytes=2 * LAYER)
-    for one in (model, sharded):
-        one.get_parameter("layers.1.weight").requires_grad_(False)
-        loss = one(x).square().sum()
+    for module in (model, sharded):
+        module.get_parameter("layers.1.weight").requires_grad_(False)
+        loss = module(x).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    found = {name: one for name, one in gradients(model).items() if one is not None}
-    torch.testing.assert_close(sharded.full_gradients(), found, **EXACT)
+    expected = {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
+    torch.testing.assert_close(sharded.full_gradients(), expected, **EXACT)
     assert sharded.get_parameter("layers.1.weight").grad is None
     names = ["layers.0.weight", "layers.2.bias"]
     sharded.zero_grad()
     some = torch.autograd.grad(sharded(x).square().sum(), [sharded.get_parameter(name) for name in names])
     truth = torch.autograd.grad(model(x).square().sum(), [model.get_parameter(name) for name in names])
-    for one, whole in zip(some, truth, strict=True):
-        torch.testing.assert_close(one, whole.chunk(group.size())[group.rank()], **EXACT)
-    failing, again = sharded(x).square().sum(), sharded(x).square().sum()
+    for gradient, whole in zip(some, truth, strict=True):
+        torch.testing.assert_close(gradient, whole.chunk(group.size())[group.rank()], **EXACT)
+    failing, second = sharded(x).square().sum(), sharded(x).square().sum()
 
     def fail(_gradient):
         raise ArithmeticError("planted")
@@ -190,11 +190,12 @@ def other_ways(group):
     failing.grad_fn.next_functions[0][0].register_prehook(fail)
     with pytest.raises(ArithmeticError, match="planted"):
         failing.backward()
-    again.backward()
-    torch.testing.assert_close(sharded.full_gradients(), {name: one / 2 for name, one in found.items()}, **EXACT)
+    second.backward()
+    halves = {name: gradient / 2 for name, gradient in expected.items()}
+    torch.testing.assert_close(sharded.full_gradients(), halves, **EXACT)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         torch.autograd.grad(sharded(x).sum(), [sharded.get_parameter(names[0])], create_graph=True)[0].sum().backward()
 
 
 def test_other_ways_to_differentiate(ranks):
-    ranks(2).run(other_ways)
+    ranks(2).run(other_calls)

@@ -1,4 +1,4 @@
-"""Recomputation of regions of a planned model: the same bits, no collective twice unless asked for, less memory."""
+"""Recompute regions of a planned model: the same bits, no collective twice unless requested, less memory."""
 
 from collections import Counter
 
@@ -25,8 +25,8 @@ LAYERS = {"modules": ["layers.*"]}
 SINGLE = {"modules": ["layers.*:scaled_dot_product_attention", "layers.*:gelu"]}
 
 
-class Sent(TorchDispatchMode):
-    """Counts calls of torch.distributed."""
+class CountedCollectives(TorchDispatchMode):
+    """Counts the calls of torch.distributed."""
 
     def __init__(self):
         super().__init__()
@@ -39,48 +39,48 @@ class Sent(TorchDispatchMode):
 
 
 def bits(model, batch):
-    """Return loss and gradients of a step, and the random number drawn after the step."""
+    """Return the loss and gradients of a step, and the random number drawn after the step."""
     model.zero_grad()
     torch.manual_seed(3)
     if isinstance(model, ShardedModule):
         manual_seed(model, 3)
     loss = model(*batch)
     loss.backward()
-    return loss.detach(), {name: one.grad.clone() for name, one in model.named_parameters()}, torch.rand(1)
+    return loss.detach(), {name: param.grad.clone() for name, param in model.named_parameters()}, torch.rand(1)
 
 
 def models(name, mesh_shape, options, *, rows_cut=False, overlap=True, settings=(), bucket_bytes=1 << 20, **made_of):
-    """Return a rank's part without and with recomputation, and a batch."""
+    """Return the whole model, a rank's part without and with recompute, and a batch."""
     whole = made(getattr(small_models, name), **made_of)
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     plan = planned(name, trace(whole, batch), mesh_of(mesh_shape), rows_cut)
     of = {"overlap": overlap, "settings": Settings(**dict(settings)), "bucket_bytes": bucket_bytes}
     plain = ShardedModule(whole, plan, **of)
-    again = ShardedModule(whole, plan, **of, recompute=Recompute(**options))
-    return whole, plain, again, batch
+    recomputing = ShardedModule(whole, plan, **of, recompute=Recompute(**options))
+    return whole, plain, recomputing, batch
 
 
 def same(group, name, mesh_shape, options, variants, rows_cut=False, **made_of):
-    """Compare, bit for bit and twice, for each of (overlap, settings, exceptions)."""
+    """Compare two steps bit for bit, for each variant (overlap, settings, exceptions)."""
     whole = made(getattr(small_models, name), **made_of)
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     plan = planned(name, trace(whole, batch), mesh_of(mesh_shape), rows_cut)
     for overlap, settings, keep in variants:
         of = {"overlap": overlap, "settings": Settings(**settings)}
         plain = ShardedModule(whole, plan, **of)
-        again = ShardedModule(whole, plan, **of, recompute=Recompute(**{**options, "keep": keep}))
+        recomputing = ShardedModule(whole, plan, **of, recompute=Recompute(**{**options, "keep": keep}))
         expected = bits(plain, batch)
         for _ in range(2):
-            torch.testing.assert_close(bits(again, batch), expected, rtol=0, atol=0)
-        assert again.regions
+            torch.testing.assert_close(bits(recomputing, batch), expected, rtol=0, atol=0)
+        assert recomputing.regions
 
 
 GATHERED = {**CHUNKS, "recompute_all_gather": False}
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_the_same_bits(ranks, collectives):
-    """Rows cut or not, overlapped or not, gathered rows kept or not; with exceptions; with dropout."""
+    """Rows sharded or not, overlapped or not, gathered rows kept or not; with exceptions; with dropout."""
     options, output = {**LAYERS, "collectives": collectives}, ["layers.*.mlp.down"]
     variants = [(False, {}, []), (True, CHUNKS, output), (True, GATHERED, []), (True, {}, ["layers.*.attention.?"])]
     for rows_cut in (False, True):
@@ -94,26 +94,26 @@ def same_with_dropout(group, options, variants):
     same(group, "GPT", (2,), options, variants, dropout=0.3)
 
 
-@pytest.mark.parametrize("options", [SINGLE, {"modules": [""]}, {"modules": ["layers.1"], "collectives": "again"}])
+@pytest.mark.parametrize("options", [SINGLE, {"modules": [""]}, {"modules": ["layers.1"], "collectives": "recompute"}])
 def test_single_operators_the_whole_model_and_one_layer(ranks, options):
     ranks(2).run(same_with_dropout, options, [(False, {}, []), (True, {}, [])])
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_two_mesh_dimensions(ranks, collectives):
     ranks(4).run(same, "Llama", (2, 2), {**LAYERS, "collectives": collectives}, [(True, CHUNKS, [])])
     ranks(4).run(same, "ResNet", (2, 2), {"modules": [""], "collectives": collectives}, [(True, CHUNKS, [])])
 
 
 def mlp(group, form, collectives, overlap):
-    """Only the first rank adds the bias: autograd saves fewer tensors there than on other ranks."""
+    """The first rank alone adds the bias, so autograd saves fewer tensors there than on the other ranks."""
     model, x = made(MLP), torch.randn(24, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = FORMS[form](trace(model, (x,)), mesh_of((group.size(),)))
     recompute = Recompute(modules=[""], collectives=collectives)
     compare(model, ShardedModule(model, plan, overlap=overlap, recompute=recompute), x)
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 @pytest.mark.parametrize("form", FORMS)
 def test_ranks_that_save_different_tensors(ranks, form, collectives):
     for overlap in (False, True):
@@ -122,9 +122,9 @@ def test_ranks_that_save_different_tensors(ranks, form, collectives):
 
 
 def train(group, collectives):
-    whole, _, again, batch = models("GPT", (2, 2), {**LAYERS, "collectives": collectives}, settings=CHUNKS)
+    whole, _, recomputing, batch = models("GPT", (2, 2), {**LAYERS, "collectives": collectives}, settings=CHUNKS)
     found = []
-    for model in (whole, again):
+    for model in (whole, recomputing):
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         for _ in range(10):
             optimizer.zero_grad()
@@ -133,27 +133,27 @@ def train(group, collectives):
             optimizer.step()
             losses.append(loss.item())
         found.append(losses)
-    torch.testing.assert_close(again.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(again.full_gradients(), {n: p.grad for n, p in whole.named_parameters()}, **EXACT)
+    torch.testing.assert_close(recomputing.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(recomputing.full_gradients(), {n: p.grad for n, p in whole.named_parameters()}, **EXACT)
     return found
 
 
-@pytest.mark.parametrize("collectives", ["keep", "again"])
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_training_against_the_whole_model(ranks, collectives):
-    for whole, again in ranks(4).run(train, collectives):
-        assert again == pytest.approx(whole, rel=1e-10)
-        assert again[-1] < again[0]
+    for whole, recomputing in ranks(4).run(train, collectives):
+        assert recomputing == pytest.approx(whole, rel=1e-10)
+        assert recomputing[-1] < recomputing[0]
 
 
-def sent(group, options, keywords):
-    """Count collectives without prefetch and coalescing, which apply only outside of recomputed regions."""
-    _, plain, again, batch = models("Llama", (2,), options, **keywords, bucket_bytes=0)
+def counted(group, options, keywords):
+    """Count collectives without prefetch, so that each runs alone."""
+    _, plain, recomputing, batch = models("Llama", (2,), options, **keywords, bucket_bytes=0)
     found = []
-    for model in (plain, again):
+    for model in (plain, recomputing):
         model.collective_counts.clear()
-        with Sent() as forward:
+        with CountedCollectives() as forward:
             loss = model(*batch)
-        with Sent() as backward:
+        with CountedCollectives() as backward:
             loss.backward()
         found.append((dict(forward.counts), dict(backward.counts), sum(model.collective_counts.values())))
     return found
@@ -163,55 +163,56 @@ def sent(group, options, keywords):
 def test_no_collective_runs_twice_where_they_are_kept(ranks, rows_cut):
     for overlap, settings in ((False, {}), (True, CHUNKS), (True, GATHERED)):
         keywords = {"rows_cut": rows_cut, "overlap": overlap, "settings": settings}
-        for plain, again in ranks(2).run(sent, LAYERS, keywords):
-            assert again == plain
+        for plain, recomputing in ranks(2).run(counted, LAYERS, keywords):
+            assert recomputing == plain
             assert sum(plain[0].values()) >= 4  # a sum, or a gather and a scatter, for each half of a layer
 
 
-def test_collectives_that_run_again(ranks):
-    """Each layer's forward sums twice; the second sum is its output's, which nothing needs again."""
-    options = {**LAYERS, "collectives": "again"}
+def test_recomputed_collectives(ranks):
+    """Each layer's forward sums twice. The second sum is of the layer's output, which backward does not need."""
+    options = {**LAYERS, "collectives": "recompute"}
     for overlap in (False, True):
-        for plain, again in ranks(2).run(sent, options, {"overlap": overlap}):
-            assert again[0] == plain[0]
-            assert Counter(again[1]) - Counter(plain[1]) == {"c10d::allreduce_": 2}
+        for plain, recomputing in ranks(2).run(counted, options, {"overlap": overlap}):
+            assert recomputing[0] == plain[0]
+            assert Counter(recomputing[1]) - Counter(plain[1]) == {"c10d::allreduce_": 2}
     keep = {**options, "keep": ["layers.*.attention.o"]}
-    for plain, again in ranks(2).run(sent, keep, {}):
-        assert again == plain
+    for plain, recomputing in ranks(2).run(counted, keep, {}):
+        assert recomputing == plain
 
 
 def flights(group, options):
-    """Run several forwards before the first backward, in another order; backward twice; without a gradient."""
-    _, plain, again, batch = models("GPT", (2,), options, dropout=0.3)
+    """Several forwards before the first backward, backwards in another order, and a forward without gradients."""
+    _, plain, recomputing, batch = models("GPT", (2,), options, dropout=0.3)
     found = []
-    for model in (plain, again):
+    for model in (plain, recomputing):
         manual_seed(model, 3)
-        batches = [tuple(one.roll(shift, 0) for one in batch) for shift in range(3)]
-        losses = [model(*one) for one in batches]
+        batches = [tuple(tensor.roll(shift, 0) for tensor in batch) for shift in range(3)]
+        losses = [model(*rolled) for rolled in batches]
         with torch.no_grad():
-            alone = model(*batch)
+            without_gradient = model(*batch)
         with model.no_sync():
             for loss in (losses[1], losses[0], losses[2]):
                 loss.backward()
         model.reduce_gradients()
-        found.append(([one.detach() for one in losses], alone, [one.grad for one in model.parameters()]))
+        gradients = [param.grad for param in model.parameters()]
+        found.append(([loss.detach() for loss in losses], without_gradient, gradients))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_several_forwards_in_flight(ranks):
-    for collectives in ("keep", "again"):
+    for collectives in ("keep", "recompute"):
         ranks(2).run(flights, {**LAYERS, "keep": ["layers.*.up"], "collectives": collectives})
 
 
 def twice(group):
-    _, plain, again, batch = models("Llama", (2,), LAYERS)
+    _, plain, recomputing, batch = models("Llama", (2,), LAYERS)
     found = []
-    for model in (plain, again):
+    for model in (plain, recomputing):
         loss = model(*batch)
         with model.no_sync():
             loss.backward(retain_graph=True)
             loss.backward()
-        found.append([one.grad for one in model.parameters()])
+        found.append([param.grad for param in model.parameters()])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
@@ -249,12 +250,12 @@ def test_running_statistics_are_updated_once(ranks):
 
 
 def memory(group, options, keywords):
-    """Return the measured bytes saved for backward, without and with recomputation, and the estimates of both."""
+    """Return the bytes kept for backward without and with recompute, measured and estimated."""
     sizes = {"layers": 3, "width": 64, "dropout": 0.1}
-    _, plain, again, batch = models("GPT", (2,), options, **sizes, **keywords)
-    measured = [alive_bytes(lambda model=model: model(*batch)) for model in (plain, again)]
-    ways = (Recompute(), Recompute(**options))
-    return measured, [saved_bytes(again.plan, again.schedule, one) for one in ways]
+    _, plain, recomputing, batch = models("GPT", (2,), options, **sizes, **keywords)
+    measured = [alive_bytes(lambda model=model: model(*batch)) for model in (plain, recomputing)]
+    each = (Recompute(), Recompute(**options))
+    return measured, [saved_bytes(recomputing.plan, recomputing.schedule, recompute) for recompute in each]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -264,12 +265,12 @@ def test_memory_between_forward_and_backward(ranks, overlap):
         assert estimated == pytest.approx(measured, rel=0.1)
         return measured
 
-    plain, again = found(collectives="again")
-    assert again < plain / 3  # of each layer what it reads; and embeddings, norm and loss
+    plain, recomputing = found(collectives="recompute")
+    assert recomputing < plain / 3  # the inputs of each layer, and embeddings, norm and loss
     _, kept = found()
-    assert again < kept < plain / 2
-    _, excepted = found(keep=["layers.*:*elu"])  # as on a plain module a piece of an operator's name is enough
-    numbers = 3 * 4 * 16 * 128  # that gelu gives in 3 layers on a rank
+    assert recomputing < kept < plain / 2
+    _, excepted = found(keep=["layers.*:*elu"])  # a part of an operator's name is enough, as on a plain module
+    numbers = 3 * 4 * 16 * 128  # elements of the results of gelu in 3 layers on a rank
     assert excepted - kept == pytest.approx(8 * numbers, rel=0.01)
     _, single = found(modules=["layers.*:gelu"])
     assert plain - single == pytest.approx(8 * numbers, rel=0.01)
@@ -287,11 +288,11 @@ def refusals(group):
     refused("'blocks.*' names no module; there are layers", modules=["blocks.*"])
     refused(r"'layers.\*:silu' names nothing", modules=["layers.*:silu"])
     refused("'layers.*.upp' names nothing", modules=["layers.*"], keep=["layers.*.upp"])
-    refused("'norm' names layer_norm.*, which does not run again", modules=["layers.*"], keep=["norm"])
-    refused("dropout.*draws random numbers, and can only run again", modules=["layers.*"], keep=["layers.*:dropout"])
-    refused("give one of keep, again", ValueError, modules=["layers.*"], collectives="twice")
+    refused("'norm' names layer_norm.*, which is not recomputed", modules=["layers.*"], keep=["norm"])
+    refused("dropout.*draws random numbers and cannot be kept", modules=["layers.*"], keep=["layers.*:dropout"])
+    refused("give one of keep, recompute", ValueError, modules=["layers.*"], collectives="twice")
     refused("give a list of patterns", ValueError, modules="layers.*")
-    refused("there is nothing to except", ValueError, keep=["layers.*"])
+    refused("without recompute.modules", ValueError, keep=["layers.*"])
     with pytest.raises(DisagreementError, match="recompute is Recompute"):
         ShardedModule(whole, plan, recompute=Recompute(modules=["layers.*"] if group.rank() else []))
 
@@ -301,7 +302,7 @@ def test_refusals(ranks):
 
 
 def own_sums(group, options):
-    """A cross-entropy over a cut vocabulary sums inside of the operator."""
+    """A cross-entropy over a sharded vocabulary runs all-reduces inside the operator."""
     whole = made(small_models.Llama)
     batch = BATCHES["Llama"](torch.Generator().manual_seed(7))
     cut = {"head": ([None, ("mp", None)], None), ":cross_entropy_loss": ([(None, "mp")], None)}
@@ -310,9 +311,9 @@ def own_sums(group, options):
     found = []
     for recompute in (Recompute(), Recompute(**options)):
         model = ShardedModule(whole, plan, recompute=recompute, bucket_bytes=0)
-        with Sent() as counted:
+        with CountedCollectives() as collectives:
             found.append(bits(model, batch))
-        found.append(counted.counts)
+        found.append(collectives.counts)
     torch.testing.assert_close(found[2], found[0], rtol=0, atol=0)
     return sum(found[3].values()) - sum(found[1].values())
 
@@ -321,4 +322,4 @@ def test_collectives_inside_of_an_operator(ranks):
     behind = {"modules": [""]}
     assert ranks(2).run(own_sums, behind) == [0, 0]
     assert ranks(2).run(own_sums, {**behind, "keep": [":cross_entropy_loss"]}) == [0, 0]
-    assert min(ranks(2).run(own_sums, {**behind, "collectives": "again"})) > 0
+    assert min(ranks(2).run(own_sums, {**behind, "collectives": "recompute"})) > 0

@@ -125,7 +125,7 @@ def odd_cases(group):
     try:
         convert(x, (4, 3), mesh, (S0, S0), (S0,), costs)
     except ValueError as error:
-        found["refused"] = "2 states on a mesh of 1" in str(error)
+        found["refused"] = "2 placements on a mesh of 1" in str(error)
     assert dist.get_world_size() == 2
     return found
 

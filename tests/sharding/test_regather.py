@@ -1,4 +1,4 @@
-"""Tests parameters that backward gathers again: the bytes that autograd keeps."""
+"""Tensors that autograd keeps if backward gathers parameters a second time."""
 
 import gc
 
@@ -37,7 +37,7 @@ def discarded(group):
 
     def tensors():
         gc.collect()
-        return sum(type(one) is torch.Tensor for one in gc.get_objects())
+        return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
 
     sharded(x)
     before = tensors()
@@ -64,30 +64,30 @@ class Deep(nn.Module):
 
 
 def recomputed(group, collectives):
-    """Return the whole weights alive after forward, the number of gathers of each, and the gradients' error."""
+    """Return the number of gathered weights alive after forward, and the number of gathers. Checks the gradients."""
     whole, x = made(Deep), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
     plan = sharded_parameters(propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp"), "mp")
     recompute = Recompute(modules=["layers.*"], collectives=collectives)
     sharded = ShardedModule(whole, plan, recompute=recompute)
     loss = sharded(x)
     gc.collect()
-    shapes = [tuple(one.shape) for one in gc.get_objects() if type(one) is torch.Tensor]
+    shapes = [tuple(thing.shape) for thing in gc.get_objects() if type(thing) is torch.Tensor]
     loss.backward()
     gathers = sum(
         count
-        for ran, count in sharded.collective_counts.items()
-        if ran.kind == "all_gather" and "weight" in ran.value.node
+        for event, count in sharded.collective_counts.items()
+        if event.kind == "all_gather" and "weight" in event.value.node
     )
     whole(x).backward()
-    found, expected = sharded.full_gradients(), {name: one.grad for name, one in whole.named_parameters()}
-    for name, one in expected.items():
-        torch.testing.assert_close(found[name], one, rtol=1e-12, atol=1e-14)
+    found, expected = sharded.full_gradients(), {name: param.grad for name, param in whole.named_parameters()}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
     return shapes.count((12, 8)) + shapes.count((8, 12)), gathers
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("collectives", ["keep", "again"])
-def test_what_runs_again_gathers_its_weights_again(ranks, collectives):
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
+def test_recompute_gathers_weights_a_second_time(ranks, collectives):
     assert ranks(2).run(recomputed, collectives) == [(0, 12), (0, 12)]
 
 
@@ -101,5 +101,5 @@ def changed(group, what):
 
 
 @pytest.mark.parametrize("what", ["input", "scale"])
-def test_what_backward_needs_must_not_change(ranks, what):
+def test_a_change_of_a_saved_tensor_is_refused(ranks, what):
     ranks(2).run(changed, what)

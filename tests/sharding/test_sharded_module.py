@@ -1,4 +1,4 @@
-"""Tests parallelize: a planned model against the whole model in float64, and the collectives that run."""
+"""parallelize: a rank's part of a planned model against the unsharded model in float64, and its collectives."""
 
 import pytest
 import small_models
@@ -31,7 +31,7 @@ from ascend_parallel.sharding.tracing.trace import trace
 
 
 def train(group, name, mesh_shape):
-    """Train the whole model and the sharded model, without and with overlap and buckets."""
+    """Train the unsharded model and the rank's part: without and with overlap, buckets and prefetch."""
     whole = made(getattr(small_models, name))
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     graph, mesh = trace(whole, batch), mesh_of(mesh_shape)
@@ -47,8 +47,8 @@ def train(group, name, mesh_shape):
         found = model.full_state_dict()
         assert list(found) == list(state)
         torch.testing.assert_close(found, state, rtol=1e-8, atol=1e-10)
-    ran = [{key: count / 10 for key, count in seen(model).items()} for model in models]
-    return losses, ran, planned_collectives(plan), calls_of(ascend_parallel.ops.COUNTS.as_dict())
+    counts = [{key: count / 10 for key, count in seen(model).items()} for model in models]
+    return losses, counts, planned_collectives(plan), calls_of(ascend_parallel.ops.COUNTS.as_dict())
 
 
 def losses_of(model, batch):
@@ -65,20 +65,20 @@ def losses_of(model, batch):
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
 def test_training(ranks, name, mesh_shape):
-    halves = {"Llama": 4, "GPT": 4, "Bert": 2, "ResNet": 1}[name]  # of layers: one sum in forward, one in backward
-    for losses, (ran, ran_beside), plan, counts in ranks(2 * len(mesh_shape)).run(train, name, mesh_shape):
+    halves = {"Llama": 4, "GPT": 4, "Bert": 2, "ResNet": 1}[name]  # of layers: a sum in forward, a sum in backward
+    for losses, (plain, overlapped), plan, counts in ranks(2 * len(mesh_shape)).run(train, name, mesh_shape):
         assert losses[1] == pytest.approx(losses[0], rel=1e-10)
         assert losses[2] == pytest.approx(losses[0], rel=1e-10)
         assert losses[0][-1] < losses[0][0]
-        assert ran == plan
+        assert plain == plan
         assert counts == {"matmul_all_reduce": 10 * 2 * halves}
         sums = [key for key in plan if key[:2] == ("all_reduce", "mp")]
         assert len(sums) >= 2 * halves
-        assert sum(ran_beside.values()) <= sum(plan.values()) - 2 * halves
+        assert sum(overlapped.values()) <= sum(plan.values()) - 2 * halves
 
 
 class Tied(nn.Module):
-    """Has a tied head, a frozen parameter, a persistent and a non-persistent buffer, and a constant."""
+    """A tied head, a frozen parameter, a persistent and a non-persistent buffer, a constant."""
 
     def __init__(self):
         super().__init__()
@@ -100,21 +100,21 @@ def tied(group):
     weight = graph.nodes[graph.nodes["linear"].inputs[1].node].source  # one of its two names
     plan = by_hand(graph, mesh_of((group.size(),)), {weight: S0, "kept": S0})
     sharded = parallelize(model, plan, static=True)
-    assert {name: tuple(one.shape) for name, one in sharded.state_dict().items()} == {
+    assert {name: tuple(tensor.shape) for name, tensor in sharded.state_dict().items()} == {
         "frozen": (6,),
         "kept": (3,),
         "tokens.weight": (4, 6),
         "head.weight": (4, 6),
     }
     assert sharded.get_parameter("tokens.weight") is sharded.get_parameter("head.weight")
-    assert [name for name, one in sharded.named_parameters() if not one.requires_grad] == ["frozen"]
+    assert [name for name, param in sharded.named_parameters() if not param.requires_grad] == ["frozen"]
     torch.testing.assert_close(sharded.full_state_dict(), dict(model.state_dict()), rtol=0, atol=0)
-    for one in (model, sharded):
-        y = one(tokens, scale=scale)
+    for module in (model, sharded):
+        y = module(tokens, scale=scale)
         assert y["constant"][1] == 3
         (y["logits"].square().sum() + y["constant"][0].sum()).backward()
     torch.testing.assert_close(sharded.full_gradients(), {"tokens.weight": model.tokens.weight.grad}, **EXACT)
-    doubled = {name: 2 * one for name, one in model.state_dict().items()}
+    doubled = {name: 2 * tensor for name, tensor in model.state_dict().items()}
     sharded.load_full_state_dict(doubled)
     torch.testing.assert_close(sharded.full_state_dict(), doubled, rtol=0, atol=0)
     with pytest.raises(ValueError, match="missing a required argument: 'scale'"):
@@ -135,13 +135,13 @@ def test_tied_and_frozen_parameters_buffers_and_nested_outputs(ranks):
 
 
 def local_inputs(group):
-    """Every rank passes its own rows; the output is whole."""
+    """Every rank passes its own rows; the output is replicated."""
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
     sharded = parallelize(model, plan, local_inputs=True, static=True)
     with torch.no_grad():
         torch.testing.assert_close(sharded(x.chunk(2)[group.rank()]), model(x), **EXACT)
-    assert all(one.direction == "forward" for one in sharded.collective_counts)
+    assert all(event.direction == "forward" for event in sharded.collective_counts)
     with pytest.raises(ValueError, match=r"the plan is for \[2, 2, 12\]"):
         sharded(x)
 

@@ -228,7 +228,7 @@ def arguments(group):
         (lambda: sharded(x, {"one": one}, a), "the arguments are"),
         (lambda: sharded(x, {"one": one, "two": two}, a, k=5), "not given when the model was traced"),
         (lambda: sharded(x, {"one": one, "two": two}), "missing a required argument"),
-        (lambda: sharded(x.clone().requires_grad_(), {"one": one, "two": two}, a), "wants a gradient"),
+        (lambda: sharded(x.clone().requires_grad_(), {"one": one, "two": two}, a), "requires a gradient"),
         (lambda: sharded.eval(), "was traced in training mode"),
     ):
         if message is None:  # another order of keys is either understood or refused

@@ -145,7 +145,7 @@ def test_refusals(stack):
         recompute(block, keep=("mlp.7",))
     with pytest.raises(StrategyError, match="'mlp' has modules of its own"):
         recompute(block, keep=("mlp",))
-    with pytest.raises(ValueError, match="give one of keep, again"):
+    with pytest.raises(ValueError, match="give one of keep, recompute"):
         recompute(block, collectives="never")
     recompute(block, keep=(":conv2d",))
     with pytest.raises(StrategyError, match=":conv2d names no operator that Block runs"):
@@ -165,13 +165,13 @@ def marked(group):
     batch = BATCHES["GPT"](torch.Generator().manual_seed(7))
     names = list(trace(model, batch).nodes)
     for layer in model.layers:
-        recompute(layer, keep=("down", ":gelu"), collectives="again")
+        recompute(layer, keep=("down", ":gelu"), collectives="recompute")
     graph = trace(model, batch)
     assert list(graph.nodes) == names
     assert Recompute.of(model) == Recompute(
         modules=["layers.0", "layers.1"],
         keep=["layers.0.down", "layers.0:gelu", "layers.1.down", "layers.1:gelu"],
-        collectives="again",
+        collectives="recompute",
     )
     plan = planned("GPT", graph, mesh_of((2,)))
     found = []
@@ -182,7 +182,7 @@ def marked(group):
         found.append((sharded.full_gradients(), [one.module for one in sharded.regions.values()]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
     recompute(model.layers[0])
-    with pytest.raises(ValueError, match="give one for the whole model"):
+    with pytest.raises(ValueError, match="give the same option on all modules"):
         Recompute.of(model)
     return found[0][1], found[1][1]
 

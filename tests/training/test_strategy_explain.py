@@ -83,7 +83,7 @@ def large(layers, **options):
 
 def test_a_plan_that_no_card_holds_is_warned_of():
     found = large(32, mesh={"dp": 2})
-    said = "a rank holds 105 GB, and Ascend 910B2, 8 cards of an Atlas A2 has 68.7 GB a card: cut more"
+    said = "a rank holds 105 GB, and Ascend 910B2, 8 cards of an Atlas A2 has 68.7 GB a card: shard more"
     assert f"warning: {said}" in explain(found)
     assert f"warning: {said}"[:22] in explain_plan(found.plan)
     assert said in as_dict(found)["warnings"][0]
@@ -95,12 +95,13 @@ def test_a_plan_in_which_ranks_repeat_the_same_work_says_so():
     model, batch = gpt.GPT(), gpt.batch_of(0)
     all_alike = plan_training(Strategy(mode="data", mesh={"dp": 3}), model, batch)
     assert re.search(
-        r"warning: each of the 3 ranks along dp repeats [78]\d % of the work: it is not cut", explain(all_alike)
+        r"warning: each of the 3 ranks along dp repeats [78]\d % of the work: shard operators along dp",
+        explain(all_alike),
     )
     assert "warning: each of the 3 ranks along dp repeats" in explain_plan(all_alike.plan)
     columns = {"layers.*.up": ([("dp", 1, 1), None], None)}
     alike = plan_training(Strategy(mode="semi_auto", mesh={"dp": 2, "tp": 2}, operators=columns), model, batch)
-    assert "warning: each of the 2 ranks along tp repeats all of the work: it is not cut there" in explain(alike)
+    assert "warning: each of the 2 ranks along tp repeats all of the work: shard operators along tp" in explain(alike)
     assert "warning" not in explain(planned())
 
 

@@ -1,4 +1,4 @@
-"""How many bytes of activations wait for backward on a rank, told from the plan before anything runs."""
+"""The bytes of activations that a rank keeps for backward, estimated from the plan before anything runs."""
 
 from __future__ import annotations
 
@@ -14,75 +14,75 @@ from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
 from ascend_parallel.sharding.runtime.recompute_regions import NOTHING_SAVED, VIEWS, Region, regions
 
-# Operators whose backward reads their result, and not what they read.
+# Operators whose backward reads their result and none of their inputs.
 RESULT_SAVED = "exp log_softmax _log_softmax relu rsqrt sigmoid softmax _softmax sqrt tanh"
 _Tensors = dict[tuple[Value, Layout], float]
 
 
 def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> float:
-    """Estimate the bytes of activations that wait on a rank for backward.
+    """Estimate the bytes of activations that a rank keeps from forward to backward.
 
-    Counted are the operators' inputs and results that their backward reads, as laid out on a rank, each once: of a
-    region what it reads, and what is kept of it. Views and parameters are not, nor what is small, such as the
-    statistics of norms. `part` and errors as for `regions`.
+    The estimate counts each operator input and result that backward reads, as laid out on a rank, once. For a recompute
+    region it counts the tensors that the region reads and its kept results. It leaves out views, parameters and small
+    tensors, such as the statistics of norms. `part` and errors: see `regions`.
     """
-    count, found = _Saved(plan, schedule), regions(plan, schedule, recompute, part=part)
-    return sum(count.kept(found.values()).values())
+    saved, found = _SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
+    return sum(saved.kept(found.values()).values())
 
 
-def again_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> float:
-    """Estimate the bytes that come on top in backward, while the largest region has run again."""
-    count, found = _Saved(plan, schedule), regions(plan, schedule, recompute, part=part)
-    kept, sizes = count.kept(found.values()), [0.0]
+def recompute_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> float:
+    """Estimate the bytes that backward holds beyond `saved_bytes` while the largest region is recomputed."""
+    saved, found = _SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
+    kept, sizes = saved.kept(found.values()), [0.0]
     for region in found.values():
-        again = count.all(plan.graph.nodes[name] for name in region.nodes)
-        sizes.append(sum(size for key, size in again.items() if key not in kept))
+        recomputed = saved.by_all(plan.graph.nodes[name] for name in region.nodes)
+        sizes.append(sum(size for key, size in recomputed.items() if key not in kept))
     return max(sizes)
 
 
-class _Saved:
-    """Tensors that are saved, with their bytes on a rank."""
+class _SavedTensors:
+    """The tensors that autograd saves, with their bytes on a rank."""
 
     def __init__(self, plan: ShardingPlan, schedule: Schedule) -> None:
         self._plan, self._graph, self._schedule = plan, plan.graph, schedule
 
     def kept(self, found: Iterable[Region]) -> _Tensors:
-        """Return what waits for backward."""
+        """Return the tensors kept from forward to backward."""
         found = list(found)
         inside = {name for region in found for name in region.nodes}
-        kept = self.all(node for node in calls(self._graph) if node.name not in inside)
+        kept = self.by_all(node for node in calls(self._graph) if node.name not in inside)
         for region in found:
-            kept |= self.left(region)
+            kept |= self.by_region(region)
         return kept
 
-    def all(self, nodes: Iterable[Node]) -> _Tensors:
-        """Return what operators save."""
+    def by_all(self, nodes: Iterable[Node]) -> _Tensors:
+        """Return the tensors that these operators save."""
         found: _Tensors = {}
         for node in nodes:
-            found |= self.of(node)
+            found |= self.by_operator(node)
         return found
 
-    def of(self, node: Node) -> _Tensors:
-        """Return what an operator saves."""
+    def by_operator(self, node: Node) -> _Tensors:
+        """Return the tensors that an operator saves."""
         name, value = operator_name(node), Value(node.name)
-        if name in NOTHING_SAVED.split() or not any(one in self._plan.differentiable for one in self._outputs(node)):
+        if name in NOTHING_SAVED.split() or self._plan.differentiable.isdisjoint(self._outputs(node)):
             return {}
         layout = self._schedule.layouts[value]
         if name == "dropout":
             return {(value, forward(layout)): self._bytes(value, layout) / self._graph.meta(value).dtype.itemsize}
-        if name == "cross_entropy_loss":  # log-probabilities, as large as what it reads
-            of = node.inputs[0]
-            return {(value, forward(layout)): self._bytes(of, self._schedule.layouts[of])}
+        if name == "cross_entropy_loss":  # log-probabilities, as large as the logits
+            logits = node.inputs[0]
+            return {(value, forward(layout)): self._bytes(logits, self._schedule.layouts[logits])}
         result = {(value, forward(layout)): self._bytes(value, layout)}
         if name in RESULT_SAVED.split():
             return result
         found = result if name == "scaled_dot_product_attention" else {}
-        for one, read in zip(node.inputs, self._schedule.inputs[node.name], strict=True):
-            found |= self._tensor(one, read)
+        for tensor, target in zip(node.inputs, self._schedule.inputs[node.name], strict=True):
+            found |= self._tensor(tensor, target)
         return found
 
-    def left(self, region: Region) -> _Tensors:
-        """Return what a region keeps."""
+    def by_region(self, region: Region) -> _Tensors:
+        """Return the tensors that a recompute region keeps."""
         found: _Tensors = {}
         for value in region.reads:
             found |= self._tensor(value, self._schedule.layouts[value])
@@ -90,17 +90,17 @@ class _Saved:
             found |= self._tensor(value, self._schedule.shared_layouts[value])
         for name in region.nodes:
             node, kernel = self._graph.nodes[name], self._schedule.kernels.get(name)
-            communicates = kernel is not None and kernel.communicates and not region.again
-            if name in region.kept or (communicates and name in region.read_again):
+            communicates = kernel is not None and kernel.communicates and not region.recompute_collectives
+            if name in region.kept or (communicates and name in region.read_inside):
                 for value in self._outputs(node):
                     found |= self._tensor(value, self._schedule.layouts[value])
             for value, layout in zip(node.inputs, self._schedule.inputs[name], strict=True):
-                if not region.again and self._is_sent(value, layout):
+                if not region.recompute_collectives and self._is_sent(value, layout):
                     found |= self._tensor(value, layout)
         return found
 
     def _tensor(self, value: Value, layout: Layout) -> _Tensors:
-        """Return a tensor as it is read, or what it is a view of; nothing for what is given."""
+        """Return a tensor in the layout of its reader, or the base of a view; nothing for inputs and parameters."""
         node = self._graph.nodes[value.node]
         while node.kind == CALL and operator_name(node) in VIEWS.split() and layout == self._schedule.layouts[value]:
             value, layout = node.inputs[0], self._schedule.inputs[node.name][0]
@@ -108,10 +108,10 @@ class _Saved:
         return {(value, forward(layout)): self._bytes(value, layout)} if node.kind == CALL else {}
 
     def _is_sent(self, value: Value, target: Layout) -> bool:
-        """Tell whether bringing a tensor to a layout communicates in forward."""
+        """Tell whether the redistribution of a tensor to `target` communicates in forward."""
         meta, source = self._graph.meta(value), self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
-        mesh_shape, ways = tuple(self._plan.mesh.shape), (forward(source), forward(target))
-        return plan_redistribution(meta.shape, meta.dtype.itemsize, mesh_shape, *ways, self._plan.costs).nbytes > 0
+        mesh_shape, layouts = tuple(self._plan.mesh.shape), (forward(source), forward(target))
+        return plan_redistribution(meta.shape, meta.dtype.itemsize, mesh_shape, *layouts, self._plan.costs).nbytes > 0
 
     def _outputs(self, node: Node) -> list[Value]:
         return [Value(node.name, index) for index in range(len(node.outputs))]

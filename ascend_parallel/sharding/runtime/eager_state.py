@@ -1,4 +1,4 @@
-"""What a model holds of its plan while it runs its own code."""
+"""The plan and the counters that an eager model holds."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.tracing.function_calls import first_names
 
 
-class Eager:
-    """What a model needs to run by a plan.
+class EagerState:
+    """The state of an eager model.
 
     collective_counts
-        How often each collective ran so far.
+        How often each collective has run.
     calls
-        The traced forward's.
+        The calls of the traced forward.
     by_values
-        The calls' places by function and the values that they read.
+        Positions in `calls`, by function and the values that the call reads.
     constants
-        This rank's parts, by node.
+        This rank's parts of the constants, by node.
     updated
-        New values of buffers that the forward writes.
+        The values that the forward writes to buffers.
     randomness
-        What seeds random operators.
+        Seeds the random operators.
     """
 
     def __init__(self, model: torch.nn.Module, plan: ShardingPlan, local_inputs: bool, seed: int) -> None:
-        """Take a model that is whole, and its plan; raises `ValueError` where they do not fit."""
-        place = plan.mesh.coordinate(dist.get_rank())
-        if place is None:
+        """Take an unsharded model and its plan; raises `ValueError` if they do not fit."""
+        coordinate = plan.mesh.coordinate(dist.get_rank())
+        if coordinate is None:
             raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
-        self.plan, self.local_inputs, self.coordinate = plan, local_inputs, place
+        self.plan, self.local_inputs, self.coordinate = plan, local_inputs, coordinate
         self.randomness = Randomness(seed)
         self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
         self.by_values: dict[Any, list[int]] = defaultdict(list)
@@ -52,23 +52,23 @@ class Eager:
         self.constants = {node.name: self._constant(node) for node in nodes_of(plan, CONSTANT)}
         self._first = first_names(model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Eager:
-        """Return the state of a copy of the model."""
-        made = copy.copy(self)
-        made.collective_counts, made.randomness = Counter(), copy.copy(self.randomness)
-        return made
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerState:
+        """Return the state for a copy of the model."""
+        copied = copy.copy(self)
+        copied.collective_counts, copied.randomness = Counter(), copy.copy(self.randomness)
+        return copied
 
     def part(self, node: Node, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return this rank's part of a parameter or buffer, as a leaf's view through which its gradient comes."""
+        """Return this rank's part of a parameter or buffer, through which the DTensor gets its gradient."""
         tensor, layout = held[self._first[node.source]], self.plan.layouts[Value(node.name)]
-        placements = tuple(state.placement for state in layout)
+        placements = tuple(placement.placement for placement in layout)
         if not isinstance(tensor, DTensor) or tensor.placements != placements:
-            raise ValueError(f"{node.source} is no longer the tensor of placements {list(placements)} that it was")
+            raise ValueError(f"{node.source} is not the DTensor of placements {list(placements)} that parallelize made")
         return tensor.to_local(grad_placements=placements)
 
     def _constant(self, node: Node) -> torch.Tensor:
-        whole, layout = self.plan.graph.constants[node.source], self.plan.layouts[Value(node.name)]
-        return local_slice(whole, layout, self.plan.mesh.shape, self.coordinate)
+        constant, layout = self.plan.graph.constants[node.source], self.plan.layouts[Value(node.name)]
+        return local_slice(constant, layout, self.plan.mesh.shape, self.coordinate)
 
 
 def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:
@@ -77,13 +77,13 @@ def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:
 
 
 def _calls(plan: ShardingPlan) -> tuple[FunctionCall, ...]:
-    """Return the calls that a run follows; raises `ValueError` for a plan that none can follow."""
+    """Return the traced calls; raises `ValueError` for a plan that cannot run eagerly."""
     mesh, calls = plan.mesh, plan.graph.calls
     if isinstance(calls, str):
         raise ValueError(f"the model cannot be run eagerly: {calls}. parallelize(..., static=True) runs the graph")
     if mesh.process_ids != sorted(mesh.process_ids):
         raise ValueError(
-            f"{mesh} has ranks in another order than ascending, in which torch's DTensor gathers wrongly; "
+            f"the ranks of {mesh} are not ascending, and torch's DTensor gathers such meshes wrongly; "
             "parallelize(..., static=True) runs the graph"
         )
     return calls

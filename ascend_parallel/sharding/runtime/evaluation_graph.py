@@ -1,4 +1,4 @@
-"""A graph that was traced in training mode, as it runs in evaluation mode: the same operators, in the same places."""
+"""Turns a graph traced in training mode into the graph of evaluation mode, with the same nodes."""
 
 from __future__ import annotations
 
@@ -22,43 +22,44 @@ DROPPING = {**dict.fromkeys(DROPOUT, "train"), "scaled_dot_product_attention": "
 
 
 def in_evaluation(graph: Graph) -> Graph:
-    """Return the graph without dropout, and with running statistics in place of the batch's, which it leaves alone.
+    """Return the graph without dropout; batch norms read the running statistics and do not update them.
 
-    Nodes keep their names, so that a plan of the graph is one of the result. What a model's own Python does otherwise
-    in evaluation mode is not in a graph: `check_evaluation` tells.
+    Nodes keep their names, so a plan of `graph` is also a plan of the result. A graph does not show what the model's
+    own Python does differently in evaluation mode; `check_evaluation` finds such differences.
     """
     if not graph.training:
         return graph
     nodes: dict[str, Node] = {}
-    old: dict[Value, Value] = {}  # by the new running statistics, which nobody computes: those that were read
+    old: dict[Value, Value] = {}  # from the updated running statistics, which are not computed, to those that are read
     for name, node in graph.nodes.items():
         node = replace(node, inputs=tuple(old.get(value, value) for value in node.inputs))
         nodes[name] = _replaced(node)
         if node.call is not None and node.call.target is FUNCTIONAL_BATCH_NORM:
-            given = arguments(node.call)
-            for index, which in ((3, "running_mean"), (4, "running_var")):
-                old[Value(name, index)] = node.inputs[given[which].index]
+            args = arguments(node.call)
+            for index, statistic in ((3, "running_mean"), (4, "running_var")):
+                old[Value(name, index)] = node.inputs[args[statistic].index]
     owners = {name.rpartition(".")[0] for name, value in graph.updates.items() if value in old}
     updates = {name: value for name, value in graph.updates.items() if name.rpartition(".")[0] not in owners}
     return replace(graph, nodes=nodes, updates=updates, training=False)
 
 
 def check_evaluation(graph: Graph, traced: Graph) -> None:
-    """Raise `ValueError` unless what `in_evaluation` made runs what was `traced` of the same model in evaluation mode.
+    """Raise `ValueError` unless a graph of `in_evaluation` equals `traced`, the same model traced in evaluation mode.
 
-    Names of nodes, and operators that change nothing or are of no use, do not matter.
+    The comparison ignores the names of nodes, dropout that is off, and operators whose results nobody reads.
     """
-    found, wanted = _told(graph), _told(traced)
-    missing = ("nothing more", "")
+    converted, expected = _operators(graph), _operators(traced)
+    end = ("nothing more", "")
     while True:
-        one, other = next(found, missing), next(wanted, missing)
-        if one == missing == other:
+        mine, theirs = next(converted, end), next(expected, end)
+        if mine == end == theirs:
             return
-        if one != other:
-            where = f"in {one[1]}" if isinstance(one[1], str) and one[1] else "in its own forward"
-            runs = f"{one[0]} with other arguments than" if one[0] == other[0] else f"{other[0]} where it ran {one[0]}"
+        if mine != theirs:
+            where = f"in {mine[1]}" if isinstance(mine[1], str) and mine[1] else "in its own forward"
+            same_operator = f"{mine[0]} with other arguments than"
+            runs = same_operator if mine[0] == theirs[0] else f"{theirs[0]} where it ran {mine[0]}"
             raise ValueError(
-                f"in evaluation mode the model does otherwise, not by dropout and running statistics alone: {where} it "
+                f"evaluation mode changes more of the model than dropout and running statistics: {where} it "
                 f"runs {runs} in training"
             )
 
@@ -66,53 +67,53 @@ def check_evaluation(graph: Graph, traced: Graph) -> None:
 def _replaced(node: Node) -> Node:
     if node.call is None:
         return node
-    given, name = arguments(node.call), node.call.name.split(".")[1]
-    if name in DROPPING and given[DROPPING[name]]:
-        return replace(node, call=_with(node.call, DROPPING[name], type(given[DROPPING[name]])(0)))
+    by_name, name = arguments(node.call), node.call.name.split(".")[1]
+    if name in DROPPING and by_name[DROPPING[name]]:
+        return replace(node, call=_with(node.call, DROPPING[name], type(by_name[DROPPING[name]])(0)))
     if node.call.target is FUNCTIONAL_BATCH_NORM:
-        read = [given[one] for one in ("input", "weight", "bias", "running_mean", "running_var")]
-        args = (*read, False, given["momentum"], given["eps"], True)
-        made = OpCall(BATCH_NORM, args, {}, node.call.inputs, node.call.outputs[:1])
-        return replace(node, call=made, outputs=node.outputs[:1])
+        tensors = [by_name[tensor] for tensor in ("input", "weight", "bias", "running_mean", "running_var")]
+        args = (*tensors, False, by_name["momentum"], by_name["eps"], True)
+        call = OpCall(BATCH_NORM, args, {}, node.call.inputs, node.call.outputs[:1])
+        return replace(node, call=call, outputs=node.outputs[:1])
     return node
 
 
 def _with(call: OpCall, name: str, value: Any) -> OpCall:
-    """Return the call with another value of an argument."""
+    """Return the call with another value for an argument."""
     if name in call.kwargs:
         return replace(call, kwargs={**call.kwargs, name: value})
     schema: Any = getattr(call.target, "_schema")  # noqa: B009 - a callable, for the type checker
-    index = [one.name for one in schema.arguments].index(name)
+    index = [argument.name for argument in schema.arguments].index(name)
     return replace(call, args=(*call.args[:index], value, *call.args[index + 1 :]))
 
 
-def _told(graph: Graph) -> Iterator[tuple[Any, ...]]:
-    """Give the operators that are of use, in order, and then what is returned and updated."""
+def _operators(graph: Graph) -> Iterator[tuple[Any, ...]]:
+    """Yield the needed operators in order, then the outputs and the updated buffers."""
     known: dict[Value, Any] = {}
     needed, count = _needed(graph), itertools.count()
     for node in graph.nodes.values():
         if node.call is None:
-            known[Value(node.name)] = (node.kind, node.source, _numbers(graph.constants.get(node.source)))
+            known[Value(node.name)] = (node.kind, node.source, _digest(graph.constants.get(node.source)))
         elif node.name in needed:
-            given = {name: value for name, value in arguments(node.call).items() if name != "cudnn_enabled"}
-            if node.call.name.split(".")[1] in DROPOUT and not given["train"]:
+            by_name = {name: value for name, value in arguments(node.call).items() if name != "cudnn_enabled"}
+            if node.call.name.split(".")[1] in DROPOUT and not by_name["train"]:
                 known[Value(node.name)] = known[node.inputs[0]]
                 continue
             number = next(count)
             known |= {Value(node.name, index): (number, index) for index in range(len(node.outputs))}
             read = [known[value] for value in node.inputs]
-            yield node.call.name, node.module, pytree.tree_map(lambda leaf: _read(leaf, read), given)  # noqa: B023
+            yield node.call.name, node.module, pytree.tree_map(lambda leaf: _read(leaf, read), by_name)  # noqa: B023
     yield "its end", pytree.tree_map(lambda leaf: known.get(leaf, leaf), graph.outputs)
     yield "updates", {name: known[value] for name, value in graph.updates.items()}
 
 
-def _numbers(constant: Any) -> str:
-    """Return what tells a constant tensor from others."""
+def _digest(constant: Any) -> str:
+    """Return a constant's dtype, shape and the hash of its bytes; "" for no tensor."""
     if not isinstance(constant, torch.Tensor):
         return ""
-    held = constant.detach().cpu().contiguous()
-    numbers = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
-    return f"{held.dtype} {list(held.shape)} {hashlib.sha256(numbers).hexdigest()}"
+    on_cpu = constant.detach().cpu().contiguous()
+    content = on_cpu.reshape(-1).view(torch.uint8).numpy().tobytes() if on_cpu.numel() else b""
+    return f"{on_cpu.dtype} {list(on_cpu.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
 def _read(leaf: Any, read: Sequence[Any]) -> Any:
@@ -120,7 +121,7 @@ def _read(leaf: Any, read: Sequence[Any]) -> Any:
 
 
 def _needed(graph: Graph) -> set[str]:
-    """Return the nodes of which what is returned or updated is made."""
+    """Return the nodes that the outputs and the updated buffers depend on."""
     found: set[str] = set()
     waiting = [value.node for value in graph.kept]
     while waiting:

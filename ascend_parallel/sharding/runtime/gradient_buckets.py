@@ -1,4 +1,4 @@
-"""Tensors summed over ranks as one: buckets that one backward fills."""
+"""Buckets of gradient terms that one backward fills, each all-reduced as one tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ascend_parallel.sharding.graph import Value
 
 Start = Callable[[torch.Tensor, int, Value], dist.Work]
-"""Starts the sum of a tensor over a mesh dimension; the value is the first in it."""
+"""Starts the all-reduce of a tensor over a mesh dimension; the value is the first parameter in the tensor."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ class Term:
     tensor: torch.Tensor
 
 
-class Sum:
-    """Terms that are summed as one tensor, over one mesh dimension after the other."""
+class BucketSum:
+    """The all-reduces of one tensor of terms, over one mesh dimension after another."""
 
     def __init__(self, terms: Sequence[Term], dims: Sequence[int], start: Start) -> None:
-        """Start the sum over the first mesh dimension. The terms are not changed, and not kept."""
+        """Copy the terms into one tensor and start the all-reduce over the first mesh dimension."""
         self._leaves = [term.leaf for term in terms]
         self._value, self._dims, self._start = terms[0].value, list(dims), start
         self._flat = torch.cat([term.tensor.reshape(-1) for term in terms])
         self._work: dist.Work | None = None
-        self.go_on()
+        self.start_next_dim()
 
-    def go_on(self) -> bool:
-        """Start the sum over the next mesh dimension; False if it runs over the last."""
+    def start_next_dim(self) -> bool:
+        """Start the all-reduce over the next mesh dimension; return False if none is left."""
         if not self._dims:
             return False
         if self._work is not None:
@@ -44,8 +44,8 @@ class Sum:
         return True
 
     @torch.no_grad()
-    def give(self) -> None:
-        """Wait, and add the sums to the leaves' gradients, which are parts of one tensor where they were none."""
+    def accumulate(self) -> None:
+        """Wait and add the sums to the leaves' gradients. A missing gradient becomes a view of the bucket."""
         assert self._work is not None
         self._work.wait()
         parts = torch.split(self._flat, [leaf.numel() for leaf in self._leaves])
@@ -57,40 +57,40 @@ class Sum:
                 leaf.grad.add_(total)
 
 
-def give_all(sums: Sequence[Sum]) -> None:
-    """Wait for all, and add them to the leaves' gradients."""
+def finish_all(sums: Sequence[BucketSum]) -> None:
+    """Wait for all sums and add them to the leaves' gradients."""
     left = list(sums)
     while left:
-        left = [one for one in left if one.go_on()]
-    for one in sums:
-        one.give()
+        left = [bucket_sum for bucket_sum in left if bucket_sum.start_next_dim()]
+    for bucket_sum in sums:
+        bucket_sum.accumulate()
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A bucket to be filled: the tensors that it waits for, and the mesh dimensions over which it is summed."""
+    """A bucket to fill: the parameters that it waits for, and the mesh dimensions of its sum."""
 
     waits_for: tuple[Value, ...]
     dims: tuple[int, ...]
 
 
-class Backward:
-    """What one backward brings: terms in buckets, and the sums that run.
+class BackwardBuckets:
+    """The buckets of one backward, and their running sums.
 
-    A bucket is started when it has all that it waits for and those before it were started; the end starts what is
-    left, of which some was not reached. A term that comes twice, as from two forwards, is added, or begins the bucket
-    anew.
+    A bucket starts when its terms are complete and all buckets before it have started. The end of backward starts the
+    remaining buckets; backward may have reached only some of their parameters. A second term of the same parameter, as
+    from two forwards, is added to the first, or begins the bucket anew if the bucket has started.
     """
 
     def __init__(self, slots: Sequence[Slot], start: Start) -> None:
-        """Take the buckets in the order in which they are filled."""
+        """Take the buckets in the order in which backward fills them."""
         self._slots, self._start = slots, start
         self._terms: list[dict[Value, Term]] = [{} for _ in slots]
-        self._sums: list[Sum] = []
+        self._sums: list[BucketSum] = []
         self._next = 0
 
     def add(self, index: int, term: Term) -> None:
-        """Take a term for a bucket."""
+        """Add a term to a bucket; start the buckets that are complete."""
         terms = self._terms[index]
         if term.value in terms:
             term = Term(term.value, term.leaf, terms[term.value].tensor + term.tensor)
@@ -101,18 +101,19 @@ class Backward:
             self._launch()
 
     def end(self) -> None:
-        """Start what is left, wait for all, and give it to the leaves."""
+        """Start the remaining buckets, wait for all, and add the sums to the leaves' gradients."""
         for _ in self._slots:
             self._launch()
-        give_all(self._sums)
+        finish_all(self._sums)
 
     def _launch(self) -> None:
-        """Start the next bucket, if anything is in it."""
+        """Start the next bucket, unless the bucket is empty."""
         index = self._next
         terms, self._terms[index] = self._terms[index], {}
         self._next = (index + 1) % len(self._slots)
         if terms:
-            for one in self._sums:
-                one.go_on()
+            for bucket_sum in self._sums:
+                bucket_sum.start_next_dim()
             slot = self._slots[index]
-            self._sums.append(Sum([terms[value] for value in slot.waits_for if value in terms], slot.dims, self._start))
+            present = [terms[value] for value in slot.waits_for if value in terms]
+            self._sums.append(BucketSum(present, slot.dims, self._start))

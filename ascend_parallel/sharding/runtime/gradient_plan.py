@@ -1,8 +1,8 @@
-"""Which parameters' gradients are summed after what makes them, over which mesh dimensions, in which buckets.
+"""Plans which parameter gradients are all-reduced, over which mesh dimensions, and in which buckets.
 
-A parameter that is whole on a mesh dimension and read as a copy there has a gradient that is a part of a sum. Its leaf
-is then read as a copy too, so that what arrives at it is this rank's term, and the terms of many parameters are summed
-as one (gradients.py). Pure: no process is asked.
+A replicated parameter that a node reads as R/P (layout.py) has a gradient that is a partial sum. The plan makes the
+parameter itself R/P: autograd then delivers this rank's term to the parameter, and the terms of many parameters are
+all-reduced as one tensor (gradient_reduction.py). Planning runs no collective.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 
 BUCKET_BYTES = 25 << 20
-# Of the first bucket, so that what it sends begins early: as torch/nn/parallel/distributed.py has it.
+"""Size of a bucket, the default of torch's DistributedDataParallel."""
+# The first bucket is smaller, so that communication begins early (torch/nn/parallel/distributed.py).
 FIRST_BYTES = 1 << 20
-"""As torch's DistributedDataParallel has it."""
 
 
 @dataclass(frozen=True)
-class Summed:
-    """A parameter held whole on some mesh dimensions.
+class SummedGradient:
+    """A parameter that is replicated on some mesh dimensions.
 
     dims
-        Those over which its gradient has to be summed.
+        The mesh dimensions over which its gradient must be summed.
     whole
-        Those on which every rank computes the whole gradient.
+        The mesh dimensions on which every rank computes the full gradient.
     nbytes
-        Of the gradient that a rank holds.
+        Bytes of the gradient that a rank holds.
     """
 
     value: Value
@@ -46,9 +46,9 @@ class Summed:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients are summed as one, over the same mesh dimensions."""
+    """Parameters whose gradients are all-reduced as one tensor, over the same mesh dimensions."""
 
-    members: tuple[Summed, ...]
+    members: tuple[SummedGradient, ...]
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -57,47 +57,49 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank has of it."""
-        return sum(one.nbytes for one in self.members)
+        """The bucket's bytes on a rank."""
+        return sum(member.nbytes for member in self.members)
 
 
-def read_as_copies(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule, tuple[Summed, ...]]:
-    """Return a schedule in which such parameters are copies, and all parameters held whole somewhere.
+def with_partial_grads(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule, tuple[SummedGradient, ...]]:
+    """Return a schedule in which such parameters are R/P, and the parameters replicated on some mesh dimension.
 
-    These are in the order in which a forward reads them first.
+    The parameters are in the order in which a forward reads them first.
     """
-    layouts, via, found = dict(schedule.layouts), dict(schedule.shared_layouts), {}
-    for value, ends in _read(schedule, plan).items():
+    layouts, shared, found = dict(schedule.layouts), dict(schedule.shared_layouts), {}
+    for value, targets in _read_layouts(schedule, plan).items():
         dims: list[int] = []
         whole: list[int] = []
         for dim, size in enumerate(plan.mesh.shape):
             if size > 1 and layouts[value][dim] == REPLICATE:
-                (dims if any(end[dim] == PARTIAL_GRAD for end in ends) else whole).append(dim)
+                (dims if any(target[dim] == PARTIAL_GRAD for target in targets) else whole).append(dim)
         meta, node = plan.graph.meta(value), plan.graph.nodes[value.node]
         nbytes = local_size(meta.shape, layouts[value], plan.mesh.shape) * meta.dtype.itemsize
         if dims or whole:
-            found[value] = Summed(value, node.source, tuple(dims), tuple(whole), meta.dtype, nbytes)
-        layouts[value] = _copied(layouts[value], dims)
-        if value in via:
-            via[value] = _copied(via[value], dims)
-    return replace(schedule, layouts=layouts, shared_layouts=via), tuple(found.values())
+            found[value] = SummedGradient(value, node.source, tuple(dims), tuple(whole), meta.dtype, nbytes)
+        layouts[value] = _partial_grad_on(layouts[value], dims)
+        if value in shared:
+            shared[value] = _partial_grad_on(shared[value], dims)
+    return replace(schedule, layouts=layouts, shared_layouts=shared), tuple(found.values())
 
 
-def _copied(layout: Layout, dims: Sequence[int]) -> Layout:
-    def copied(dim: int, state: Placement) -> Placement:
-        return PARTIAL_GRAD if dim in dims and state == REPLICATE else state
+def _partial_grad_on(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Return the layout with R/P for R on these mesh dimensions."""
 
-    return tuple(copied(dim, state) for dim, state in enumerate(layout))
+    def changed(dim: int, placement: Placement) -> Placement:
+        return PARTIAL_GRAD if dim in dims and placement == REPLICATE else placement
+
+    return tuple(changed(dim, placement) for dim, placement in enumerate(layout))
 
 
-def _read(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[Layout]]:
-    """Return the layouts in which each parameter is read, in the order of the first readers."""
+def _read_layouts(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[Layout]]:
+    """Return the layouts in which each parameter is read; parameters in the order of their first readers."""
     found: dict[Value, list[Layout]] = {}
 
     def read(value: Value, layout: Layout) -> None:
         if plan.graph.nodes[value.node].kind == PARAMETER and value in plan.differentiable:
             shared = schedule.shared_layouts.get(value)
-            found.setdefault(value, []).append(layout if shared is None else _seen(shared, layout))
+            found.setdefault(value, []).append(layout if shared is None else _effective(shared, layout))
 
     for name in (name for unit in units_of(schedule, plan) for name in unit):
         for value, layout in zip(plan.graph.nodes[name].inputs, schedule.inputs[name], strict=True):
@@ -108,13 +110,13 @@ def _read(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[Layout]]:
     return found
 
 
-def _seen(shared: Layout, layout: Layout) -> Layout:
-    """Return the layout in which a reader sees the parameter: the shared layout's, or its own."""
-    return tuple(mine if through == REPLICATE else through for through, mine in zip(shared, layout, strict=True))
+def _effective(shared: Layout, layout: Layout) -> Layout:
+    """Return the shared layout, with the reader's own placement where the shared layout is R."""
+    return tuple(mine if common == REPLICATE else common for common, mine in zip(shared, layout, strict=True))
 
 
 def units_of(schedule: Schedule, plan: ShardingPlan) -> Iterator[tuple[str, ...]]:
-    """Yield the nodes as they run: alone, or those of a kernel at the place of the first."""
+    """Yield the nodes in the order in which they run; the nodes of a kernel run together, at the first of them."""
     done: set[str] = set()
     for name in plan.graph.nodes:
         if name not in done:
@@ -123,21 +125,21 @@ def units_of(schedule: Schedule, plan: ShardingPlan) -> Iterator[tuple[str, ...]
             yield unit
 
 
-def buckets(summed: Sequence[Summed], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Return the buckets in the order in which a backward fills them: the last that was read comes first.
+def buckets(summed: Sequence[SummedGradient], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Return the buckets in the order in which backward fills them: the parameter that is read last comes first.
 
-    Each has parameters of one dtype and the same mesh dimensions, and at most `bucket_bytes`, the first of a kind at
-    most `FIRST_BYTES`, unless it is of one.
+    The parameters of a bucket have the same dtype and mesh dimensions. A bucket holds at most `bucket_bytes`, the first
+    bucket of a dtype and mesh dimensions at most `FIRST_BYTES`; a single larger parameter is a bucket of its own.
     """
-    found: list[list[Summed]] = []
-    open_ones: dict[tuple[object, ...], list[Summed]] = {}
+    found: list[list[SummedGradient]] = []
+    unfinished: dict[tuple[object, ...], list[SummedGradient]] = {}
     limits: dict[tuple[object, ...], int] = {}
-    for one in reversed([one for one in summed if one.dims]):
-        key = (one.dims, one.dtype)
-        members = open_ones.get(key, [])
-        if not members or sum(member.nbytes for member in members) + one.nbytes > limits[key]:
+    for param in reversed([param for param in summed if param.dims]):
+        key = (param.dims, param.dtype)
+        members = unfinished.get(key, [])
+        if not members or sum(member.nbytes for member in members) + param.nbytes > limits[key]:
             limits[key] = bucket_bytes if key in limits else min(bucket_bytes, FIRST_BYTES)
-            members = open_ones[key] = []
+            members = unfinished[key] = []
             found.append(members)
-        members.append(one)
+        members.append(param)
     return tuple(Bucket(tuple(members)) for members in found)

@@ -1,4 +1,4 @@
-"""Checks before a planned model runs: its tensors are as traced, and all ranks have the same plan and model."""
+"""Checks before a planned model runs: its inputs are as traced, and all ranks have the same plan and model."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 
 
-def given_tensors(
+def input_tensors(
     plan: ShardingPlan,
     coordinate: Sequence[int] | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """Return the tensor given for each input node.
+    """Return the input tensor of each input node.
 
     coordinate
-        Of the rank whose parts are given; None: whole tensors are.
+        The rank's coordinate if the arguments are its local parts; None if they are global tensors.
 
-    Raises `ValueError` for arguments unlike those that were traced: their number, shapes, dtypes, the values of those
-    that are no tensors, and a gradient wanted where there was none.
+    Raises `ValueError` if the arguments differ from the traced arguments: in number, shape, dtype, the values of
+    arguments that are not tensors, or by requiring a gradient that the traced input did not require.
     """
     nodes = [node for node in plan.graph.nodes.values() if node.kind == INPUT]
     binding = plan.graph.binding
-    found = list(args) if binding is None else binding.tensors(args, kwargs)
-    if len(found) != len(nodes):
-        raise ValueError(f"{len(found)} tensors were given; traced were {', '.join(node.source for node in nodes)}")
-    for node, tensor in zip(nodes, found, strict=True):
+    tensors = list(args) if binding is None else binding.tensors(args, kwargs)
+    if len(tensors) != len(nodes):
+        raise ValueError(f"{len(tensors)} tensors were given; traced were {', '.join(node.source for node in nodes)}")
+    for node, tensor in zip(nodes, tensors, strict=True):
         _check(plan, coordinate, node, tensor)
-    return {node.name: tensor for node, tensor in zip(nodes, found, strict=True)}
+    return {node.name: tensor for node, tensor in zip(nodes, tensors, strict=True)}
 
 
 def _check(plan: ShardingPlan, coordinate: Sequence[int] | None, node: Node, tensor: torch.Tensor) -> None:
@@ -50,7 +50,9 @@ def _check(plan: ShardingPlan, coordinate: Sequence[int] | None, node: Node, ten
             f"{node.outputs[0].dtype}"
         )
     if tensor.requires_grad and torch.is_grad_enabled() and Value(node.name) not in plan.differentiable:
-        raise ValueError(f"{node.source} wants a gradient, and was traced without: trace with inputs that want one")
+        raise ValueError(
+            f"{node.source} requires a gradient, and did not when traced: trace with an input that requires a gradient"
+        )
 
 
 def confirm_same_plan(
@@ -63,9 +65,9 @@ def confirm_same_plan(
     bucket_bytes: int = 0,
     recompute: Recompute | None = None,
 ) -> int:
-    """Return a seed that is the same on all ranks of `group`, by default all ranks.
+    """Return a seed that is the same on all ranks of `group`, by default of the default group.
 
-    Raises `DisagreementError` on every rank unless plan, settings, options and the model's values are the same on all.
+    Raises `DisagreementError` on every rank unless plan, settings, options and the model's values agree on all ranks.
     """
     mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": fingerprint(model)}
     mine |= {"bucket_bytes": str(bucket_bytes), "recompute": repr(recompute or Recompute())}

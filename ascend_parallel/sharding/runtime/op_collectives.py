@@ -1,4 +1,4 @@
-"""The collectives that an operator runs itself, on the mesh of a running plan."""
+"""The collectives that an operator runs itself, on the mesh of a planned model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ascend_parallel.sharding.runtime.redistribute_autograd import Observer
 
 
 def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllReduce:
-    """Return what a rule's run reduces with."""
+    """Return the all-reduce that a rule's `run` calls: ``all_reduce(tensor, mesh_dim, op)``."""
     whole = (REPLICATE,) * mesh.ndim
 
     def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""The overlap pass: which matmuls of a plan run together with the collective before or behind them.
+"""The overlap pass: fuses matmuls of a plan with the collective before or after them.
 
-row     the weight is cut along K, and the partial sums become whole (all-reduce) or rows (reduce-scatter): the
-        conversion moves from behind the matmul into it.
-column  the weight is cut along N, and the input is a copy for it (all-reduce of its gradient) or gathered from rows
-        (all-gather, in backward reduce-scatter). Columns of the same input are one matmul with one collective.
+row     the weight is sharded along K. The all-reduce or reduce-scatter of the partial sums moves into the matmul.
+column  the weight is sharded along N. Either the input is R/P, and the all-reduce of its gradient moves into the
+        backward; or the input's rows are sharded, and the all-gather moves into the forward, the reduce-scatter into
+        the backward. Column matmuls of the same input become one matmul with one collective.
 
-What the pass leaves is a schedule: the plan's layouts with those conversions taken out, and the kernels. Pure: no
-process is asked.
+The result is a schedule: the plan's layouts without these redistributions, and the kernels. The pass runs no
+collective.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, Ker
 
 @dataclass(frozen=True)
 class Fusion:
-    """What the pass did with a matmul next to a collective.
+    """The result of the pass for a matmul next to a collective.
 
     operator
-        The operator of ascend_parallel whose collective it shares its time with; "" if none.
+        The operator of ascend_parallel that runs the matmul with its collective; "" if the matmul is not fused.
     reason
-        Which collective that is, or why it stays apart.
+        Which collective is fused, or why none is.
     """
 
     node: str
@@ -41,10 +41,10 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a rank runs: a plan's `layouts`, `inputs` and `via`, and the kernels of nodes that are not run alone.
+    """What a rank runs: `layouts`, `inputs` and `shared_layouts` as in a plan, and the kernels.
 
     kernels
-        By the first of their nodes.
+        The kernels by the first of their nodes. Other nodes run alone.
     """
 
     layouts: Mapping[Value, Layout]
@@ -58,9 +58,9 @@ def fuse(plan: ShardingPlan, settings: Settings) -> Schedule:
     """Return the schedule of a plan in which matmuls overlap with their collectives.
 
     settings
-        Of the overlapped operators: chunks, order.
+        Settings of the overlapped operators, such as the number of chunks.
     """
-    work = _Pass(plan, settings)
+    builder = _ScheduleBuilder(plan, settings)
     matmuls = [
         (node, found)
         for node in plan.graph.nodes.values()
@@ -68,18 +68,18 @@ def fuse(plan: ShardingPlan, settings: Settings) -> Schedule:
     ]
     for mesh_dim, size in enumerate(plan.mesh.shape):
         for node, matmul in matmuls if size > 1 else []:
-            work.row(node, matmul, mesh_dim)
+            builder.row(node, matmul, mesh_dim)
     for mesh_dim, size in enumerate(plan.mesh.shape):
         if size > 1:
-            work.columns(matmuls, mesh_dim)
-    return Schedule(work.layouts, work.inputs, work.shared_layouts, work.kernels, tuple(work.fused))
+            builder.columns(matmuls, mesh_dim)
+    return Schedule(builder.layouts, builder.inputs, builder.shared_layouts, builder.kernels, tuple(builder.fused))
 
 
 _Column = tuple[Node, Matmul]
 
 
-class _Pass:
-    """The schedule while it is made."""
+class _ScheduleBuilder:
+    """A schedule under construction."""
 
     def __init__(self, plan: ShardingPlan, settings: Settings) -> None:
         self._graph, self._mesh, self._settings = plan.graph, plan.mesh, settings
@@ -89,19 +89,16 @@ class _Pass:
         self._returned = {value: plan.returned_layout(value) for value in returned}
         self._order = {name: place for place, name in enumerate(plan.graph.nodes)}
         self._done: set[str] = set()
-        self.layouts, self.inputs, self.shared_layouts = (
-            dict(plan.layouts),
-            dict(plan.inputs),
-            dict(plan.shared_layouts),
-        )
+        self.layouts, self.inputs = dict(plan.layouts), dict(plan.inputs)
+        self.shared_layouts = dict(plan.shared_layouts)
         self.kernels: dict[str, Kernel] = {}
         self.fused: list[Fusion] = []
 
     def row(self, node: Node, matmul: Matmul, mesh_dim: int) -> None:
-        """Take the conversion of a matmul's partial sums on `mesh_dim` into it."""
+        """Fuse a matmul with the redistribution of its partial sums on `mesh_dim`."""
         value = Value(node.name)
-        wants, layout = self.inputs[node.name], self.layouts[value]
-        if node.name in self._done or layout[mesh_dim] != SUM or wants[matmul.weight][mesh_dim] != shard(matmul.k_dim):
+        reads, layout = self.inputs[node.name], self.layouts[value]
+        if node.name in self._done or layout[mesh_dim] != SUM or reads[matmul.weight][mesh_dim] != shard(matmul.k_dim):
             return
         targets = self._targets(value, mesh_dim)
         if targets <= {SUM}:
@@ -116,69 +113,70 @@ class _Pass:
         if value in self.shared_layouts and self.shared_layouts[value][mesh_dim] == SUM:
             self.shared_layouts[value] = _with(self.shared_layouts[value], mesh_dim, target)
         if matmul.bias is not None:
-            self._want(node.name, matmul.bias, mesh_dim, REPLICATE if whole else PARTIAL_GRAD)
+            self._set_input(node.name, matmul.bias, mesh_dim, REPLICATE if whole else PARTIAL_GRAD)
         operator = "matmul_all_reduce" if whole else "matmul_reduce_scatter"
-        self._keep(RowKernel, [(node, matmul)], mesh_dim, None if whole else target.dim)
-        moved = "" if whole else self._moved(node.outputs[0].shape, self.layouts[value], target)
-        self.fused.append(Fusion(node.name, operator, f"its sum over {self._mesh.dim_names[mesh_dim]}{moved}"))
+        self._add_kernel(RowKernel, [(node, matmul)], mesh_dim, None if whole else target.dim)
+        transposed = "" if whole else self._transposed_text(node.outputs[0].shape, self.layouts[value], target)
+        self.fused.append(Fusion(node.name, operator, f"its sum over {self._mesh.dim_names[mesh_dim]}{transposed}"))
 
     def columns(self, matmuls: list[_Column], mesh_dim: int) -> None:
-        """Take the conversions of matmuls' inputs to copies on `mesh_dim` into the matmuls."""
+        """Fuse column matmuls with the redistributions of their inputs to R/P on `mesh_dim`."""
         by_input: dict[Value, list[_Column]] = {}
         for node, matmul in matmuls:
-            wants = self.inputs[node.name]
-            column = wants[matmul.x][mesh_dim] == PARTIAL_GRAD and wants[matmul.weight][mesh_dim] == shard(matmul.n_dim)
+            reads = self.inputs[node.name]
+            column = reads[matmul.x][mesh_dim] == PARTIAL_GRAD and reads[matmul.weight][mesh_dim] == shard(matmul.n_dim)
             if column and node.name not in self._done:
                 by_input.setdefault(node.inputs[matmul.x], []).append((node, matmul))
-        for value, found in by_input.items():
-            self._columns_of(value, found, mesh_dim)
+        for value, readers in by_input.items():
+            self._columns_of(value, readers, mesh_dim)
 
-    def _columns_of(self, value: Value, found: list[_Column], mesh_dim: int) -> None:
+    def _columns_of(self, value: Value, columns: list[_Column], mesh_dim: int) -> None:
+        """Fuse the column matmuls that read `value`."""
         shared = self.shared_layouts.get(value)
         converted_once = shared is not None and shared[mesh_dim] == PARTIAL_GRAD
         source = self.layouts[value] if converted_once or shared is None else shared
-        state = source[mesh_dim]
-        if state == PARTIAL_GRAD or (state.kind != "shard" and value not in self._differentiable):
-            return  # nothing is sent for it
-        groups, new = self._alike(found), state if state.kind == "shard" else REPLICATE
-        names = {node.name for node, _ in found}
+        placement = source[mesh_dim]
+        if placement == PARTIAL_GRAD or (placement.kind != "shard" and value not in self._differentiable):
+            return  # no collective runs for this input
+        groups, new = self._groups(columns), placement if placement.kind == "shard" else REPLICATE
+        names = {node.name for node, _ in columns}
         others = [(name, index) for name, index in self._readers[value] if name not in names]
-        as_before = all(self.inputs[name][index][mesh_dim] == new for name, index in others)
-        if converted_once and not (len(groups) == 1 and as_before):
+        others_unchanged = all(self.inputs[name][index][mesh_dim] == new for name, index in others)
+        if converted_once and not (len(groups) == 1 and others_unchanged):
             readers = ", ".join(name for name, _ in self._readers[value])
-            self._refuse(found, f"its input is converted once for several readers ({readers}) that cannot run as one")
+            self._refuse(columns, f"its input is converted once for several readers ({readers}) that cannot run as one")
             return
-        fused = [self._group(group, mesh_dim, state) for group in groups]
+        fused = [self._group(group, mesh_dim, placement) for group in groups]
         if converted_once and all(fused):
             assert shared is not None
             self.shared_layouts[value] = _with(shared, mesh_dim, new)
 
-    def _group(self, group: list[_Column], mesh_dim: int, state: Placement) -> bool:
-        """Run columns that differ in their weights only as one; tell whether that can be."""
+    def _group(self, group: list[_Column], mesh_dim: int, placement: Placement) -> bool:
+        """Fuse columns that differ only in their weights into one kernel; return False if a column has an obstacle."""
         node, matmul = group[0]
-        reason = self._column_obstacle(node, matmul, mesh_dim, state)
+        reason = self._column_obstacle(node, matmul, mesh_dim, placement)
         if reason:
             self._refuse(group, reason)
             return False
-        rows = state.kind == "shard"
-        for one, its in group:
-            self._want(one.name, its.x, mesh_dim, state if rows else REPLICATE)
-        self._keep(ColumnKernel, group, mesh_dim, state.dim if rows else None)
+        rows = placement.kind == "shard"
+        for member, its in group:
+            self._set_input(member.name, its.x, mesh_dim, placement if rows else REPLICATE)
+        self._add_kernel(ColumnKernel, group, mesh_dim, placement.dim if rows else None)
         what = "the gather of its rows" if rows else "in backward the sum of its input's gradient"
         operator = "all_gather_matmul" if rows else "matmul_all_reduce"
-        others = f", one matmul with {', '.join(one.name for one, _ in group[1:])}" if len(group) > 1 else ""
-        source = self.inputs[node.name][matmul.x]
-        moved = self._moved(self._graph.meta(node.inputs[matmul.x]).shape, source, state) if rows else ""
-        said = f"{what} over {self._mesh.dim_names[mesh_dim]}{moved}{others}"
-        self.fused += [Fusion(one.name, operator, said) for one, _ in group]
+        others = f", one matmul with {', '.join(member.name for member, _ in group[1:])}" if len(group) > 1 else ""
+        source, shape = self.inputs[node.name][matmul.x], self._graph.meta(node.inputs[matmul.x]).shape
+        transposed = self._transposed_text(shape, source, placement) if rows else ""
+        reason = f"{what} over {self._mesh.dim_names[mesh_dim]}{transposed}{others}"
+        self.fused += [Fusion(member.name, operator, reason) for member, _ in group]
         return True
 
-    def _alike(self, found: list[_Column]) -> list[list[_Column]]:
-        """Group columns of one input that can be one matmul, whose weights are there when the first one runs."""
+    def _groups(self, columns: list[_Column]) -> list[list[_Column]]:
+        """Group columns of an input that can be one matmul: all weights exist when the first column runs."""
         groups: dict[object, list[_Column]] = {}
-        for node, matmul in found:
-            wants = self.inputs[node.name]
-            layouts = (wants[matmul.x], wants[matmul.weight], self.layouts[Value(node.name)])
+        for node, matmul in columns:
+            reads = self.inputs[node.name]
+            layouts = (reads[matmul.x], reads[matmul.weight], self.layouts[Value(node.name)])
             dtype = self._graph.meta(node.inputs[matmul.weight]).dtype
             key = (*(_other_dims(layouts, matmul)), matmul.bias is None, dtype)
             first = groups.setdefault(key, [])
@@ -188,16 +186,17 @@ class _Pass:
         return list(groups.values())
 
     def _targets(self, value: Value, mesh_dim: int) -> set[Placement]:
-        """Return to what a tensor is converted on `mesh_dim`; a copy is made of the whole without a collective."""
+        """Return the placements to which a tensor is redistributed on `mesh_dim`; R/P counts as R."""
         shared = self.shared_layouts.get(value)
         if shared is not None and shared[mesh_dim] != SUM:
             found = {shared[mesh_dim]}
         else:
             found = {self.inputs[name][index][mesh_dim] for name, index in self._readers[value]}
         found |= {self._returned[value][mesh_dim]} if value in self._returned else set()
-        return {REPLICATE if state == PARTIAL_GRAD else state for state in found}
+        return {REPLICATE if placement == PARTIAL_GRAD else placement for placement in found}
 
     def _row_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, targets: set[Placement]) -> str:
+        """Return why a row matmul cannot be fused; "" if it can."""
         value = Value(node.name)
         if len(targets) > 1:
             return f"its partial sums are read as {' and '.join(sorted(map(str, targets)))}"
@@ -211,39 +210,40 @@ class _Pass:
             return f"its partial sums become {target}"
         return self._rows_obstacle(node.outputs[0].shape, layout, mesh_dim)
 
-    def _column_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, state: Placement) -> str:
+    def _column_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, placement: Placement) -> str:
+        """Return why a column matmul cannot be fused; "" if it can."""
         if matmul.bias is not None and SUM in self.layouts[Value(node.name)]:
             return "it has a bias, and partial sums on another mesh dimension"
-        if state.kind != "shard":
+        if placement.kind != "shard":
             return ""
-        layout = _with(self.inputs[node.name][matmul.x], mesh_dim, state)
+        layout = _with(self.inputs[node.name][matmul.x], mesh_dim, placement)
         return self._rows_obstacle(self._graph.meta(node.inputs[matmul.x]).shape, layout, mesh_dim)
 
     def _rows_obstacle(self, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> str:
-        """Say why a tensor's slices cannot be gathered or scattered as rows; "" if they can."""
+        """Return why a tensor's slices cannot be gathered or scattered as rows; "" if they can."""
         dim, mesh_shape = layout[mesh_dim].dim, tuple(self._mesh.shape)
         if dim == len(shape) - 1:
-            return f"{layout[mesh_dim]} cuts its features, not its rows"
+            return f"{layout[mesh_dim]} shards its features, not its rows"
         if not is_even(shape, layout, mesh_shape):
             return f"{layout[mesh_dim]} of {list(shape)} is not even"
         if layout[mesh_dim] in layout[mesh_dim + 1 :]:
-            return f"dimension {dim} is cut again by a later mesh dimension"
+            return f"dimension {dim} is sharded by a later mesh dimension too"
         if not _ascending(self._mesh, mesh_dim):
             return f"the ranks along {self._mesh.dim_names[mesh_dim]} do not ascend"
         return ""
 
-    def _moved(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
-        """Say that the rows have to be brought to the first dimension, where that is a copy."""
+    def _transposed_text(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
+        """Return ", transposed for S(d)" if moving the rows to the first dimension copies the tensor; else ""."""
         mesh_shape = tuple(self._mesh.shape)
         before = local_shape(shape, layout, mesh_shape, [0] * len(mesh_shape))[: rows.dim]
         return f", transposed for {rows}" if any(size != 1 for size in before) else ""
 
-    def _want(self, name: str, index: int, mesh_dim: int, state: Placement) -> None:
-        wants = list(self.inputs[name])
-        wants[index] = _with(wants[index], mesh_dim, state)
-        self.inputs[name] = tuple(wants)
+    def _set_input(self, name: str, index: int, mesh_dim: int, placement: Placement) -> None:
+        layouts = list(self.inputs[name])
+        layouts[index] = _with(layouts[index], mesh_dim, placement)
+        self.inputs[name] = tuple(layouts)
 
-    def _keep(
+    def _add_kernel(
         self, kind: type[ColumnKernel | RowKernel], group: list[_Column], mesh_dim: int, row_dim: int | None
     ) -> None:
         names = tuple(node.name for node, _ in group)
@@ -255,20 +255,20 @@ class _Pass:
         self.fused += [Fusion(node.name, "", reason) for node, _ in group]
 
 
-def _with(layout: Layout, mesh_dim: int, state: Placement) -> Layout:
-    return (*layout[:mesh_dim], state, *layout[mesh_dim + 1 :])
+def _with(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
+    return (*layout[:mesh_dim], placement, *layout[mesh_dim + 1 :])
 
 
 def _other_dims(layouts: tuple[Layout, ...], matmul: Matmul) -> tuple[Layout, ...]:
-    """Return layouts of x, weight and output, the weight's as of [N, K]."""
+    """Return the layouts of x, weight and output, with the weight's layout as of [N, K]."""
     x, weight, y = layouts
     if matmul.transposed:
-        weight = tuple(shard(1 - state.dim) if state.kind == "shard" else state for state in weight)
+        weight = tuple(shard(1 - each.dim) if each.kind == "shard" else each for each in weight)
     return x, weight, y
 
 
 def _ascending(mesh: ProcessMesh, mesh_dim: int) -> bool:
-    """Tell whether a group's order, by rank, is the mesh's."""
+    """Tell whether the ranks ascend along a mesh dimension, as the ranks of a process group do."""
     step = 1
     for size in mesh.shape[mesh_dim + 1 :]:
         step *= size

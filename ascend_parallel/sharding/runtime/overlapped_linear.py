@@ -1,4 +1,4 @@
-"""Matmuls of a graph that run together with a collective, by `column_linear` and `row_linear`."""
+"""Kernels that run matmuls of a graph together with a collective, by `column_linear` and `row_linear`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Matmul:
-    """Which inputs of a call are the two factors and the bias.
+    """The positions of x, weight and bias among a call's inputs.
 
     transposed
-        The weight is [K, N], as for aten.mm, and not [N, K], as for aten.linear.
+        True for a weight [K, N], as of aten.mm; False for [N, K], as of aten.linear.
     """
 
     x: int
@@ -33,17 +33,17 @@ class Matmul:
 
     @property
     def n_dim(self) -> int:
-        """The weight's dimension of the output's features."""
+        """The weight's dimension N, the output features."""
         return 1 if self.transposed else 0
 
     @property
     def k_dim(self) -> int:
-        """The weight's dimension that is summed over."""
+        """The weight's dimension K, which the matmul sums over."""
         return 1 - self.n_dim
 
 
 def matmul_of(call: OpCall) -> Matmul | None:
-    """Tell how a call is ``[..., K]`` times a weight of two dimensions, or None if it is not."""
+    """Return the positions if a call multiplies ``x [..., K]`` by a 2-D weight; None for other calls."""
     if call.kwargs or not all(argument is None or isinstance(argument, Ref) for argument in call.args):
         return None
     places = [None if argument is None else argument.index for argument in call.args]
@@ -64,29 +64,29 @@ def matmul_of(call: OpCall) -> Matmul | None:
 
 
 class Kernel(Protocol):
-    """Runs one or several nodes at the place of the first."""
+    """Runs one or several nodes together, at the position of the first."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes' names."""
+        """The names of the nodes."""
 
     @property
     def communicates(self) -> bool:
-        """Whether its forward does; the backward always."""
+        """Whether the forward communicates. The backward always does."""
 
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
-        """Return the output of each node for the inputs of each; `once` as for `column_linear`."""
+        """Return the output of each node, for the inputs of each node; `forward_wrapper` as for `column_linear`."""
 
 
 @dataclass(frozen=True)
 class _Overlapped:
-    """What both kernels know.
+    """The common fields of both kernels.
 
     mesh_dim
-        The mesh dimension whose collective runs under the matmul.
+        The mesh dimension whose collective overlaps with the matmul.
     row_dim
-        The dimension of the rows that are gathered or scattered; None: sums are whole. The operators take rows in
-        the first dimension, so that another one is brought there: a copy of x, unless all before it are of size 1.
+        The dimension of the rows that are gathered or scattered; None for an all-reduce. The operators need rows in the
+        first dimension, so another dimension is moved to the front: a copy, unless all dimensions before have size 1.
     """
 
     nodes: tuple[str, ...]
@@ -104,21 +104,22 @@ class _Overlapped:
 
 
 class ColumnKernel(_Overlapped):
-    """Linear layers of the same input whose weights are cut along N, as one matmul.
+    """Linear layers of the same input, with weights sharded along N, as one matmul.
 
-    x is whole on every rank, and its gradient summed under the weight gradient; with `row_dim` x is this rank's rows,
-    gathered under the matmul.
+    Without `row_dim` x is replicated, and the all-reduce of its gradient overlaps with the weight gradient. With
+    `row_dim` x is this rank's rows, and their all-gather overlaps with the matmul.
     """
 
     @property
     def communicates(self) -> bool:
-        """Only if rows are gathered."""
+        """True if the forward gathers rows."""
         return self.row_dim is not None
 
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
-        """Return ``[..., N / R]`` of each node."""
-        weights = [_weight(matmul, one) for matmul, one in zip(self.matmuls, inputs, strict=True)]
-        biases = [one[matmul.bias] for matmul, one in zip(self.matmuls, inputs, strict=True) if matmul.bias is not None]
+        """Return ``y_shard_n [..., N / R]`` of each node."""
+        pairs = list(zip(self.matmuls, inputs, strict=True))
+        weights = [_weight(matmul, tensors) for matmul, tensors in pairs]
+        biases = [tensors[matmul.bias] for matmul, tensors in pairs if matmul.bias is not None]
         y = column_linear(
             self._rows_first(inputs[0][self.matmuls[0].x]),
             _joined(weights),
@@ -133,31 +134,31 @@ class ColumnKernel(_Overlapped):
 
 
 class RowKernel(_Overlapped):
-    """A linear layer whose weight is cut along K; its sum over ranks, or with `row_dim` this rank's rows of it."""
+    """A linear layer with its weight sharded along K: the sum over ranks, or with `row_dim` this rank's rows of it."""
 
     @property
     def communicates(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
-        """Return ``[..., N]`` of the node, bias added."""
-        (given,), (matmul,) = inputs, self.matmuls
+        """Return ``y [..., N]`` of the node, with its bias added."""
+        (tensors,), (matmul,) = inputs, self.matmuls
         y = row_linear(
-            self._rows_first(given[matmul.x]),
-            _weight(matmul, given),
+            self._rows_first(tensors[matmul.x]),
+            _weight(matmul, tensors),
             group=self.mesh.group(self.mesh_dim),
             settings=self.settings,
             sequence_parallel=self.row_dim is not None,
             forward_wrapper=forward_wrapper,
         )
         y = self._back(y)
-        return [y if matmul.bias is None else y + given[matmul.bias]]
+        return [y if matmul.bias is None else y + tensors[matmul.bias]]
 
 
-def _weight(matmul: Matmul, given: Tensors) -> torch.Tensor:
+def _weight(matmul: Matmul, tensors: Tensors) -> torch.Tensor:
     """Return the weight as [N, K]."""
-    weight = given[matmul.weight]
+    weight = tensors[matmul.weight]
     return weight.t() if matmul.transposed else weight
 
 

@@ -1,4 +1,4 @@
-"""The door to a running plan."""
+"""The entry point `parallelize`: a model and a plan become this rank's part of the model."""
 
 from __future__ import annotations
 
@@ -42,33 +42,32 @@ def parallelize(
     recompute: Recompute | None = None,
     bucket_bytes: int | None = None,
 ) -> torch.nn.Module:
-    """Return this rank's part of `model` as `plan` lays it out. Every rank of the default group calls it alike.
+    """Return this rank's part of `model` as `plan` lays it out. Every rank of the default group must call this alike.
 
     model
-        The one that was traced, with the same values on every rank. Eagerly it is changed in place: its parameters and
-        buffers become DTensors (make the optimizer afterwards). With `static` it stays as it was.
+        The traced model, with the same values on every rank. Without `static` its parameters and buffers become
+        DTensors in place (make the optimizer afterwards). With `static` the model is not changed.
     static
-        False: the model's own Python runs, hooks and prints and all, its calls on DTensors as the plan says; the
+        False: the model's own Python runs, with hooks and prints, on DTensors whose propagation the plan controls; the
         collectives are the plan's (`collective_counts` counts them). True: the traced graph runs, as a `ShardedModule`.
     overlap
-        Of the graph only: run matmuls next to a collective by the overlapped operators where that can be
-        (`ShardedModule.fused`). By default it does.
+        With `static` only, default True: use the overlapped operators where possible (`ShardedModule.fused`).
     settings
-        Of these operators; by default those in force (`ascend_parallel.configure`).
+        Settings of these operators. Default: the current settings (`ascend_parallel.configure`).
     local_inputs
-        Every rank gives its part of the inputs, laid out as the plan says, and not the whole of them.
+        Every rank passes its local part of the inputs, laid out as in the plan, instead of the global inputs.
     recompute
-        Of the graph only: what is computed again in backward, by default what modules are marked with
-        (`ascend_parallel.training.recompute`). EagerRunner marked modules compute again by themselves.
+        With `static` only: what backward recomputes, by default the modules marked by
+        `ascend_parallel.training.recompute`. Without `static` such modules run under torch.utils.checkpoint.
     bucket_bytes
-        Of the graph only: gradients are summed in buckets of as many bytes (25 MB) under backward, and collectives
-        start ahead of what reads them, small ones together; 0: each runs where it stands. A parameter's hooks need 0.
+        With `static` only: bytes of a gradient bucket, by default 25 MB. Buckets are all-reduced during backward, and
+        redistributions are prefetched and coalesced. 0: each collective runs at its node, as parameter hooks need.
 
-    Raises `DisagreementError` on every rank if plans or settings differ or a rank does not come; `ValueError` for a
-    rank that is not in the plan's mesh, a model that is not the plan's, and one that cannot be run eagerly.
+    Raises `DisagreementError` on every rank if plans or settings differ or a rank is missing; `ValueError` for a rank
+    outside of the plan's mesh, a model other than the plan's, and a model that cannot run eagerly.
     """
     if settings is not None and not isinstance(settings, Settings):
-        raise TypeError(f"settings={settings!r}: give ascend_parallel.Settings, or None for those in force")
+        raise TypeError(f"settings={settings!r}: give ascend_parallel.Settings, or None for the current settings")
     if static:
         return ShardedModule(
             model,
@@ -79,9 +78,12 @@ def parallelize(
             recompute=recompute,
             bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         )
-    of_graph = {"overlap": overlap or None, "settings": settings, "recompute": recompute, "bucket_bytes": bucket_bytes}
-    for name, given in of_graph.items():
-        if given is not None:
-            raise ValueError(f"{name}={given} is of the graph: give static=True with it")
+    _refuse_static_options(overlap=overlap or None, settings=settings, recompute=recompute, bucket_bytes=bucket_bytes)
     make_eager(model, plan, local_inputs=local_inputs, settings=current_settings())
     return model
+
+
+def _refuse_static_options(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={value} is for the graph only: give static=True with it")

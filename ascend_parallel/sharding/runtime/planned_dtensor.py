@@ -1,4 +1,4 @@
-"""What a forward that is run eagerly has in hand: DTensors of whole shape, of which DTensor decides nothing."""
+"""The activations of an eager forward: DTensors whose propagation the plan controls, not DTensor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn it
     is_sparse is_quantized is_nested is_mkldnn"""
 _METHODS = """size dim ndimension numel nelement element_size stride is_contiguous get_device is_floating_point
     is_complex is_signed is_inference __len__ __hash__"""
-# Functions that tell of a tensor what is no number in it.
-LOOKS = frozenset(
+# Functions that read a tensor's metadata and none of its elements.
+METADATA_FUNCTIONS = frozenset(
     (
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
         *(getattr(torch.Tensor, name) for name in _METHODS.split()),
@@ -32,19 +32,19 @@ LOOKS = frozenset(
 )
 
 
-class Run(Protocol):
-    """One forward."""
+class ForwardRun(Protocol):
+    """One forward of an eager model (`EagerForward`)."""
 
-    def again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one of its calls once more."""
+    def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one of the forward's calls a second time."""
 
 
 @dataclass(eq=False)
 class Local:
-    """A rank's part of a tensor of a run, connected to autograd.
+    """A rank's part of an activation, connected to autograd.
 
     shared
-        The same in the layout of `ShardingPlan.shared_layouts`, once somebody has read it.
+        The part in the tensor's shared layout (`ShardingPlan.shared_layouts`); None before the first read.
     """
 
     value: Value
@@ -52,32 +52,31 @@ class Local:
     shared: torch.Tensor | None = None
 
 
-class Activation(DTensor):
-    """A tensor of a run: shape of the whole, placements of the plan, this rank's part.
+class PlannedDTensor(DTensor):
+    """An activation: a DTensor with the global shape, the plan's placements and this rank's part.
 
-    Only the run computes with it. Its numbers can be looked at: print it, or take ``to_local()`` and ``full_tensor()``
-    under torch.no_grad.
+    Only the model's forward may compute with it. To look at its elements, print the tensor, or take ``to_local()`` or
+    ``full_tensor()`` under torch.no_grad.
     """
 
-    run: Run
+    run: ForwardRun
     local: Local
 
     @classmethod
-    def of(cls, run: Run, local: Local, meta: Meta, layout: Layout, mesh: DeviceMesh) -> Activation:
-        """Return the part of a tensor of shape and dtype `meta` as a tensor of `run`."""
+    def of(cls, run: ForwardRun, local: Local, meta: Meta, layout: Layout, mesh: DeviceMesh) -> PlannedDTensor:
+        """Return a rank's part as an activation of `run`; `meta` has the global shape and dtype."""
         stride = torch.empty(meta.shape, device="meta").stride()
         spec = DTensorSpec(
             mesh,
-            tuple(state.placement for state in layout),
+            tuple(placement.placement for placement in layout),
             tensor_meta=TensorMeta(torch.Size(meta.shape), stride, meta.dtype),
         )
-        wants = local.tensor.requires_grad
-        made = cls(local.tensor.detach(), spec, requires_grad=wants)
-        made.run, made.local = run, local
-        return made
+        activation = cls(local.tensor.detach(), spec, requires_grad=local.tensor.requires_grad)
+        activation.run, activation.local = run, local
+        return activation
 
-    def become(self, other: Activation) -> Activation:
-        """Be what an in-place operator has made of this, and return it."""
+    def become(self, other: PlannedDTensor) -> PlannedDTensor:
+        """Take over the result of an in-place operator, and return self."""
         self._spec, self._local_tensor, self.local = other._spec, other._local_tensor, other.local
         with torch._C.DisableTorchFunctionSubclass():
             self.requires_grad_(other.requires_grad)
@@ -87,42 +86,43 @@ class Activation(DTensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Outside of the forward, compute with it only what the forward has."""
-        if function in LOOKS:
+        """Outside of the forward, run only calls that the forward has run."""
+        if function in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        runs = [leaf.run for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Activation)]
-        return runs[0].again(function, args, kwargs or {})
+        runs = [leaf.run for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlannedDTensor)]
+        return runs[0].rerun(function, args, kwargs or {})
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's part, under torch.no_grad."""
-        self._only_looked_at("to_local")
+        """Return this rank's part; call this under torch.no_grad."""
+        self._refuse_gradients("to_local")
         return self._local_tensor
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Return it as a DTensor with other placements, under torch.no_grad; every rank has to call it."""
-        self._only_looked_at("redistribute")
+        """Return a DTensor with other placements; call this under torch.no_grad, on every rank."""
+        self._refuse_gradients("redistribute")
         return self._plain().redistribute(*args, **kwargs)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole, under torch.no_grad; every rank has to call it."""
-        self._only_looked_at("full_tensor")
+        """Return the global tensor; call this under torch.no_grad, on every rank."""
+        self._refuse_gradients("full_tensor")
         return self._plain().full_tensor()
 
     def _plain(self) -> DTensor:
         return DTensor(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    def _only_looked_at(self, name: str) -> None:
+    def _refuse_gradients(self, name: str) -> None:
         if torch.is_grad_enabled() and self.requires_grad:
             raise ValueError(
-                f"{name} of a tensor of a parallelized model's forward has no gradient: call it under torch.no_grad()"
+                f"{name} of a tensor of a parallelized model's forward has no backward: call it under torch.no_grad()"
             )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the rank's part and where it lies."""
-        shown = ", ".join(map(repr, self._spec.placements))
-        return f"Activation({self.local.value.node}: {list(self._spec.shape)} as [{shown}], local {self._local_tensor})"
+        """Return the node's name, the global shape, the placements and the rank's part."""
+        placements = ", ".join(map(repr, self._spec.placements))
+        where = f"{self.local.value.node}: {list(self._spec.shape)} as [{placements}]"
+        return f"PlannedDTensor({where}, local {self._local_tensor})"
 
     def __format__(self, form: str) -> str:
-        """Return the same."""
+        """Return ``repr(self)``."""
         return repr(self)

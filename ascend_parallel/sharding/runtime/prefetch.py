@@ -1,10 +1,10 @@
-"""Which conversions of a forward start ahead of the node that reads them, where, and which of them as one collective.
+"""Plans which redistributions of a forward are prefetched: where they start, and which run as one collective.
 
-Parameters and inputs are there from the beginning. They go in groups, in the order in which they are read: a group
-starts where the one before is first read, so that no more than two are on their way or there. A tensor that an operator
-makes starts after that, at most `LOOK_AHEAD` operators before its reader. Where nothing can run beside it, a collective
-stays where it stands. In backward, what starts ahead is waited for late: at the place of the start. Pure: no process is
-asked.
+Parameters and inputs exist from the start. They form groups in the order in which they are read. A group starts where
+the group before it is first read, so at most two groups are in flight or in memory. The output of an operator starts
+after the operator, at most `LOOK_AHEAD` operators before its reader. A collective that no operator can overlap is not
+prefetched. In backward the collectives start at the reader and are waited for where forward started them. Planning runs
+no collective.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.runtime.gradient_plan import FIRST_BYTES, units_of
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
-from ascend_parallel.sharding.runtime.redistribute_autograd import ways_between
+from ascend_parallel.sharding.runtime.redistribute_autograd import plan_differentiable
 
 LOOK_AHEAD = 16
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """A conversion of a tensor for a node, or "shared" for all of its readers."""
+    """A redistribution of a tensor for the node `reader`, or for all of its readers if `reader` is "shared"."""
 
     value: Value
     reader: str
@@ -36,10 +36,10 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class PrefetchGroup:
-    """Conversions whose collectives start as one before a node runs.
+    """Redistributions that start as one collective before the node `before` runs.
 
     nbytes
-        Of what a rank then holds more.
+        Bytes of the results on a rank.
     """
 
     before: str
@@ -50,50 +50,53 @@ class PrefetchGroup:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A conversion that may start ahead, from the place where it is ready to the one where it is needed.
+class _Candidate:
+    """A redistribution that may be prefetched, between two positions in the order of operators.
 
-    given
-        Whether no operator makes it.
+    is_input
+        Whether the tensor is a parameter, buffer, constant or input, and not the output of an operator.
+    ready, needed
+        The first position at which the tensor exists, and the position of its reader.
+    coalesce_key
+        Candidates with equal keys can run as one collective.
     """
 
-    early: Prefetch
+    prefetch: Prefetch
     step: RedistributeStep
-    given: bool
+    is_input: bool
     ready: int
     needed: int
     nbytes: int
-    like: Hashable
+    coalesce_key: Hashable
 
 
-def start_ahead(
+def prefetch_groups(
     schedule: Schedule, plan: ShardingPlan, recomputed: Set[str], bucket_bytes: int
 ) -> dict[str, list[PrefetchGroup]]:
-    """Return what starts ahead, by the node before which it starts.
+    """Return the prefetch groups, by the node before which they start.
 
     recomputed
-        Nodes that run again in backward: what they read stays where it stands.
+        Nodes that backward recomputes. Their inputs are not prefetched.
     bucket_bytes
-        How much is gathered as one, unless it is one tensor; the first of a kind is at most `FIRST_BYTES`.
+        The most bytes of a group, unless a single tensor is larger; for the first group of a kind `FIRST_BYTES`.
     """
     units, ready = _units(schedule, plan)
     outside = [place for place, unit in enumerate(units) if not recomputed & set(unit)]
-    found = list(_found(schedule, plan, units, ready, set(outside)))
-    started: dict[str, list[PrefetchGroup]] = {}
-    for start, group in (*_of_given(found, bucket_bytes), *_of_operators(found)):
-        first = group[0]
-        at = next(place for place in outside if place >= max(start, *(one.ready for one in group)))
-        if at < first.needed or len(group) > 1:
-            early = tuple(one.early for one in group)
-            node, nbytes = units[at][0], sum(one.nbytes for one in group)
-            started.setdefault(node, []).append(
-                PrefetchGroup(node, first.step.kind, first.step.mesh_dim, early, nbytes)
-            )
-    return started
+    candidates = list(_candidates(schedule, plan, units, ready, set(outside)))
+    groups: dict[str, list[PrefetchGroup]] = {}
+    for start, members in (*_input_groups(candidates, bucket_bytes), *_output_groups(candidates)):
+        first = members[0]
+        place = next(place for place in outside if place >= max(start, *(member.ready for member in members)))
+        if place < first.needed or len(members) > 1:
+            prefetches = tuple(member.prefetch for member in members)
+            node, nbytes = units[place][0], sum(member.nbytes for member in members)
+            group = PrefetchGroup(node, first.step.kind, first.step.mesh_dim, prefetches, nbytes)
+            groups.setdefault(node, []).append(group)
+    return groups
 
 
 def _units(schedule: Schedule, plan: ShardingPlan) -> tuple[list[tuple[str, ...]], dict[str, int]]:
-    """Return the operators as they run, and, by node, the place of the first that can read what the node gives."""
+    """Return the operators in running order, and by node the position of the first that can read its output."""
     units: list[tuple[str, ...]] = []
     ready: dict[str, int] = {}
     for unit in units_of(schedule, plan):
@@ -103,65 +106,63 @@ def _units(schedule: Schedule, plan: ShardingPlan) -> tuple[list[tuple[str, ...]
     return units, ready
 
 
-def _found(
+def _candidates(
     schedule: Schedule,
     plan: ShardingPlan,
     units: Sequence[Sequence[str]],
     ready: Mapping[str, int],
     outside: Set[int],
-) -> Iterator[_Found]:
-    """Yield the conversions that communicate once, in the order in which they are needed."""
+) -> Iterator[_Candidate]:
+    """Yield the redistributions with a single collective, in the order in which their results are needed."""
     seen: set[Hashable] = set()
     for place, unit in enumerate(units):
         for node in (plan.graph.nodes[name] for name in unit):
             for value, target in zip(node.inputs, schedule.inputs[node.name], strict=True):
-                maker, shared, at = (
-                    plan.graph.nodes[value.node],
-                    schedule.shared_layouts.get(value),
-                    schedule.layouts[value],
-                )
-                early = Prefetch(value, node.name, node.module, at, target)
+                source, shared = schedule.layouts[value], schedule.shared_layouts.get(value)
+                prefetch = Prefetch(value, node.name, node.module, source, target)
                 if shared is not None:
-                    early = Prefetch(value, "shared", maker.module, at, shared)
+                    prefetch = Prefetch(value, "shared", plan.graph.nodes[value.node].module, source, shared)
                 key = (value, target, place) if shared is None else value
                 if key not in seen and place in outside:
-                    yield from _communicating(plan, early, ready[value.node], place)
+                    yield from _candidate(plan, prefetch, ready[value.node], place)
                 seen.add(key)
 
 
-def _communicating(plan: ShardingPlan, early: Prefetch, ready: int, needed: int) -> Iterator[_Found]:
-    meta = plan.graph.meta(early.value)
-    if early.source == early.target:
+def _candidate(plan: ShardingPlan, prefetch: Prefetch, ready: int, needed: int) -> Iterator[_Candidate]:
+    """Yield the candidate if the redistribution has a single collective."""
+    meta, value, source, target = plan.graph.meta(prefetch.value), prefetch.value, prefetch.source, prefetch.target
+    if source == target:
         return
-    ways = ways_between(meta.shape, meta.dtype.itemsize, plan.mesh, early.source, early.target, plan.costs)
-    steps = [step for step in ways.ahead.steps if step.nbytes]
+    both = plan_differentiable(meta.shape, meta.dtype.itemsize, plan.mesh, source, target, plan.costs)
+    steps = [step for step in both.forward.steps if step.nbytes]
     if len(steps) == 1:
-        nbytes = local_size(meta.shape, early.target, plan.mesh.shape) * meta.dtype.itemsize
-        given = plan.graph.nodes[early.value.node].kind != CALL
-        like = (steps[0].kind, steps[0].mesh_dim, meta.dtype, early.value in plan.differentiable)
-        yield _Found(early, steps[0], given, ready, needed, nbytes, like)
+        nbytes = local_size(meta.shape, target, plan.mesh.shape) * meta.dtype.itemsize
+        is_input = plan.graph.nodes[value.node].kind != CALL
+        coalesce_key = (steps[0].kind, steps[0].mesh_dim, meta.dtype, value in plan.differentiable)
+        yield _Candidate(prefetch, steps[0], is_input, ready, needed, nbytes, coalesce_key)
 
 
-def _of_given(found: Sequence[_Found], bucket_bytes: int) -> Iterator[tuple[int, list[_Found]]]:
-    """Yield groups of what no operator makes, and where each may start."""
-    groups: dict[Hashable, list[list[_Found]]] = {}
-    for one in found:
-        if one.given:
-            of_kind = groups.setdefault(one.like, [[]])
+def _input_groups(candidates: Sequence[_Candidate], bucket_bytes: int) -> Iterator[tuple[int, list[_Candidate]]]:
+    """Yield groups of parameters and inputs, and the earliest position of each group."""
+    groups: dict[Hashable, list[list[_Candidate]]] = {}
+    for candidate in candidates:
+        if candidate.is_input:
+            of_kind = groups.setdefault(candidate.coalesce_key, [[]])
             limit = bucket_bytes if len(of_kind) > 1 else min(bucket_bytes, FIRST_BYTES)
-            if of_kind[-1] and sum(other.nbytes for other in of_kind[-1]) + one.nbytes > limit:
+            if of_kind[-1] and sum(member.nbytes for member in of_kind[-1]) + candidate.nbytes > limit:
                 of_kind.append([])
-            of_kind[-1].append(one)
+            of_kind[-1].append(candidate)
     for of_kind in groups.values():
         for before, group in zip([None, *of_kind], of_kind, strict=False):
             yield 0 if before is None else before[0].needed, group
 
 
-def _of_operators(found: Sequence[_Found]) -> Iterator[tuple[int, list[_Found]]]:
-    """Yield groups of what operators make and that can start at the same place."""
-    groups: dict[Hashable, list[_Found]] = {}
-    for one in found:
-        if not one.given:
-            groups.setdefault((max(one.ready, one.needed - LOOK_AHEAD), one.like), []).append(one)
+def _output_groups(candidates: Sequence[_Candidate]) -> Iterator[tuple[int, list[_Candidate]]]:
+    """Yield groups of operator outputs that can start at the same position."""
+    groups: dict[Hashable, list[_Candidate]] = {}
+    for candidate in candidates:
+        if not candidate.is_input:
+            start = max(candidate.ready, candidate.needed - LOOK_AHEAD)
+            groups.setdefault((start, candidate.coalesce_key), []).append(candidate)
     for group in groups.values():
         yield group[0].needed - LOOK_AHEAD, group

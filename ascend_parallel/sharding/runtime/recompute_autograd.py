@@ -1,10 +1,11 @@
-"""A region of a forward that runs again in backward, and what its second run takes over from the first.
+"""Runs a region of a forward a second time in backward, and keeps some results from its first run.
 
-The region runs under torch.utils.checkpoint, which keeps none of the tensors that autograd saves in it: when the first
-of them is wanted, the region runs again, until the last of them is there. Two things are added. Some results are kept,
-and so not computed twice: autograd functions and operators are called all the same, for what they save. And where
-collectives run again, a saved tensor before the last operator sees to it that all ranks begin and end at the same ones,
-however many tensors a rank's part of an operator saves.
+The region runs under torch.utils.checkpoint, which keeps no tensor that autograd saves in the region. When backward
+needs the first of these tensors, the region runs again until the last of them exists. This module adds two things:
+
+- Kept results are not computed twice. Autograd functions and operators still run, because they save tensors.
+- If the second run communicates, a tensor saved before the last operator makes all ranks begin and end the second run
+  at the same operators, even if their parts of an operator save different numbers of tensors.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class _Kept:
     def of(cls, result: torch.Tensor) -> _Kept:
         return cls(result.detach(), result.requires_grad, result._version)
 
-    def again(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError("a result that was kept for recomputation has been changed in place since")
+            raise RuntimeError("a result that was kept for recomputation was changed in place after forward")
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
 
 class Results:
-    """What one region of one forward leaves to its second run, in the order in which it comes up."""
+    """The results that a region's first run keeps for its second run, in the order in which they are computed."""
 
     def __init__(self, *, keep_collectives: bool) -> None:
         """Begin before the first run."""
@@ -51,16 +52,16 @@ class Results:
         self._next: int | None = None
 
     def begin(self) -> None:
-        """Begin a run: the first, or another."""
-        self._again = self._next is not None
+        """Begin the first run, or a later run."""
+        self._in_backward = self._next is not None
         self._next = 0
 
     def conversion(self, run: Callable[[], torch.Tensor], communicated: Callable[[], bool]) -> torch.Tensor:
-        """Return a tensor in another layout; what was sent for it is kept where collectives are."""
+        """Return ``run()``, a redistributed tensor. It is kept if `keep_collectives` and `communicated()`."""
         return self._kept(run, lambda: self._keep_collectives and communicated())
 
     def reducing(self, all_reduce: AllReduce, *, keep: bool) -> AllReduce:
-        """Return how an operator's own sums are made, which are kept where collectives are, or with `keep`."""
+        """Return an `all_reduce` for an operator; its results are kept with `keep` or `keep_collectives`."""
 
         def kept(tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
             return self._kept(lambda: all_reduce(tensor, mesh_dim, op), lambda: keep or self._keep_collectives)
@@ -68,30 +69,30 @@ class Results:
         return kept
 
     def kernel(self, run: Callable[[], Products], *, keep: bool, communicates: bool, read: bool) -> Products:
-        """Return what a kernel gives and saves.
+        """Return a kernel's output and the gathered input that it saves.
 
         keep
-            Keep it anyway, and not only where collectives are kept and it `communicates`.
+            Keep both. Without `keep` they are kept if the kernel `communicates` and `keep_collectives`.
         read
-            Whether the region needs what it gives; if not, nobody looks at it in a second run.
+            Whether the region reads the output. If not, the second run gets zeros of its shape.
         """
-        if self._again:
+        if self._in_backward:
             kept: tuple[_Kept, _Kept | None] | None = self._take()
             if kept is None:
                 return run()
-            given, saved = kept
-            return given.again(), None if saved is None else saved.again()
-        given_now, saved_now = run()
+            kept_output, kept_saved = kept
+            return kept_output.restore(), None if kept_saved is None else kept_saved.restore()
+        output, saved = run()
         keep = keep or (communicates and self._keep_collectives)
-        needless = not read and (keep or saved_now is None)
-        left = given_now.new_zeros(()).expand(given_now.shape) if needless else given_now
-        wanted = keep or needless
-        self._entries.append((_Kept.of(left), None if saved_now is None else _Kept.of(saved_now)) if wanted else None)
-        return given_now, saved_now
+        unread = not read and (keep or saved is None)
+        left = output.new_zeros(()).expand(output.shape) if unread else output
+        entry = (_Kept.of(left), None if saved is None else _Kept.of(saved)) if keep or unread else None
+        self._entries.append(entry)
+        return output, saved
 
     def operator(self, run: Callable[[], Tensors]) -> Tensors:
-        """Return what an operator without collectives of its own gives, which is kept."""
-        if self._again:
+        """Return the outputs of an operator without collectives of its own, and keep them."""
+        if self._in_backward:
             giving: AbstractContextManager[None] = self._take()
             with giving:
                 return run()
@@ -101,9 +102,9 @@ class Results:
             return run()
 
     def _kept(self, run: Callable[[], torch.Tensor], keep: Callable[[], bool]) -> torch.Tensor:
-        if self._again:
+        if self._in_backward:
             kept: _Kept | None = self._take()
-            return run() if kept is None else kept.again()
+            return run() if kept is None else kept.restore()
         result = run()
         self._entries.append(_Kept.of(result) if keep() else None)
         return result
@@ -114,10 +115,12 @@ class Results:
         return self._entries[self._next - 1]
 
 
-def recomputed(body: Callable[[Results, Tensors], Tensors], inputs: Tensors, *, keep_collectives: bool) -> Tensors:
-    """Run `body`, of which backward keeps `inputs` and what goes through `Results`, and runs the rest again.
+def recompute_in_backward(
+    body: Callable[[Results, Tensors], Tensors], inputs: Tensors, *, keep_collectives: bool
+) -> Tensors:
+    """Run `body` and make backward run it again. Only `inputs` and the entries of `Results` are kept.
 
-    Random numbers are the same in both runs. Buffers and other state must not be written inside.
+    Random numbers are the same in both runs. `body` must not write buffers or other state.
     """
     results = Results(keep_collectives=keep_collectives)
 
@@ -125,22 +128,24 @@ def recomputed(body: Callable[[Results, Tensors], Tensors], inputs: Tensors, *, 
         results.begin()
         return body(results, tensors)
 
-    given: Tensors = checkpoint(run, *inputs, use_reentrant=False)
-    return given
+    outputs: Tensors = checkpoint(run, *inputs, use_reentrant=False)
+    return outputs
 
 
-def fenced(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return an operator's inputs, one of them so that its backward, and the region's second run, needs what is there.
+def sync_boundary(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Save a tensor here so that every rank begins and ends recomputation at the same operator.
 
-    The region runs again at the latest when the gradient comes by here, and does not end before it has come by here.
+    Returns the operator's inputs. The first input that requires a gradient goes through an identity whose backward
+    needs the saved tensor: recomputation starts at the latest in that backward, and does not end before this point.
     """
-    place = next((index for index, one in enumerate(inputs) if one.requires_grad), None)
+    place = next((index for index, tensor in enumerate(inputs) if tensor.requires_grad), None)
     if place is None:
         return inputs
-    return [_Fence.apply(one) if index == place else one for index, one in enumerate(inputs)]  # type: ignore[no-untyped-call]
+    marked: torch.Tensor = _SyncBoundary.apply(inputs[place])  # type: ignore[no-untyped-call]
+    return [*inputs[:place], marked, *inputs[place + 1 :]]
 
 
-class _Fence(torch.autograd.Function):
+class _SyncBoundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x.new_empty(0))
@@ -148,11 +153,11 @@ class _Fence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _ = ctx.saved_tensors  # from here on the region has run again
+        _ = ctx.saved_tensors  # unpacking the saved tensor runs the region again
         return gradient
 
 
 def _all_but_views(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep results; a view would keep its base."""
-    is_view = any(one.alias_info is not None for one in operator._schema.returns)
+    """Save all results but views: a view would keep its base."""
+    is_view = any(result.alias_info is not None for result in operator._schema.returns)
     return CheckpointPolicy.PREFER_RECOMPUTE if is_view else CheckpointPolicy.MUST_SAVE

@@ -1,4 +1,4 @@
-"""Which nodes of a plan run again in backward: consecutive nodes, as regions. Pure: no process is asked."""
+"""Plans the recompute regions: consecutive nodes that backward runs again. Planning runs no collective."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VIEWS = """
     alias detach expand permute select slice split split_with_sizes chunk unbind squeeze t transpose unflatten unsqueeze
     view
 """
-# Operators of which autograd saves no tensor: at the end of a region there is nothing to run again for them.
+# Operators of which autograd saves no tensor. At the end of a region they need not run again.
 NOTHING_SAVED = f"{VIEWS} add sub neg clone contiguous flatten reshape stack cat sum to _to_copy _unsafe_view"
 
 
@@ -34,22 +34,22 @@ class Region:
     module
         The marked module; "" for single operators.
     nodes
-        In the order of the graph.
+        The nodes in the order of the graph.
     reads, read_shared
-        Tensors from outside, as they are produced, and in their `via` layout: what is kept.
+        The tensors that the region reads from outside, in their own layout and in their shared layout. They are kept.
     gives, given_shared
-        Tensors that are needed after the region.
+        The tensors that are read after the region, in their own layout and in their shared layout.
     kept
-        Nodes whose results are kept: exceptions, and kernels and conversions where collectives are.
-    read_again
-        Nodes whose results are read inside the region: those of the others are not computed twice.
+        The nodes whose results are kept: the exceptions.
+    read_inside
+        The nodes whose results are read inside the region. Results of the other nodes are not computed twice.
     last
-        The node at whose reads the second run ends: nothing that it computes is needed.
-    again
-        Whether collectives run again.
-    fenced
-        Whether any do, also the gathers of parameters that are not kept whole: all ranks then have to begin and end the
-        second run at the same operators.
+        The node at which the second run ends, after its inputs exist: its own results are not needed.
+    recompute_collectives
+        Whether the second run repeats the forward's collectives.
+    sync_boundary
+        Whether the second run has any collective, including gathers of parameters that ZeRO-3 shards. All ranks must
+        then begin and end the second run at the same operators.
     """
 
     module: str
@@ -59,38 +59,38 @@ class Region:
     gives: tuple[Value, ...]
     given_shared: tuple[Value, ...]
     kept: Set[str]
-    read_again: Set[str]
+    read_inside: Set[str]
     last: str
-    again: bool
-    fenced: bool
+    recompute_collectives: bool
+    sync_boundary: bool
 
 
 def regions(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> dict[str, Region]:
     """Return the regions by their first node.
 
     part
-        The plan is of a part of the model, such as a pipeline's stage: what patterns name may be elsewhere.
+        The plan is of a part of the model, such as a pipeline stage, so patterns may name nodes of other parts.
 
-    Raises as `check_recompute`, unless it is a part's.
+    Raises as `check_recompute`, unless `part` is set.
     """
     if not part:
         check_recompute(plan.graph, recompute)
-    return {one.nodes[0]: one for one in _Regions(plan, schedule, recompute).build()}
+    return {region.nodes[0]: region for region in _RegionBuilder(plan, schedule, recompute).build()}
 
 
-class _Regions:
-    """The regions while they are made. A unit is a node, or the nodes of a kernel, at the place of the first."""
+class _RegionBuilder:
+    """Builds the regions. A unit is a node, or the nodes of a kernel at the position of the first."""
 
     def __init__(self, plan: ShardingPlan, schedule: Schedule, recompute: Recompute) -> None:
         self._plan, self._graph, self._schedule, self._recompute = plan, plan.graph, schedule, recompute
         self._readers = plan.graph.readers()
         self._units = list(_units(plan.graph, schedule))
         self._unit_of = {name: place for place, unit in enumerate(self._units) for name in unit}
-        self._keep = {one.name for pattern in recompute.keep for one in found_nodes(plan.graph, pattern)}
+        self._keep = {node.name for pattern in recompute.keep for node in found_nodes(plan.graph, pattern)}
         self._owners = self._marked()
 
     def build(self) -> Iterator[Region]:
-        """Give the regions in the order of the graph."""
+        """Yield the regions in the order of the graph."""
         for owner, span in self._runs():
             last = next((place for place in reversed(span) if self._saves(place)), None)
             marked = owner is not None or any(name in self._operators for place in span for name in self._units[place])
@@ -98,17 +98,18 @@ class _Regions:
                 yield self._region(owner, [place for place in span if place <= last])
 
     def _marked(self) -> dict[str, str]:
-        """Return the outermost marked module of each node in one."""
+        """Return the outermost marked module of each node inside a marked module."""
         patterns = [pattern for pattern in self._recompute.modules if ":" not in pattern]
         found = {}
         for node in calls(self._graph):
-            owners = [path for path in prefixes(node.module) if any(path_matches(path, one) for one in patterns)]
+            paths = prefixes(node.module)
+            owners = [path for path in paths if any(path_matches(path, pattern) for pattern in patterns)]
             if owners:
                 found[node.name] = owners[0]
         return found
 
     def _runs(self) -> Iterator[tuple[str | None, list[int]]]:
-        """Give consecutive units of one marked module, and (None) those from a marked operator to its last reader."""
+        """Yield the consecutive units of a marked module, or (None) from a marked operator to its last reader."""
         spans = self._operator_spans()
         owner: str | None = None
         run: list[int] = []
@@ -126,8 +127,9 @@ class _Regions:
             yield owner, run
 
     def _operator_spans(self) -> dict[int, int]:
-        """Return, for each unit of a span of single operators, the number of the span; overlapping ones are one."""
-        operators = [name for one in self._recompute.modules if ":" in one for name in nodes_of(self._graph, one)]
+        """Return the span number of each unit in a span of single operators; overlapping spans are merged."""
+        patterns = [pattern for pattern in self._recompute.modules if ":" in pattern]
+        operators = [name for pattern in patterns for name in nodes_of(self._graph, pattern)]
         self._operators = {name for name in operators if name not in self._owners}
         ends = [(self._unit_of[name], self._last_reader(name)) for name in self._operators]
         spans: list[list[int]] = []
@@ -140,14 +142,14 @@ class _Regions:
 
     def _last_reader(self, name: str) -> int:
         """Return the last unit that reads a node's results, or views of them."""
-        found, waiting = self._unit_of[name], [name]
+        last, waiting = self._unit_of[name], [name]
         while waiting:
             node = self._graph.nodes[waiting.pop()]
-            for reader in (one for value in _outputs(node) for one, _ in self._readers[value]):
-                found = max(found, self._unit_of[reader])
+            for reader in (reader for value in _outputs(node) for reader, _ in self._readers[value]):
+                last = max(last, self._unit_of[reader])
                 if operator_name(self._graph.nodes[reader]) in VIEWS.split():
                     waiting.append(reader)
-        return found
+        return last
 
     def _saves(self, place: int) -> bool:
         """Tell whether autograd may save tensors of a unit."""
@@ -156,17 +158,18 @@ class _Regions:
         return differentiable and any(operator_name(node) not in NOTHING_SAVED.split() for node in nodes)
 
     def _region(self, owner: str | None, span: Sequence[int]) -> Region:
-        graph, via = self._graph, self._schedule.shared_layouts
+        graph, shared = self._graph, self._schedule.shared_layouts
+        recompute_collectives = self._recompute.collectives == "recompute"
         inside = {name for place in span for name in self._units[place]}
         nodes = [node for node in graph.nodes.values() if node.name in inside]
         last, needed = self._units[span[-1]], graph.kept
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value.node not in inside)
         readers = {value: {name for name, _ in self._readers[value]} for node in nodes for value in _outputs(node)}
         read_shared = [
-            value for value in read if value in via and any(name not in inside for name, _ in self._readers[value])
+            value for value in read if value in shared and any(name not in inside for name, _ in self._readers[value])
         ]
-        # A tensor with a layout for all its readers is converted inside if one of them is.
-        shared_values = [value for value, names in readers.items() if value in via and names & inside]
+        # A tensor with a shared layout is redistributed inside the region if a reader is inside.
+        shared_values = [value for value, names in readers.items() if value in shared and names & inside]
         return Region(
             module=owner or "",
             nodes=tuple(node.name for node in nodes),
@@ -179,14 +182,14 @@ class _Regions:
             ),
             given_shared=tuple(value for value in shared_values if readers[value] - inside),
             kept=self._kept(nodes, owner) - set(last),
-            read_again={value.node for value, names in readers.items() if names & inside},
+            read_inside={value.node for value, names in readers.items() if names & inside},
             last=last[0],
-            again=(again := self._recompute.collectives == "again"),
-            fenced=again or not self._plan.regathered.isdisjoint(read),
+            recompute_collectives=recompute_collectives,
+            sync_boundary=recompute_collectives or not self._plan.regathered.isdisjoint(read),
         )
 
     def _kept(self, nodes: Sequence[Node], owner: str | None) -> set[str]:
-        """Return the exceptions; around single operators that is all but them and what draws random numbers."""
+        """Return the kept nodes. Around single operators these are all other nodes that draw no random numbers."""
         if owner is not None:
             return {node.name for node in nodes if node.name in self._keep}
         others = (node for node in nodes if node.name not in self._operators)

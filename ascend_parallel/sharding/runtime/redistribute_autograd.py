@@ -1,25 +1,25 @@
-"""A rank's tensor from one layout to another, and its gradient back: the only door for a graph's collectives.
+"""Redistributes a rank's tensor in forward and its gradient in backward. All collectives of a graph run here.
 
-The tensor moves from `source` to `target`; the gradient, which a state places too (layout.py), from the target's
-gradient placement to the source's. On one mesh dimension, where more than nothing happens:
+Forward moves the tensor from `source` to `target`. Backward moves the gradient from the target's gradient placement to
+the source's (layout.py: a placement also places the gradient; R/P is a replicated tensor whose gradient is a partial
+sum). On one mesh dimension, where R is replicate, S shard and P partial:
 
-    source     target     forward         backward
-    replicate  copy       -               all-reduce
-    copy       replicate  -               the first rank keeps it, zeros elsewhere
-    replicate  shard      slice           all-gather
-    copy       shard      slice           zeros around it
-    shard      replicate  all-gather      slice
-    shard      copy       all-gather      reduce-scatter
-    shard(a)   shard(b)   all-to-all      all-to-all
-    partial    replicate  all-reduce      -
-    partial    copy       all-reduce      all-reduce
-    partial    shard      reduce-scatter  all-gather
-    replicate  partial    first keeps     -
-    copy       partial    first keeps     first keeps
-    shard      partial    zeros around    slice
+    source  target  forward           backward
+    R       R/P     -                 all-reduce
+    R/P     R       -                 first rank keeps it, zeros elsewhere
+    R       S       slice             all-gather
+    R/P     S       slice             pad with zeros
+    S       R       all-gather        slice
+    S       R/P     all-gather        reduce-scatter
+    S(a)    S(b)    all-to-all        all-to-all
+    P       R       all-reduce        -
+    P       R/P     all-reduce        all-reduce
+    P       S       reduce-scatter    all-gather
+    R       P       first rank keeps  -
+    R/P     P       first rank keeps  first rank keeps
+    S       P       pad with zeros    slice
 
-An average is a sum of which every rank holds as many times its part as there are ranks, its gradient as many times
-less.
+Averages over R ranks run as sums of local parts scaled by 1/R; the gradient is scaled by the same factor.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from ascend_parallel.sharding.redistribute.redistribute_local import (
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
 Observer = Callable[[str, RedistributeStep], None]
-"""Called with "forward" or "backward" and each step that communicates, when it starts."""
+"""Called with "forward" or "backward" and a step that communicates, when the step starts."""
 
 
 @dataclass(frozen=True)
-class Ways:
-    """Both directions of one conversion of a tensor whose whole is of `shape`; both multiply by `factor`."""
+class DifferentiableRedistribution:
+    """The forward and the backward of redistributing a tensor of global `shape`; both multiply by `factor`."""
 
     shape: Shape
     mesh: ProcessMesh
-    ahead: Redistribution
-    back: Redistribution
+    forward: Redistribution
+    backward: Redistribution
     factor: float
     observer: Observer | None
 
     @property
-    def nothing(self) -> bool:
+    def is_noop(self) -> bool:
         """Tell whether neither a tensor nor its gradient changes."""
-        return not self.ahead.steps and not self.back.steps and self.factor == 1
+        return not self.forward.steps and not self.backward.steps and self.factor == 1
 
-    def going(self, local: torch.Tensor, direction: str) -> RequestGenerator:
-        """Convert a tensor, or its gradient "backward", one collective at a time."""
-        way = self.ahead if direction == "forward" else self.back
+    def steps(self, local: torch.Tensor, direction: str) -> RequestGenerator:
+        """Redistribute a tensor ("forward") or its gradient ("backward"), one collective at a time."""
+        redistribution = self.forward if direction == "forward" else self.backward
         scaled = local if self.factor == 1 else local * self.factor
-        if not way.steps:
+        if not redistribution.steps:
             return scaled.view_as(scaled)
         observer = None if self.observer is None else partial(self.observer, direction)
-        moved = yield from redistribute_requests(scaled, self.shape, self.mesh, way, observer)
+        moved = yield from redistribute_requests(scaled, self.shape, self.mesh, redistribution, observer)
         return _compact(moved, scaled)
 
 
@@ -82,29 +82,29 @@ def convert(
     costs: MeshCosts,
     observer: Observer | None = None,
 ) -> torch.Tensor:
-    """Return what this rank holds in layout `target` of the tensor of which it holds `local` in `source`.
+    """Return this rank's part of a tensor in layout `target`, given its part `local` in layout `source`.
 
     shape
-        Of the whole tensor.
+        Shape of the global tensor.
     costs
-        What collectives cost: of several ways the cheapest is taken.
+        Costs of the collectives. The cheapest sequence of collectives is taken.
 
-    Differentiable once; every rank of the mesh has to call it alike. `local` and gradients are not changed. Nothing
-    is sent where nothing has to be. Raises `ValueError` if there are not as many states as mesh dimensions.
+    The result is differentiable once. Every rank of the mesh must call this with the same layouts. `local` and
+    gradients are not changed. Raises `ValueError` if a layout has not one placement per mesh dimension.
     """
     for layout in (source, target):
         if len(layout) != mesh.ndim:
-            raise ValueError(f"a layout of {len(layout)} states on a mesh of {mesh.ndim} dimensions: give one for each")
+            raise ValueError(f"{len(layout)} placements on a mesh of {mesh.ndim} dimensions: give as many placements")
     if source == target:
         return local
-    ways = ways_between(tuple(shape), local.element_size(), mesh, source, target, costs, observer)
-    if ways.nothing:
+    plan = plan_differentiable(tuple(shape), local.element_size(), mesh, source, target, costs, observer)
+    if plan.is_noop:
         return local
-    converted: torch.Tensor = _Convert.apply(local, ways)  # type: ignore[no-untyped-call]
+    converted: torch.Tensor = _Convert.apply(local, plan)  # type: ignore[no-untyped-call]
     return converted
 
 
-def ways_between(
+def plan_differentiable(
     shape: Shape,
     itemsize: int,
     mesh: ProcessMesh,
@@ -112,42 +112,42 @@ def ways_between(
     target: Layout,
     costs: MeshCosts,
     observer: Observer | None = None,
-) -> Ways:
-    """Return how `convert` brings a tensor of that shape and bytes per element there, and its gradient back."""
+) -> DifferentiableRedistribution:
+    """Return the collectives of `convert`, forward and backward, for a tensor of this shape and bytes per element."""
     source, target, factor = _without_averages(source, target, tuple(mesh.shape))
 
     def planned(before: Layout, after: Layout) -> Redistribution:
         return plan_redistribution(shape, itemsize, tuple(mesh.shape), before, after, costs)
 
-    ahead, back = planned(forward(source), forward(target)), planned(backward(target), backward(source))
-    return Ways(shape, mesh, ahead, back, factor, observer)
+    in_forward, in_backward = planned(forward(source), forward(target)), planned(backward(target), backward(source))
+    return DifferentiableRedistribution(shape, mesh, in_forward, in_backward, factor, observer)
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, ways: Ways) -> torch.Tensor:
-        ctx.ways = ways
-        return finish_redistribute(ways.going(local, "forward"))
+    def forward(ctx: Any, local: torch.Tensor, plan: DifferentiableRedistribution) -> torch.Tensor:
+        ctx.plan = plan
+        return finish_redistribute(plan.steps(local, "forward"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ways: Ways = ctx.ways
-        return finish_redistribute(ways.going(gradient.contiguous(), "backward")), None
+        plan: DifferentiableRedistribution = ctx.plan
+        return finish_redistribute(plan.steps(gradient.contiguous(), "backward")), None
 
 
 def _without_averages(source: Layout, target: Layout, mesh_shape: Shape) -> tuple[Layout, Layout, float]:
-    """Return the layouts with sums in place of averages, and what makes the local tensor a part of such a sum."""
+    """Return the layouts with sums in place of averages, and the factor that scales a local part accordingly."""
     factor = 1.0
     for before, after, size in zip(source, target, mesh_shape, strict=True):
         factor = factor / size if before == AVERAGE else factor
         factor = factor * size if after == AVERAGE else factor
-    sums = [tuple(SUM if state == AVERAGE else state for state in layout) for layout in (source, target)]
+    sums = [tuple(SUM if placement == AVERAGE else placement for placement in layout) for layout in (source, target)]
     return sums[0], sums[1], factor
 
 
 def _compact(moved: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return a slice as a tensor of its own: as a view it would keep the whole in memory, and have its strides."""
+    """Copy a slice to memory of its own: a view would keep the global tensor alive and keep its strides."""
     shared = moved.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
     if shared and moved.numel() < before.numel():
         return moved.clone(memory_format=torch.contiguous_format)

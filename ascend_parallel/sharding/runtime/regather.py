@@ -1,4 +1,4 @@
-"""Parameters that are gathered where they are read, and gathered again in backward instead of being kept for it."""
+"""Parameters that are gathered where they are read. Backward gathers them a second time instead of keeping them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Gather = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Again:
-    """A saved tensor as a view of what `gather` gives."""
+class _Regathered:
+    """A saved tensor as a view of the result of `gather`."""
 
     gather: Gather
     size: tuple[int, ...]
@@ -28,7 +28,7 @@ class _Again:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A saved tensor as it is, detached: a result would keep its graph. Under hooks torch checks no version."""
+    """A saved tensor, detached so that a saved result does not keep its graph. Under hooks torch checks no version."""
 
     kept: torch.Tensor
     version: int
@@ -40,47 +40,48 @@ class _Kept:
         return self.kept
 
 
-_KNOWN: ContextVar[dict[int, Gather] | None] = ContextVar("gathered", default=None)
+_GATHERS: ContextVar[dict[int, Gather] | None] = ContextVar("gathered", default=None)
 
 
 @contextmanager
-def gathered_again(tensors: Sequence[tuple[torch.Tensor, Gather]]) -> Iterator[None]:
-    """Have autograd keep, of these tensors and what is joined of them, only how they are made; the rest as it is.
+def regather_in_backward(tensors: Sequence[tuple[torch.Tensor, Gather]]) -> Iterator[None]:
+    """Make autograd save how to gather these tensors, and their concatenations, instead of the tensors.
 
-    Each is contiguous and given with what makes it again. That is a collective: ranks run the same backward.
+    Each pair is a contiguous tensor and the function that gathers it. The function runs a collective, so all ranks must
+    run the same backward. Other tensors are saved unchanged.
     """
-    known = {_storage(tensor): gather for tensor, gather in tensors if tensor.numel()}
-    token = _KNOWN.set(known)
+    gathers = {_storage(tensor): gather for tensor, gather in tensors if tensor.numel()}
+    token = _GATHERS.set(gathers)
 
-    def pack(saved: torch.Tensor) -> _Kept | _Again:
-        gather = known.get(_storage(saved))
+    def pack(saved: torch.Tensor) -> _Kept | _Regathered:
+        gather = gathers.get(_storage(saved))
         if gather is None:
             return _Kept(saved.detach(), saved._version)
-        return _Again(gather, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
+        return _Regathered(gather, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
 
-    def unpack(kept: _Kept | _Again) -> torch.Tensor:
-        return kept.tensor()
+    def unpack(packed: _Kept | _Regathered) -> torch.Tensor:
+        return packed.tensor()
 
     try:
         with saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        _KNOWN.reset(token)
+        _GATHERS.reset(token)
 
 
 def note_joined(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Tell that `joined` is ``torch.cat(parts)``: if all parts are gathered again, so is it."""
-    known = _KNOWN.get()
+    """Note that `joined` is ``torch.cat(parts)``: if all parts are regathered in backward, so is `joined`."""
+    known = _GATHERS.get()
     if not known:
         return
     found = [(known.get(_storage(part)), part) for part in parts]
-    gathers = [_part(gather, part) for gather, part in found if gather is not None]
+    gathers = [_gather_part(gather, part) for gather, part in found if gather is not None]
     if len(gathers) == len(parts):
         known[_storage(joined)] = lambda: torch.cat([gather() for gather in gathers])
 
 
-def _part(gather: Gather, part: torch.Tensor) -> Gather:
-    return _Again(gather, tuple(part.shape), part.stride(), int(part.storage_offset())).tensor
+def _gather_part(gather: Gather, part: torch.Tensor) -> Gather:
+    return _Regathered(gather, tuple(part.shape), part.stride(), int(part.storage_offset())).tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

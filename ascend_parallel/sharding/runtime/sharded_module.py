@@ -1,4 +1,4 @@
-"""A rank's part of a planned model: its slices of the parameters, its part of each operator."""
+"""A rank's part of a planned model: its slices of the parameters and its part of each operator."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
-from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket, Summed, read_as_copies
-from ascend_parallel.sharding.runtime.gradient_reduction import Gradients
+from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket, SummedGradient, with_partial_grads
+from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.graph_forward import Forward
-from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, given_tensors
+from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.local_parameters import check_model, hold, local_slice
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
-from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, start_ahead
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.recompute_regions import regions
 from ascend_parallel.sharding.runtime.redistribute_autograd import convert
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
-# Operators that work otherwise in training.
-OF_MODES = ("dropout", "batch_norm", "instance_norm", "rrelu")
+# Operators that compute different results in training mode.
+MODE_DEPENDENT = ("dropout", "batch_norm", "instance_norm", "rrelu")
 
 
 def is_modal(call: OpCall) -> bool:
-    """Tell whether a call works otherwise in training: it is of such an operator, or attention with dropout."""
-    return any(word in call.name for word in OF_MODES) or bool(arguments(call).get("dropout_p"))
+    """Tell whether a call depends on the training mode: a `MODE_DEPENDENT` operator, or attention with dropout."""
+    return any(word in call.name for word in MODE_DEPENDENT) or bool(arguments(call).get("dropout_p"))
 
 
 class ShardedModule(torch.nn.Module):
     """This rank's part of a model; see `parallelize`.
 
-    Parameters are slices, under the model's own names, and so are their gradients after backward: whole for what is
-    replicated, so that an optimizer needs no communication. It runs what was traced: train() and eval() change nothing,
-    but for `evaluation`.
+    Parameters are slices under the model's own names. After backward their gradients are slices too, summed over ranks,
+    so an optimizer needs no communication. The module runs the traced graph; train() and eval() change nothing unless
+    `evaluation` is set.
 
     evaluation
-        What eval() runs of a plan traced in training mode (`in_evaluation` of its graph); None: it refuses where an
-        operator works otherwise in evaluation.
+        The graph that runs after eval() if the model was traced in training mode (`in_evaluation` of its graph). If
+        None, eval() raises where an operator depends on the mode.
     collective_counts
-        How often each collective ran so far; to be looked at, and cleared.
+        How often each collective has run. The caller may clear the counter.
     randomness
-        What seeds dropout and other random operators (`manual_seed`).
+        Seeds dropout and other random operators (`manual_seed`).
     """
 
     def __init__(
@@ -67,103 +67,103 @@ class ShardedModule(torch.nn.Module):
         recompute: Recompute | None = None,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        ahead: bool = True,
+        prefetch: bool = True,
     ) -> None:
-        """Take the rank's slices of the model, and choose the overlapped operators.
+        """Slice the model's parameters and choose the overlapped operators.
 
         group
-            The plan is of a part of the model, which the ranks of this group run: only they come here, and only what
-            the plan lays out is held. The mesh's groups, for which all ranks of the job are needed, have to be there
-            (`plan.mesh.device_mesh()`).
+            For a plan of a part of the model: only the ranks of this group call this, and only tensors that the plan
+            lays out are held. All ranks of the job must have called `plan.mesh.device_mesh()` before.
         bucket_bytes
-            Gradients of parameters that are summed over ranks are summed in buckets of as many bytes, under backward,
-            and what is gathered or moved starts ahead of its reader, small tensors together; 0: each where it stands.
-        ahead
-            Without it what is gathered or moved starts where it stands, alone: autograd can then take apart the
-            backward of inputs and of weights, as the zero-bubble schedules do.
+            The size of a gradient bucket. Buckets are all-reduced while backward runs, and redistributions are
+            prefetched, small ones coalesced. 0: each collective runs at its node.
+        prefetch
+            False: each redistribution runs at its reader, alone. Autograd can then split the backward of inputs from
+            the backward of weights, as zero-bubble schedules need.
 
-        Raises as `parallelize` does, and `ValueError` for a group of other ranks than the mesh's, `RuntimeError` if
-        that has no groups.
+        Raises as `parallelize`, and `ValueError` for a group with other ranks than the mesh, `RuntimeError` if the
+        mesh has no groups.
         """
         super().__init__()
-        if bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
-        _check_group(plan.mesh, group)
-        if plan.graph.only_in_python:
-            raise ValueError(
-                f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: take it "
-                "out of the forward, or parallelize(..., static=False), which runs the model's own Python"
-            )
+        _check_options(model, plan, bucket_bytes, group)
         settings = settings or current_settings()
         recompute = Recompute.of(model) if recompute is None else recompute
         seed = confirm_same_plan(
             plan, model, settings, overlap=overlap, group=group, bucket_bytes=bucket_bytes, recompute=recompute
         )
         self.randomness = Randomness(seed)
-        plan.mesh.device_mesh()  # makes the groups, for which all ranks are needed, if they are not there
-        rank = dist.get_rank()
-        place = plan.mesh.coordinate(rank)
-        if place is None:
-            raise ValueError(f"rank {rank} is not in {plan.mesh}, so it has no part of the model")
+        plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
+        coordinate = plan.mesh.coordinate(dist.get_rank())
+        if coordinate is None:
+            raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
         self.plan, self.collective_counts, self.training = plan, Counter[CollectiveEvent](), plan.graph.training
         self.evaluation: Graph | None = None
-        self.coordinate, self.local_inputs = place, local_inputs
-        self.schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
-        if overlap:
-            self.schedule = fuse(plan, settings)
-        summed: tuple[Summed, ...] = ()
-        if bucket_bytes:
-            self.schedule, summed = read_as_copies(self.schedule, plan)
-        self.gradients = Gradients(self, plan.mesh, summed, bucket_bytes, self.collective_counts)
-        returned = plan.graph.kept
-        # Of a tied tensor's names torch.export has one read, and lists the others beside it.
-        read = {value.node for value, readers in plan.graph.readers().items() if readers or value in returned}
-        given = [node for node in self._given(PARAMETER, BUFFER) if node.name in read]
-        check_model(model, given)
-        layouts = {node.source: plan.layouts[Value(node.name)] for node in given}
-        self.held = hold(self, model, layouts, plan.mesh.shape, place, rest=group is None)
-        for node in self._given(CONSTANT):
-            layout = plan.layouts[Value(node.name)]
-            local = local_slice(plan.graph.constants[node.source], layout, plan.mesh.shape, place)
-            self.register_buffer(node.name, local, persistent=False)
+        self.coordinate, self.local_inputs = coordinate, local_inputs
+        self._plan_schedule(settings if overlap else None, bucket_bytes)
+        self._hold(model, rest=group is None)
         self.last_reads = plan.graph.last_reads()
         self.regions = regions(plan, self.schedule, recompute, part=group is not None)
-        again = {name for region in self.regions.values() for name in region.nodes}
-        self.starts = start_ahead(self.schedule, plan, again, bucket_bytes) if bucket_bytes and ahead else {}
+        recomputed = {name for region in self.regions.values() for name in region.nodes}
+        enabled = prefetch and bucket_bytes > 0
+        self.prefetch_by_node = prefetch_groups(self.schedule, plan, recomputed, bucket_bytes) if enabled else {}
+
+    def _plan_schedule(self, overlap_settings: Settings | None, bucket_bytes: int) -> None:
+        """Choose the overlapped operators (none if the settings are None) and the gradient buckets."""
+        plan, summed = self.plan, tuple[SummedGradient, ...]()
+        self.schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
+        if overlap_settings is not None:
+            self.schedule = fuse(plan, overlap_settings)
+        if bucket_bytes:
+            self.schedule, summed = with_partial_grads(self.schedule, plan)
+        self.gradients = GradientReducer(self, plan.mesh, summed, bucket_bytes, self.collective_counts)
+
+    def _hold(self, model: torch.nn.Module, rest: bool) -> None:
+        """Register this rank's slices of parameters, buffers and constants; `rest` as for `hold`."""
+        plan, returned = self.plan, self.plan.graph.kept
+        # torch.export reads a tied tensor under one of its names and lists the other names as unread.
+        read = {value.node for value, readers in plan.graph.readers().items() if readers or value in returned}
+        nodes = [node for node in self._nodes(PARAMETER, BUFFER) if node.name in read]
+        check_model(model, nodes)
+        layouts = {node.source: plan.layouts[Value(node.name)] for node in nodes}
+        self.held = hold(self, model, layouts, plan.mesh.shape, self.coordinate, rest=rest)
+        for node in self._nodes(CONSTANT):
+            layout = plan.layouts[Value(node.name)]
+            local = local_slice(plan.graph.constants[node.source], layout, plan.mesh.shape, self.coordinate)
+            self.register_buffer(node.name, local, persistent=False)
 
     @property
     def graph(self) -> Graph:
-        """What runs: what was traced, or what stands for it in evaluation mode."""
+        """The graph that runs: the traced graph, or `evaluation` after eval()."""
         return self.plan.graph if self.training or self.evaluation is None else self.evaluation
 
     @property
     def fused(self) -> tuple[Fusion, ...]:
-        """What the overlap pass did with each matmul next to a collective."""
+        """The result of the overlap pass for each matmul next to a collective."""
         return self.schedule.fused
 
     @property
-    def ahead(self) -> tuple[PrefetchGroup, ...]:
-        """The collectives of forward that start ahead of what reads them, and for which tensors together."""
-        return tuple(one for starts in self.starts.values() for one in starts)
+    def prefetches(self) -> tuple[PrefetchGroup, ...]:
+        """The collectives of forward that start before their readers, with the tensors of each."""
+        return tuple(group for groups in self.prefetch_by_node.values() for group in groups)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The parameters whose gradients are summed as one, in the order in which backward sums them."""
+        """The gradient buckets, in the order in which backward fills them."""
         return self.gradients.buckets
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # groups are not for a compiler to look at
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler cannot trace process groups
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns, whole on every rank, for whole (or local) inputs.
+        """Return the model's outputs, global on every rank, for global inputs (or local, with `local_inputs`).
 
-        Every rank has to call it alike. Raises `ValueError` for arguments unlike those that were traced: their number,
-        shapes, dtypes, and the values of those that are no tensors.
+        Every rank must call this alike. Raises `ValueError` for arguments that differ from the traced arguments: in
+        number, shape, dtype, or the values of arguments that are not tensors.
         """
-        given = given_tensors(self.plan, self.coordinate if self.local_inputs else None, args, kwargs)
-        return Forward(self, given).outputs()
+        inputs = input_tensors(self.plan, self.coordinate if self.local_inputs else None, args, kwargs)
+        return Forward(self, inputs).outputs()
 
     def train(self, mode: bool = True) -> ShardedModule:
-        """Refuse another mode than was traced, where an operator works otherwise in it."""
-        calls = (node.call for node in self._given(CALL) if node.call is not None)
+        """Set the mode; raises `ValueError` if an operator depends on the mode and the other mode was traced."""
+        calls = (node.call for node in self._nodes(CALL) if node.call is not None)
         other = mode != self.plan.graph.training and (mode or self.evaluation is None)
         if other and any(map(is_modal, calls)):
             traced = "training" if self.plan.graph.training else "evaluation"
@@ -174,34 +174,34 @@ class ShardedModule(torch.nn.Module):
 
     @contextmanager
     def no_sync(self, *mesh_dims: str) -> Iterator[None]:
-        """Hold back the sums of gradients over these mesh dimensions, or over all, in backward inside.
+        """Defer the sums of gradients over these mesh dimensions, or over all, in every backward inside.
 
-        A parameter's `.grad` is then this rank's term of a sum over each of them on which the parameter is whole, and
-        terms of several backwards add up. `reduce_gradients` sums them, as does the next backward outside, for the
+        The `.grad` of a parameter that is replicated on such a mesh dimension is then this rank's term of the sum, and
+        the terms of several backwards add up. `reduce_gradients` sums them. So does the next backward outside, for the
         parameters that it reaches.
 
-        Raises `ValueError` for a name that is no mesh dimension, and with bucket_bytes=0, `RuntimeError` in backward
-        where terms would be added to a gradient that is summed already, or over others.
+        Raises `ValueError` for a name that is not a mesh dimension and with bucket_bytes=0; `RuntimeError` in backward
+        if a term would be added to a gradient that is summed already, or deferred over other mesh dimensions.
         """
         with self.gradients.no_sync(mesh_dims):
             yield
 
     def reduce_gradients(self, *mesh_dims: str) -> None:
-        """Sum what `no_sync` held back over these mesh dimensions, or over all. Every rank has to call it alike."""
+        """Sum the gradients that `no_sync` deferred, over these mesh dimensions or all. Every rank must call this."""
         self.gradients.reduce(mesh_dims)
 
     def pieces(self) -> dict[str, TensorShard]:
-        """Return what this rank holds of each parameter and persistent buffer, by its name in the model."""
+        """Return this rank's shard of each parameter and persistent buffer, by its name in the model."""
         state = self.state_dict(keep_vars=True)
-        mesh_shape, place = self.plan.mesh.shape, self.coordinate
-        return {name: self.held[name].piece(local, mesh_shape, place) for name, local in state.items()}
+        mesh_shape, coordinate = self.plan.mesh.shape, self.coordinate
+        return {name: self.held[name].piece(local, mesh_shape, coordinate) for name, local in state.items()}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the whole model's state. Every rank has to call it."""
+        """Return the global state of the model. Every rank must call this."""
         return {name: self._whole(name, local) for name, local in self.state_dict().items()}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the whole gradient of each parameter that has one. Every rank has to call it."""
+        """Return the global gradient of each parameter that has a gradient. Every rank must call this."""
         return {
             name: self._whole(name, parameter.grad)
             for name, parameter in self.named_parameters()
@@ -209,29 +209,42 @@ class ShardedModule(torch.nn.Module):
         }
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's slices of a whole model's state."""
-        shape, place = self.plan.mesh.shape, self.coordinate
+        """Load this rank's slices of a global state."""
+        shape, coordinate = self.plan.mesh.shape, self.coordinate
         self.load_state_dict(
-            {name: local_slice(whole, self.held[name].layout, shape, place) for name, whole in state.items()}
+            {name: local_slice(whole, self.held[name].layout, shape, coordinate) for name, whole in state.items()}
         )
 
     def _whole(self, name: str, local: torch.Tensor) -> torch.Tensor:
         held, mesh = self.held[name], self.plan.mesh
-        whole = (REPLICATE,) * mesh.ndim
-        return convert(local.detach(), held.shape, mesh, held.layout, whole, self.plan.costs).clone()
+        replicated = (REPLICATE,) * mesh.ndim
+        return convert(local.detach(), held.shape, mesh, held.layout, replicated, self.plan.costs).clone()
 
-    def _given(self, *kinds: str) -> Iterator[Node]:
+    def _nodes(self, *kinds: str) -> Iterator[Node]:
         return (node for node in self.plan.graph.nodes.values() if node.kind in kinds)
 
     def update_buffers(self, values: Mapping[Value, torch.Tensor]) -> None:
-        """Take what the forward computed for buffers, running statistics."""
+        """Store the values that the forward computed for buffers, such as running statistics."""
         for name, value in self.graph.updates.items():
             shape, source = self.plan.graph.meta(value).shape, self.schedule.layouts[value]
             with torch.no_grad():
                 new = convert(values[value], shape, self.plan.mesh, source, self.held[name].layout, self.plan.costs)
-            # A tensor of its own: the old one may be kept for backward.
+            # A new tensor: autograd may have saved the old tensor for backward.
             path, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(path), leaf, new.clone())
+
+
+def _check_options(
+    model: torch.nn.Module, plan: ShardingPlan, bucket_bytes: int, group: dist.ProcessGroup | None
+) -> None:
+    if bucket_bytes < 0:
+        raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
+    _check_group(plan.mesh, group)
+    if plan.graph.only_in_python:
+        raise ValueError(
+            f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: remove "
+            "this from the forward, or use parallelize(..., static=False), which runs the model's own Python"
+        )
 
 
 def _check_group(mesh: ProcessMesh, group: dist.ProcessGroup | None) -> None:
@@ -239,6 +252,6 @@ def _check_group(mesh: ProcessMesh, group: dist.ProcessGroup | None) -> None:
         return
     ranks = sorted(dist.get_process_group_ranks(group))
     if ranks != sorted(mesh.process_ids):
-        raise ValueError(f"group has the ranks {ranks}, and {mesh} has others")
+        raise ValueError(f"group has the ranks {ranks}, and {mesh} has others: give a group of the mesh's ranks")
     if not mesh.has_groups:
-        raise RuntimeError(f"{mesh} has no process groups: every rank of the job has to call its device_mesh() before")
+        raise RuntimeError(f"{mesh} has no process groups: every rank of the job must call its device_mesh() before")

@@ -1,1 +1,1 @@
-"""What people read of a plan: words, a page with the graph, advice."""
+"""Reports about a plan: text, an HTML page with the graph, and advice which operators to configure."""

@@ -1,4 +1,4 @@
-"""Which operators to configure before propagation, how, why, and what leaving each out would cost."""
+"""Advises which operators to configure before propagation, with a strategy, a reason and the cost of leaving it out."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
 Entry = Any
 InStrategy = tuple[Entry, ...]
-"""Of each input a tuple of cuts per dimension, or a list of placements where it is a part of a sum."""
+"""For each input a tuple of cuts per dimension, or a list of placements if the input is a partial sum."""
 
 
 @dataclass(frozen=True)
 class Advised:
-    """One operator, or the same one of every repeated layer.
+    """An operator, or the same operator of every repeated layer.
 
     pattern
-        Its name for `propagate`.
+        The operator's name for `propagate`.
     count
         How many operators the pattern names.
     principles, reason
-        Which of the published principles name it, and why in a sentence.
+        The published principles that name the operator, and why, in a sentence.
     in_strategy
-        The proposed strategy: the automatic plan's.
+        The proposed strategy, from the automatic plan.
     seconds
-        What propagation makes a step longer if this strategy alone is left out: computing and communicating.
+        How much longer a step takes, computing and communicating, if this strategy alone is left out.
     """
 
     pattern: str
@@ -55,12 +55,12 @@ class Advised:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to configure.
+    """The operators to configure.
 
     seconds
-        Predicted time of a step, computing and communicating, with all of it.
+        Predicted time of a step, computing and communicating, with all proposed strategies.
     notes
-        Operators that should be configured but have no name of their own.
+        Operators that should be configured but that no pattern names alone.
     """
 
     advised: tuple[Advised, ...]
@@ -70,26 +70,26 @@ class Advice:
     @property
     def strategies(self) -> dict[str, object]:
         """The proposed strategies, for `propagate`."""
-        return {one.pattern: (one.in_strategy, None) for one in self.advised}
+        return {advised.pattern: (advised.in_strategy, None) for advised in self.advised}
 
     def __str__(self) -> str:
-        """Return a table in words, times in ms."""
+        """Return a text table, with times in ms."""
         heads = ("configure", "operators", "proposed strategy", "left out")
         rows = [
             (
-                one.pattern,
-                f"{one.count} x {one.operator}",
-                ", ".join(map(_text, one.in_strategy)),
-                f"{1e3 * one.seconds:+.3f} ms",
+                advised.pattern,
+                f"{advised.count} x {advised.operator}",
+                ", ".join(map(_text, advised.in_strategy)),
+                f"{1e3 * advised.seconds:+.3f} ms",
             )
-            for one in self.advised
+            for advised in self.advised
         ]
         widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows)]
-        reasons = [f"    {one.reason}" for one in self.advised]
+        reasons = [f"    {advised.reason}" for advised in self.advised]
         lines = [lines[0], *(line for pair in zip(lines[1:], reasons, strict=True) for line in pair)]
-        end = f"all configured, propagation gives a step of {1e3 * self.seconds:.3f} ms; without one, so much more"
-        return "\n".join([*lines, end, *(f"not to be named: {note}" for note in self.notes)])
+        end = f"a step takes {1e3 * self.seconds:.3f} ms with all strategies, 'left out' longer without that strategy"
+        return "\n".join([*lines, end, *(f"no pattern names it alone: {note}" for note in self.notes)])
 
 
 def advise(
@@ -99,28 +99,28 @@ def advise(
     kwargs: Mapping[str, Any] | None = None,
     hardware: str = HARDWARE,
 ) -> Advice:
-    """Say which operators of ``model(*args, **kwargs)`` to configure, after the four published principles.
+    """Return which operators of ``model(*args, **kwargs)`` to configure, after the four published principles.
 
-    What leaving a strategy out costs is computed: propagation with the objective "redistribution", as published, once
-    with all strategies and once without this one; the difference of the two plans' times of a step in seconds, all
-    collectives and each rank's computing in it. It takes as many propagations as there are lines of advice.
+    The cost of leaving out a strategy is the difference between the step times of two plans, with all strategies and
+    without this strategy. Both plans come from propagation with the objective "redistribution", as published. A step
+    time includes all collectives and each rank's computation. Every line of advice takes a propagation.
     """
     graph = trace(model, args, kwargs)
     automatic = propagate(graph, mesh, objective="time", hardware=hardware)
     proposals, notes = _proposals(automatic)
-    strategies = {one.pattern: (one.in_strategy, None) for one in proposals}
+    strategies = {advised.pattern: (advised.in_strategy, None) for advised in proposals}
 
     def step(without: str = "") -> float:
-        given = {pattern: one for pattern, one in strategies.items() if pattern != without}
-        return step_seconds(propagate(graph, mesh, given, hardware=hardware), hardware)
+        others = {pattern: strategy for pattern, strategy in strategies.items() if pattern != without}
+        return step_seconds(propagate(graph, mesh, others, hardware=hardware), hardware)
 
-    whole = step()
-    advised = tuple(replace(one, seconds=step(one.pattern) - whole) for one in proposals)
-    return Advice(advised, whole, tuple(notes))
+    with_all = step()
+    advised = tuple(replace(proposal, seconds=step(proposal.pattern) - with_all) for proposal in proposals)
+    return Advice(advised, with_all, tuple(notes))
 
 
 def step_seconds(plan: ShardingPlan, hardware: str = HARDWARE) -> float:
-    """Return the time of a step of a plan, whatever its objective: its collectives, and what a rank computes."""
+    """Return the predicted step time of a plan with any objective: its collectives and a rank's computation."""
     shape, model = tuple(plan.mesh.shape), CostModel(find_hardware(hardware))
     computing = 0.0
     for node in plan.graph.nodes.values():
@@ -131,7 +131,7 @@ def step_seconds(plan: ShardingPlan, hardware: str = HARDWARE) -> float:
 
 
 def _proposals(plan: ShardingPlan) -> tuple[list[Advised], list[str]]:
-    """Return the advice without its costs, and what has no name."""
+    """Return the advice without costs, and notes on operators that no pattern names alone."""
     reasons = principles(plan)
     groups: dict[tuple[str, str], list[Node]] = {}
     for name in reasons:
@@ -141,41 +141,42 @@ def _proposals(plan: ShardingPlan) -> tuple[list[Advised], list[str]]:
     notes: dict[str, None] = {}
     for path, nodes in _alike(plan.graph, groups):
         modules = list(dict.fromkeys(node.module for node in nodes))
-        # One layer speaks for all, so that its operators fit together: one from the middle, not the first or last.
-        those = [node for node in nodes if node.module == modules[len(modules) // 2]]
-        strategies = {repr(_in_strategy(plan, node)) for node in those}
-        pattern, operator = _pattern(plan.graph, path, nodes), operator_name(those[0])
-        why = {number: why for node in reversed(those) for number, why in reasons[node.name].items()}
-        said = "; ".join(f"({number}) {why[number]}" for number in sorted(why))
+        # A layer from the middle stands for all layers, so that the strategies of its operators fit together.
+        chosen = [node for node in nodes if node.module == modules[len(modules) // 2]]
+        strategies = {repr(_in_strategy(plan, node)) for node in chosen}
+        pattern, operator = _pattern(plan.graph, path, nodes), operator_name(chosen[0])
+        why = {number: why for node in reversed(chosen) for number, why in reasons[node.name].items()}
+        reason = "; ".join(f"({number}) {why[number]}" for number in sorted(why))
         if pattern is None or len(strategies) > 1:
-            notes[f"{operator} in {path or 'the model'}: {said}; to have a name, each call needs its own module"] = None
+            notes[f"{operator} in {path or 'the model'}: {reason}; give each call its own module"] = None
             continue
-        found.append(Advised(pattern, operator, len(nodes), tuple(sorted(why)), said, _in_strategy(plan, those[0])))
+        strategy = _in_strategy(plan, chosen[0])
+        found.append(Advised(pattern, operator, len(nodes), tuple(sorted(why)), reason, strategy))
     return found, list(notes)
 
 
 def _alike(graph: Graph, groups: Mapping[tuple[str, str], list[Node]]) -> Iterator[tuple[str, list[Node]]]:
-    """Return paths and the operators there: one path for repeated layers, or one for each that is not as the others.
+    """Yield paths and their operators: a common path for equal repeated layers, separate paths for unequal layers.
 
-    A layer runs several operators: those of an nn.Sequential, each a module with a number, are no repeated layers.
+    A layer has several operators. So the numbered modules of an nn.Sequential, of an operator each, are not layers.
     """
     sizes = Counter(layer_of(node.module) for node in graph.nodes.values() if node.kind == CALL)
     for (path, _), nodes in groups.items():
         modules: dict[str, list[Node]] = {}
         for node in nodes:
             modules.setdefault(node.module, []).append(node)
-        kinds = {tuple(map(signature, several)) for several in modules.values()}
+        kinds = {tuple(map(signature, members)) for members in modules.values()}
         alike = len(modules) == 1 or (len(kinds) == 1 and all(sizes[layer_of(module)] > 1 for module in modules))
         yield from [(path, nodes)] if alike else modules.items()
 
 
 def _pattern(graph: Graph, path: str, nodes: Sequence[Node]) -> str | None:
-    """Return the shortest pattern that names these operators and no others, if one does."""
+    """Return the shortest pattern that names these operators and no others; None if there is none."""
     names = {node.name for node in nodes}
     for pattern in (path, f"{path}:{operator_name(nodes[0])}"):
         try:
             named = {node.name for node in named_nodes(graph, pattern)} if pattern else set()
-        except StrategyError:  # the path alone does not say which of the module's operators is meant
+        except StrategyError:  # the path alone is ambiguous: the module has several operators
             continue
         if named == names:
             return pattern
@@ -183,25 +184,25 @@ def _pattern(graph: Graph, path: str, nodes: Sequence[Node]) -> str | None:
 
 
 def _in_strategy(plan: ShardingPlan, node: Node) -> InStrategy:
-    """Return how a plan lays out an operator's inputs, in the words that users write."""
+    """Return the layouts of an operator's inputs as a strategy that `propagate` takes."""
     assert node.call is not None
     pairs = zip(node.call.inputs, plan.inputs[node.name], strict=True)
     return tuple(_cuts(len(meta.shape), layout, plan.mesh.dim_names) for meta, layout in pairs)
 
 
 def _cuts(dims: int, layout: Layout, names: Sequence[str]) -> Entry:
-    if any(state.kind == "partial" for state in layout):
-        return [state.placement for state in layout]
+    if any(placement.kind == "partial" for placement in layout):
+        return [placement.placement for placement in layout]
     cut: list[tuple[str, ...]] = [()] * dims
-    for state, name in zip(layout, names, strict=True):
-        if state.kind == "shard":
-            cut[state.dim] = (*cut[state.dim], name)
+    for placement, name in zip(layout, names, strict=True):
+        if placement.kind == "shard":
+            cut[placement.dim] = (*cut[placement.dim], name)
     return tuple(1 if not by else by[0] if len(by) == 1 else by for by in cut)
 
 
 def _text(entry: Entry) -> str:
-    """Return a strategy of one tensor without quotes, such as "(dp, 1, mp)"."""
+    """Return a tensor's strategy without quotes, such as "(dp, 1, mp)"."""
     if isinstance(entry, list):
         return " ".join(map(str, entry))
-    parts = ["*".join(one) if isinstance(one, tuple) else str(one) for one in entry]
+    parts = ["*".join(cut) if isinstance(cut, tuple) else str(cut) for cut in entry]
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"

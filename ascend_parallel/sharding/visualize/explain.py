@@ -1,4 +1,4 @@
-"""A plan in words: operator by operator, what it reads and gives, why, and each collective with bytes and time."""
+"""A plan as text: each operator with its layouts and their reason, each collective with bytes and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 
 WIDTH = 34
-# The share of the work that ranks may repeat without a warning.
+# The share of the work that all ranks may compute redundantly without a warning.
 REPEATED = 0.5
 
 
@@ -22,7 +22,7 @@ def explain(plan: ShardingPlan) -> str:
 
 
 def summary(plan: ShardingPlan) -> list[str]:
-    """Return what the plan comes to."""
+    """Return lines with the plan's cost, collectives and memory, and its warnings."""
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.dim_names, plan.mesh.shape, strict=True))
     calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
@@ -34,34 +34,34 @@ def summary(plan: ShardingPlan) -> list[str]:
         f"{1e3 * plan.seconds:.3f} ms",
         f"memory of a rank: parameters {size_of(memory.parameters)}, gradients {size_of(memory.gradients)}, "
         f"optimizer (Adam) {size_of(memory.optimizer)}, activations {size_of(memory.activations)}",
-        *(f"warning: {one}" for one in warnings(plan, memory.total)),
+        *(f"warning: {warning}" for warning in warnings(plan, memory.total)),
     ]
 
 
 def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
-    """Return what a plan is not meant to come to: ranks that repeat each other's work, more memory than a card has.
+    """Return warnings: ranks that compute the same work, and more memory than a card has.
 
     nbytes
-        What a rank holds.
+        Bytes that a rank holds.
     """
     found = []
     for dim, (name, size) in enumerate(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)):
         share = _repeated(plan, dim) if size > 1 else 0.0
         if share > REPEATED:
             how_much = "all of the work" if share == 1 else f"{100 * share:.0f} % of the work"
-            found.append(f"each of the {size} ranks along {name} repeats {how_much}: it is not cut there")
+            found.append(f"each of the {size} ranks along {name} repeats {how_much}: shard operators along {name}")
     hardware = plan.costs.hardware
     capacity = 0.0 if hardware is None else hardware.memory.capacity
     if hardware is not None and 0 < capacity < nbytes:
         found.append(
-            f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: cut more, as by a "
+            f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: shard more, as by a "
             "larger mesh, stages, sharding.level or recompute"
         )
     return found
 
 
 def _repeated(plan: ShardingPlan, dim: int) -> float:
-    """Return the share of the work that every rank along a mesh dimension does whole."""
+    """Return the share of the work that every rank along a mesh dimension computes redundantly."""
     done = {True: 0.0, False: 0.0}
     for node in plan.graph.nodes.values():
         if node.call is not None:
@@ -72,18 +72,18 @@ def _repeated(plan: ShardingPlan, dim: int) -> float:
 
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
-    """Return a line for every node that both plans have and lay out differently."""
+    """Return a line for every node that both plans lay out, and lay out differently."""
     lines = []
     for name, node in plan.graph.nodes.items():
         if name in other.graph.nodes:
-            ours, theirs = (_layouts(one, node) for one in (plan, other))
+            ours, theirs = _layouts(plan, node), _layouts(other, node)
             if ours != theirs:
                 lines.append(f"{_where(node)}: {ours}; other: {theirs}")
     return lines
 
 
 def size_of(nbytes: float) -> str:
-    """Return bytes in a unit that reads well."""
+    """Return bytes as text, such as "25.2 MB"."""
     for unit in ("B", "KB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -98,13 +98,13 @@ def text(layout: Layout) -> str:
 
 def _nodes(plan: ShardingPlan) -> Iterator[str]:
     into: dict[str, list[Conversion]] = {}
-    for one in plan.conversions:
-        into.setdefault(one.reader.split(",")[0], []).append(one)
+    for conversion in plan.conversions:
+        into.setdefault(conversion.reader.split(",")[0], []).append(conversion)
     for node in plan.graph.nodes.values():
-        yield from (_arrow(one, plan) for one in into.get(node.name, []) if one.communicates)
+        yield from (_arrow(conversion, plan) for conversion in into.get(node.name, []) if conversion.communicates)
         yield f"{_where(node):{WIDTH}}  {_layouts(plan, node)}   [{plan.why(node)}]"
         yield from (f"    inside: {_inside(plan, node)}" for _ in plan.op_collectives.get(node.name, ())[:1])
-    yield from (_arrow(one, plan) for one in into.get("", []) if one.communicates)
+    yield from (_arrow(conversion, plan) for conversion in into.get("", []) if conversion.communicates)
 
 
 def _where(node: Node) -> str:
@@ -124,20 +124,20 @@ def _inside(plan: ShardingPlan, node: Node) -> str:
     return "; ".join(step.text(plan.mesh.dim_names[step.mesh_dim]) for step in plan.op_collectives.get(node.name, ()))
 
 
-def _arrow(one: Conversion, plan: ShardingPlan) -> str:
-    names = plan.mesh.dim_names
-    way = f"    {one.value.node}: {text(one.source)} -> {text(one.target)}   {one.ahead.text(names)}"
-    return way if one.back is None else f"{way}; backward: {one.back.text(names)}"
+def _arrow(conversion: Conversion, plan: ShardingPlan) -> str:
+    names, layouts = plan.mesh.dim_names, f"{text(conversion.source)} -> {text(conversion.target)}"
+    line = f"    {conversion.value.node}: {layouts}   {conversion.ahead.text(names)}"
+    return line if conversion.back is None else f"{line}; backward: {conversion.back.text(names)}"
 
 
 def as_dict(plan: ShardingPlan) -> dict[str, Any]:
-    """Return plain values, for JSON: seconds and bytes."""
+    """Return the plan as plain values for JSON, in seconds and bytes."""
     nodes = [
         {
             "name": node.name,
             "kind": node.kind,
             "where": _where(node),
-            "inputs": [text(one) for one in plan.inputs[node.name]],
+            "inputs": [text(layout) for layout in plan.inputs[node.name]],
             "outputs": [text(plan.layouts[Value(node.name, index)]) for index in range(len(node.outputs))],
             "why": plan.why(node),
             "inside": _inside(plan, node) or None,
@@ -146,16 +146,16 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
     ]
     conversions = [
         {
-            "tensor": one.value.node,
-            "readers": one.reader,
-            "from": text(one.source),
-            "to": text(one.target),
-            "forward": one.ahead.text(plan.mesh.dim_names),
-            "backward": one.back.text(plan.mesh.dim_names) if one.back else None,
-            "seconds": one.seconds,
-            "bytes": one.nbytes,
+            "tensor": conversion.value.node,
+            "readers": conversion.reader,
+            "from": text(conversion.source),
+            "to": text(conversion.target),
+            "forward": conversion.ahead.text(plan.mesh.dim_names),
+            "backward": conversion.back.text(plan.mesh.dim_names) if conversion.back else None,
+            "seconds": conversion.seconds,
+            "bytes": conversion.nbytes,
         }
-        for one in plan.conversions
+        for conversion in plan.conversions
     ]
     return {
         "mesh": dict(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)),

@@ -1,6 +1,6 @@
-"""A layered drawing of a graph without cycles: rows by longest path, boxes that do not overlap, arrows between them.
+"""Draws a graph without cycles in layers: rows by longest path, boxes that do not overlap, arrows between them.
 
-Arrows over several rows have a place of their own in each row between, so that no box stands on them.
+An arrow over several rows has a slot of its own in each row between, so that no box covers the arrow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 GAP, ROW_GAP, LANE = 18.0, 30.0, 8.0
 SWEEPS = 16
-# Where a passing arrow wishes to be counts more than where a box does: it is to be straight.
+# The preferred position of a passing arrow counts more than that of a box, so that arrows become straight.
 LANE_WEIGHT = 8.0
 
 Arrow = tuple[str, str]
@@ -20,7 +20,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Place:
-    """A box's left upper corner and size, in pixels."""
+    """The upper left corner and the size of a box, in pixels."""
 
     x: float
     y: float
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Where boxes stand, through which points arrows go, and the size of it all."""
+    """The places of boxes, the points of arrows, and the size of the drawing."""
 
     places: Mapping[str, Place]
     arrows: Mapping[Arrow, list[Point]]
@@ -39,7 +39,7 @@ class Drawing:
 
 
 def draw(sizes: Mapping[str, Point], arrows: Iterable[Arrow]) -> Drawing:
-    """Place boxes of these widths and heights, given in an order in which no arrow leads back."""
+    """Return a drawing of boxes of these widths and heights, in an order in which no arrow leads back."""
     arrows = list(dict.fromkeys(arrows))
     rows, chains = _rows(list(sizes), arrows)
     widths = {name: sizes[name][0] if name in sizes else LANE for row in rows for name in row}
@@ -59,7 +59,7 @@ def draw(sizes: Mapping[str, Point], arrows: Iterable[Arrow]) -> Drawing:
         y += height + ROW_GAP
     row_of = {name: index for index, row in enumerate(rows) for name in row}
     lines = {
-        arrow: _line(chain, places, centres, left, [tops[row_of[one]] for one in chain])
+        arrow: _line(chain, places, centres, left, [tops[row_of[name]] for name in chain])
         for arrow, chain in chains.items()
     }
     right = max((centres[name] + widths[name] / 2 - left for name in centres), default=0.0)
@@ -67,7 +67,7 @@ def draw(sizes: Mapping[str, Point], arrows: Iterable[Arrow]) -> Drawing:
 
 
 def _rows(names: Sequence[str], arrows: Sequence[Arrow]) -> tuple[list[list[str]], dict[Arrow, list[str]]]:
-    """Return the boxes of every row, with places for arrows that pass, and each arrow's way through them."""
+    """Return the boxes and the slots of passing arrows in every row, and each arrow's chain of slots."""
     into: dict[str, list[str]] = {name: [] for name in names}
     out: dict[str, list[str]] = {name: [] for name in names}
     for source, target in arrows:
@@ -76,10 +76,10 @@ def _rows(names: Sequence[str], arrows: Sequence[Arrow]) -> tuple[list[list[str]
     depth: dict[str, int] = {}
     order = _sorted(names, into, out)
     for name in order:
-        depth[name] = max((depth[one] + 1 for one in into[name]), default=0)
-    for name in reversed(order):  # down to the first reader where that makes arrows shorter altogether
+        depth[name] = max((depth[source] + 1 for source in into[name]), default=0)
+    for name in reversed(order):  # move a box down to its first reader if the sum of arrow lengths shrinks
         if len(into[name]) < len(out[name]):
-            depth[name] = min(depth[one] for one in out[name]) - 1
+            depth[name] = min(depth[target] for target in out[name]) - 1
     rows: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for name in names:
         rows[depth[name]].append(name)
@@ -99,10 +99,10 @@ def _sorted(names: Sequence[str], into: Mapping[str, Sequence[str]], out: Mappin
     while ready:
         name = ready.pop()
         found.append(name)
-        for one in out[name]:
-            left[one] -= 1
-            if not left[one]:
-                ready.append(one)
+        for target in out[name]:
+            left[target] -= 1
+            if not left[target]:
+                ready.append(target)
     assert len(found) == len(names), "arrows lead in a circle"
     return found
 
@@ -111,14 +111,14 @@ def _neighbours(chains: Mapping[Arrow, Sequence[str]]) -> tuple[dict[str, list[s
     above: dict[str, list[str]] = {}
     below: dict[str, list[str]] = {}
     for chain in chains.values():
-        for one, other in pairwise(chain):
-            above.setdefault(other, []).append(one)
-            below.setdefault(one, []).append(other)
+        for upper, lower in pairwise(chain):
+            above.setdefault(lower, []).append(upper)
+            below.setdefault(upper, []).append(lower)
     return above, below
 
 
 def _order(rows: list[list[str]], neighbours: Sequence[Mapping[str, Sequence[str]]]) -> None:
-    """Sort every row by the mean place of what it is joined to, from above and from below in turn."""
+    """Sort every row by the mean place of its neighbours, in turn those above and those below."""
     for sweep in range(SWEEPS):
         joined = neighbours[sweep % 2]
         for index in range(1, len(rows)) if sweep % 2 == 0 else range(len(rows) - 2, -1, -1):
@@ -126,7 +126,7 @@ def _order(rows: list[list[str]], neighbours: Sequence[Mapping[str, Sequence[str
             at = {name: place / max(len(fixed) - 1, 1) for place, name in enumerate(fixed)}
             size = max(len(rows[index]) - 1, 1)
             own = {name: place / size for place, name in enumerate(rows[index])}
-            rows[index].sort(key=lambda name: _mean([at[one] for one in joined.get(name, ())], own[name]))
+            rows[index].sort(key=lambda name: _mean([at[near] for near in joined.get(name, ())], own[name]))
 
 
 def _mean(values: Sequence[float], otherwise: float) -> float:
@@ -136,7 +136,7 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 def _centres(
     rows: Sequence[Sequence[str]], widths: Mapping[str, float], neighbours: Sequence[Mapping[str, Sequence[str]]]
 ) -> dict[str, float]:
-    """Return where boxes stand from left to right: near the middle of what they are joined to, without overlap."""
+    """Return the horizontal centres of boxes: near the mean of their neighbours, without overlap."""
     centres: dict[str, float] = {}
     for row in rows:
         x = 0.0
@@ -148,7 +148,7 @@ def _centres(
     for sweep in range(SWEEPS):
         for row in rows if sweep % 2 == 0 else rows[::-1]:
             wished = [
-                _mean([centres[one] for joined in neighbours for one in joined.get(name, ())], centres[name])
+                _mean([centres[near] for joined in neighbours for near in joined.get(name, ())], centres[name])
                 for name in row
             ]
             offsets, x = [], 0.0
@@ -157,12 +157,12 @@ def _centres(
                 offsets.append(x)
             straight = [LANE_WEIGHT if widths[name] == LANE else 1.0 for name in row]
             moved = _rising([wish - offset for wish, offset in zip(wished, offsets, strict=True)], straight)
-            centres |= {name: one + offset for name, one, offset in zip(row, moved, offsets, strict=True)}
+            centres |= {name: centre + offset for name, centre, offset in zip(row, moved, offsets, strict=True)}
     return centres
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the nearest numbers that never fall: neighbours that would are brought to their weighted mean."""
+    """Return the nearest non-decreasing numbers: decreasing neighbours get their weighted mean."""
     blocks: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         blocks.append((value, weight, 1))
@@ -179,7 +179,7 @@ def _line(
     left: float,
     rows: Sequence[Point],
 ) -> list[Point]:
-    """Return an arrow's points: out of a box below, through each row straight down, into a box from above."""
+    """Return an arrow's points: from the lower edge of a box, straight through each row, to the upper edge of a box."""
     first, last = places[chain[0]], places[chain[-1]]
     points = [(centres[chain[0]] - left, first.y + first.height)]
     for name, (top, bottom) in list(zip(chain, rows, strict=True))[1:-1]:

@@ -1,4 +1,4 @@
-"""A plan as a page that needs nothing from outside: its graph coloured by layout, its collectives, a rank's memory."""
+"""A plan as a self-contained HTML page: the graph coloured by layout, the collectives, a rank's memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.visualize.explain import size_of, summary, text
 from ascend_parallel.sharding.visualize.graph_drawing import Drawing, Place, Point, draw
-from ascend_parallel.sharding.visualize.picture import COLLECTIVE, FOLDED, NodeBox, Picture, layout_text, moves, picture
+from ascend_parallel.sharding.visualize.picture import (
+    COLLECTIVE,
+    FOLDED,
+    NodeBox,
+    Picture,
+    layout_text,
+    picture,
+    step_texts,
+)
 from ascend_parallel.sharding.visualize.repeated_layers import repeated
 
-# Paul Tol's light colours, made to be told apart by the colour-blind behind black text; the first is for whole tensors.
+# Paul Tol's light colours: distinct for the colour-blind, behind black text. WHOLE is for replicated tensors.
 WHOLE, OTHERS, NONE = "#dddddd", "#f4f4f4", "#ffffff"
 COLOURS = ("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#bbcc33", "#aaaa00")
-# A picture that is wider than its place is made smaller, down to this share of its size.
+# A picture wider than its frame shrinks, down to this share of its size.
 NARROWEST = 0.7
 CHARACTER, LINE, MARGIN, LONGEST = 6.3, 15.0, 8.0, 60
 STYLE = """
@@ -39,16 +47,16 @@ STYLE = """
 
 
 def to_html(plan: ShardingPlan) -> str:
-    """Return the page. Repeated layers that are alike are drawn twice, and counted."""
+    """Return the page. Of equal repeated layers two are drawn; the others are counted."""
     drawn = picture(plan)
-    said = "".join(f"<p>{escape(line)}</p>" for line in summary(plan))
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in summary(plan))
     colours = _colours(plan, drawn)
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Sharding plan</title><style>{STYLE}</style></head><body>
 <h1>Sharding plan</h1>
-{said}
-<p class="quiet">R: whole on every rank; C: whole, its gradient a part of a sum; S(d): cut along dimension d;
-P: a part of a sum or average. Point at a box or an arrow for more.</p>
+{paragraphs}
+<p class="quiet">R: replicated; R/P: replicated, with a gradient that is a partial sum; S(d): sharded along dimension d;
+P: a partial sum or average. Point at a box or an arrow for more.</p>
 <p>{_legend(colours)}</p>
 <div class="both"><div class="scroll">{_svg(drawn, colours)}</div><div class="beside">
 <h2>Memory of a rank</h2>
@@ -61,11 +69,11 @@ P: a part of a sum or average. Point at a box or an arrow for more.</p>
 
 
 def _colours(plan: ShardingPlan, drawn: Picture) -> dict[str, str]:
-    """Give the layouts that occur most their own colours, and one to all others."""
+    """Return the colour of each layout: the most frequent have their own, all others share a colour."""
     counts = Counter(box.layout for box in drawn.boxes.values() if box.layout)
-    whole = layout_text(plan, (REPLICATE,) * plan.mesh.ndim)
-    colours = {whole: WHOLE} if whole in counts else {}
-    most = [layout for layout, _ in counts.most_common() if layout != whole]
+    replicated = layout_text(plan, (REPLICATE,) * plan.mesh.ndim)
+    colours = {replicated: WHOLE} if replicated in counts else {}
+    most = [layout for layout, _ in counts.most_common() if layout != replicated]
     return colours | dict(zip(most, COLOURS, strict=False)) | dict.fromkeys(most[len(COLOURS) :], OTHERS)
 
 
@@ -104,7 +112,7 @@ def _size(box: NodeBox) -> Point:
 
 
 def _cut(line: str) -> str:
-    """Leave out the beginning of a long line: a path's end says more."""
+    """Shorten a long line at its beginning: the end of a path says more."""
     return line if len(line) <= LONGEST else f"…{line[1 - LONGEST :]}"
 
 
@@ -126,24 +134,24 @@ def _box(box: NodeBox, place: Place, colours: Mapping[str, str]) -> str:
 def _arrow(drawn: Picture, drawing: Drawing, arrow: tuple[str, str], hint: str) -> str:
     thick = drawn.is_thick(arrow)
     ends = [drawn.boxes[end].hint for end in arrow if drawn.boxes[end].kind == COLLECTIVE]
-    said = "\n".join([hint, *ends])
+    title = "\n".join([hint, *ends])
     return (
         f'<path class="arrow{" thick" if thick else ""}" marker-end="url(#{"thick" if thick else "head"})" '
-        f'd="{_path(drawing.arrows[arrow])}"><title>{escape(said)}</title></path>\n'
+        f'd="{_path(drawing.arrows[arrow])}"><title>{escape(title)}</title></path>\n'
     )
 
 
 def _path(points: Sequence[Point]) -> str:
-    """Return curves that leave and arrive straight down, and between them lines through rows."""
-    (x, y), said = points[0], [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
+    """Return the SVG path of an arrow: curves that start and end vertically, and lines through the rows."""
+    (x, y), commands = points[0], [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
     for index, (next_x, next_y) in enumerate(points[1:]):
         if index % 2:
-            said.append(f"L{next_x:.1f} {next_y:.1f}")
+            commands.append(f"L{next_x:.1f} {next_y:.1f}")
         else:
             half = (y + next_y) / 2
-            said.append(f"C{x:.1f} {half:.1f} {next_x:.1f} {half:.1f} {next_x:.1f} {next_y:.1f}")
+            commands.append(f"C{x:.1f} {half:.1f} {next_x:.1f} {half:.1f} {next_x:.1f} {next_y:.1f}")
         x, y = next_x, next_y
-    return "".join(said)
+    return "".join(commands)
 
 
 def _memory(plan: ShardingPlan) -> str:
@@ -160,27 +168,32 @@ def _memory(plan: ShardingPlan) -> str:
 
 
 def _collectives(plan: ShardingPlan) -> str:
-    """Return a table: one row for what repeated layers have in common, the most time first."""
+    """Return a table of the collectives, the most time first; equal collectives of repeated layers share a row."""
     rows: dict[tuple[str, ...], list[float]] = {}
-    for one in plan.conversions:
-        if one.communicates:
-            ways = ("<br>".join(map(escape, moves(way, plan))) or "-" for way in (one.ahead, one.back))
-            changes = f"{text(one.source)} to {text(one.target)}"
-            key = (_place(plan, one.value.node), _readers(plan, one.reader), changes, *ways)
+    for conversion in plan.conversions:
+        if conversion.communicates:
+            both = (conversion.ahead, conversion.back)
+            steps = ("<br>".join(map(escape, step_texts(each, plan))) or "-" for each in both)
+            changes = f"{text(conversion.source)} to {text(conversion.target)}"
+            key = (_place(plan, conversion.value.node), _readers(plan, conversion.reader), changes, *steps)
             count, nbytes, seconds = rows.get(key, [0, 0.0, 0.0])
-            rows[key] = [count + 1, nbytes + one.nbytes, seconds + one.seconds]
-    for name, steps in plan.op_collectives.items():
-        said = "<br>".join(escape(step.text(plan.mesh.dim_names[step.mesh_dim])) for step in steps)
-        key = (_place(plan, name), "itself", "-", said, "-")
+            rows[key] = [count + 1, nbytes + conversion.nbytes, seconds + conversion.seconds]
+    for name, own_steps in plan.op_collectives.items():
+        lines = "<br>".join(escape(step.text(plan.mesh.dim_names[step.mesh_dim])) for step in own_steps)
+        key = (_place(plan, name), "itself", "-", lines, "-")
         count, nbytes, seconds = rows.get(key, [0, 0.0, 0.0])
-        moved, took = sum(step.nbytes for step in steps), sum(step.seconds for step in steps)
-        rows[key] = [count + 1, nbytes + moved, seconds + took]
+        sent, took = sum(step.nbytes for step in own_steps), sum(step.seconds for step in own_steps)
+        rows[key] = [count + 1, nbytes + sent, seconds + took]
     if not rows:
         return "<p>none</p>"
+    return _collectives_table(rows)
+
+
+def _collectives_table(rows: Mapping[tuple[str, ...], list[float]]) -> str:
     lines = []
     for (tensor, readers, changes, ahead, back), (count, nbytes, seconds) in sorted(rows.items(), key=_by_time):
         numbers = (f"{1e3 * seconds:.3f}", f"{count:.0f}", size_of(nbytes))
-        cells = "".join(f'<td class="number">{one}</td>' for one in numbers)
+        cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
         cells += "".join(f"<td>{escape(cell).replace('.', '.<wbr>')}</td>" for cell in (tensor, readers, changes))
         lines.append(f"<tr>{cells}<td>{ahead}</td><td>{back}</td></tr>\n")
     heads = ("ms", "times", "sent by a rank", "tensor of", "read by", "layout", "forward", "backward")

@@ -1,7 +1,7 @@
-"""What a picture of a plan shows: its operators as boxes, its collectives as boxes between them, and who reads whom.
+"""The content of a plan's picture: boxes for operators and collectives, and arrows from tensors to their readers.
 
-Weights are lines in the boxes of their readers. Of repeated layers that are alike the first two are shown, and one box
-stands for those that follow.
+Weights are lines in the boxes of their readers. Of equal repeated layers the first two are shown; a box stands for the
+layers after them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ END = "returned to the user"
 
 @dataclass
 class NodeBox:
-    """Lines of text, and what is said when it is pointed at.
+    """A box with lines of text, and a hint that the page shows under the pointer.
 
     layout
-        The layout of what an operator gives, in words; "" for other boxes.
+        The layout of the operator's outputs as text; "" for other boxes.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class NodeBox:
 
 @dataclass
 class Picture:
-    """Boxes by name, and arrows from one to another with what is said of them."""
+    """Boxes by name, and arrows between boxes with their hints."""
 
     boxes: dict[str, NodeBox] = field(default_factory=dict)
     arrows: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Picture:
 
 
 def picture(plan: ShardingPlan) -> Picture:
-    """Return what is to be drawn."""
+    """Return the boxes and arrows of a plan."""
     return _Painter(plan).paint()
 
 
@@ -60,18 +60,20 @@ def layout_text(plan: ShardingPlan, layout: Layout) -> str:
     return ", ".join(f"{name} {state}" for name, state in zip(plan.mesh.dim_names, layout, strict=True))
 
 
-def moves(way: Redistribution | None, plan: ShardingPlan) -> list[str]:
-    """Return the steps that communicate, in words."""
-    steps = way.steps if way is not None else ()
+def step_texts(redistribution: Redistribution | None, plan: ShardingPlan) -> list[str]:
+    """Return the steps that communicate, as text."""
+    steps = redistribution.steps if redistribution is not None else ()
     return [step.text(plan.mesh.dim_names[step.mesh_dim]) for step in steps if step.nbytes]
 
 
-def both_ways(one: Conversion, plan: ShardingPlan) -> list[str]:
-    """Return what a conversion communicates, forward and then backward."""
-    return [*moves(one.ahead, plan), *(f"backward: {said}" for said in moves(one.back, plan))]
+def conversion_texts(conversion: Conversion, plan: ShardingPlan) -> list[str]:
+    """Return the steps of a conversion that communicate, first of forward, then of backward."""
+    return [*step_texts(conversion.ahead, plan), *(f"backward: {step}" for step in step_texts(conversion.back, plan))]
 
 
 class _Painter:
+    """Builds the picture of a plan."""
+
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
         self._picture = Picture()
@@ -81,17 +83,18 @@ class _Painter:
         for title, fold in self._folds.items():
             self._shown |= dict.fromkeys(fold.nodes, title)
         self._conversions: dict[Value, dict[tuple[Layout, Layout], Conversion]] = {}
-        for one in plan.conversions:
-            self._conversions.setdefault(one.value, {})[one.source, one.target] = one
+        for conversion in plan.conversions:
+            self._conversions.setdefault(conversion.value, {})[conversion.source, conversion.target] = conversion
         leaves = pytree.tree_leaves(plan.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
         self._returned = {leaf for leaf in leaves if isinstance(leaf, Value)}
 
     def paint(self) -> Picture:
+        """Return the picture."""
         for name, title in self._shown.items():
             if title not in self._picture.boxes:
                 fold = self._folds.get(title)
                 self._picture.boxes[title] = self._box(self._plan.graph.nodes[name]) if fold is None else _box_of(fold)
-        self._picture.boxes[END] = NodeBox(RETURNED, ["returned"], "what the model returns, whole on every rank")
+        self._picture.boxes[END] = NodeBox(RETURNED, ["returned"], "the model's outputs, replicated on every rank")
         for value, readers in self._plan.graph.readers().items():
             kind = self._plan.graph.nodes[value.node].kind
             if kind == PARAMETER:
@@ -102,18 +105,18 @@ class _Painter:
 
     def _box(self, node: Node) -> NodeBox:
         plan = self._plan
-        gives = " | ".join(dict.fromkeys(layout_text(plan, plan.layouts[value]) for value in _outputs(node)))
+        outputs = " | ".join(dict.fromkeys(layout_text(plan, plan.layouts[value]) for value in _outputs(node)))
         shapes = ", ".join(f"{list(meta.shape)} {str(meta.dtype).removeprefix('torch.')}" for meta in node.outputs)
         if node.kind != CALL:
-            return NodeBox(GIVEN, [f"input {node.source}", gives], shapes, gives)
+            return NodeBox(GIVEN, [f"input {node.source}", outputs], shapes, outputs)
         title = f"{node.module} {operator_name(node)}".strip()
-        reads = [f"reads {layout_text(plan, one)}" for one in plan.inputs[node.name]]
+        reads = [f"reads {layout_text(plan, layout)}" for layout in plan.inputs[node.name]]
         itself = [
             f"itself: {step.text(plan.mesh.dim_names[step.mesh_dim])}"
             for step in plan.op_collectives.get(node.name, ())
         ]
-        hint = "\n".join([title, *reads, f"gives {gives}", shapes, plan.why(node), *itself])
-        return NodeBox(OPERATOR, [title, gives], hint, gives, node.name in plan.configured)
+        hint = "\n".join([title, *reads, f"gives {outputs}", shapes, plan.why(node), *itself])
+        return NodeBox(OPERATOR, [title, outputs], hint, outputs, node.name in plan.configured)
 
     def _add_weight(self, value: Value, readers: Sequence[str]) -> None:
         """Write a weight, its layout and its collectives into the boxes of its readers."""
@@ -124,39 +127,43 @@ class _Painter:
             if box.kind != OPERATOR:
                 continue
             box.lines.append(f"{source.rpartition('.')[2]}: {layout_text(plan, plan.layouts[value])}")
-            said = [line for one in self._conversions.get(value, {}).values() for line in both_ways(one, plan)]
-            box.lines += said
-            box.hint += "\n" + "\n".join([f"{source} {list(plan.graph.meta(value).shape)}", *said])
+            conversions = self._conversions.get(value, {}).values()
+            steps = [line for conversion in conversions for line in conversion_texts(conversion, plan)]
+            box.lines += steps
+            box.hint += "\n" + "\n".join([f"{source} {list(plan.graph.meta(value).shape)}", *steps])
 
     def _add_arrows(self, value: Value, readers: Sequence[tuple[str, Layout]]) -> None:
-        """Lead a tensor to its readers, through its collectives."""
+        """Draw the arrows from a tensor to its readers, through its collectives."""
         plan, start = self._plan, self._shown[value.node]
-        source, at = start, plan.layouts[value]
+        source, before = start, plan.layouts[value]
         ends = dict.fromkeys((self._shown[name], layout) for name, layout in readers if self._shown[name] != start)
         if value in plan.shared_layouts and ends:
-            source, at = self._through(value, source, at, plan.shared_layouts[value]), plan.shared_layouts[value]
+            shared = plan.shared_layouts[value]
+            source, before = self._through(value, source, before, shared), shared
         for end, layout in ends:
-            self._picture.arrows[self._through(value, source, at, layout), end] = self._said(value, at, layout)
+            self._picture.arrows[self._through(value, source, before, layout), end] = self._hint(value, before, layout)
         if value in self._returned:
-            wanted = plan.returned_layout(value)
-            last = self._through(value, start, plan.layouts[value], wanted)
-            self._picture.arrows[last, END] = self._said(value, plan.layouts[value], wanted)
+            returned = plan.returned_layout(value)
+            last = self._through(value, start, plan.layouts[value], returned)
+            self._picture.arrows[last, END] = self._hint(value, plan.layouts[value], returned)
 
     def _through(self, value: Value, source: str, before: Layout, after: Layout) -> str:
-        """Draw a collective, if there is one, and return the box from which the tensor goes on."""
-        one = self._conversions.get(value, {}).get((before, after))
-        if one is None or not one.communicates:
+        """Draw the box of a collective; return its name, or `source` if no collective runs."""
+        conversion = self._conversions.get(value, {}).get((before, after))
+        if conversion is None or not conversion.communicates:
             return source
         title = f"collective {value.node} {value.index} {text(before)} to {text(after)}"
         plan = self._plan
         names = plan.mesh.dim_names
-        hint = [f"{layout_text(plan, before)} to {layout_text(plan, after)}", f"forward: {one.ahead.text(names)}"]
-        hint += [f"backward: {one.back.text(names)}"] if one.back is not None else []
-        self._picture.boxes[title] = NodeBox(COLLECTIVE, both_ways(one, plan), "\n".join(hint))
-        self._picture.arrows[source, title] = self._said(value, before, before)
+        changes = f"{layout_text(plan, before)} to {layout_text(plan, after)}"
+        hint = [changes, f"forward: {conversion.ahead.text(names)}"]
+        hint += [f"backward: {conversion.back.text(names)}"] if conversion.back is not None else []
+        self._picture.boxes[title] = NodeBox(COLLECTIVE, conversion_texts(conversion, plan), "\n".join(hint))
+        self._picture.arrows[source, title] = self._hint(value, before, before)
         return title
 
-    def _said(self, value: Value, before: Layout, after: Layout) -> str:
+    def _hint(self, value: Value, before: Layout, after: Layout) -> str:
+        """Return the hint of an arrow: the tensor, its shape, its layout and the layout of the reader."""
         meta, plan = self._plan.graph.meta(value), self._plan
         change = "" if before == after else f", read as {layout_text(plan, after)}"
         return f"{value.node} {list(meta.shape)}: {layout_text(plan, before)}{change}"
@@ -164,9 +171,9 @@ class _Painter:
 
 def _box_of(fold: Fold) -> NodeBox:
     where = fold.layers[0] if len(fold.layers) == 1 else f"{fold.layers[0]} to {fold.layers[-1]}"
-    alike = "laid out as it is" if not fold.others else f"{fold.others} of them laid out otherwise"
-    lines = [f"{where}: {len(fold.layers)} more like {fold.like}", alike, *fold.collectives]
-    return NodeBox(FOLDED, lines, "left out of the picture; the table below has their collectives")
+    layouts = "same layouts" if not fold.others else f"{fold.others} with other layouts"
+    lines = [f"{where}: {len(fold.layers)} more like {fold.like}", layouts, *fold.collectives]
+    return NodeBox(FOLDED, lines, "left out of the picture; the table lists their collectives")
 
 
 def _outputs(node: Node) -> Iterator[Value]:

@@ -1,12 +1,12 @@
-"""The four published principles of Sharding Propagation, and which operators of a model each of them names.
+"""The four published principles of Sharding Propagation, and the operators of a model that each principle names.
 
-1  operators with weights: what a rank's memory holds follows from their strategies
-2  operators that change dimensions or axes: what was meant to be cut behind them cannot be told
-3  operators before which the strategy changes: a front and a back that want other parallelism
-4  fused operators: what costs no redistribution need not be what was meant
+1  operators with weights: their strategies decide which weights a rank's memory holds
+2  operators that change dimensions or axes: the intended strategy after them is ambiguous
+3  operators before which the strategy changes: the model's front and back use different parallelism
+4  fused operators: the layout without redistribution need not be the intended layout
 
-What works element by element is named by none, its bias included: strategies pass through it. Nor are operators on
-ids and masks, on constants, nor those that end in one number.
+No principle names element-wise operators, also with a bias: strategies pass through them. No principle names operators
+on ids and masks, on constants, and operators whose result is a scalar.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ MOVES = (
     "split",
     "chunk",
 )
-# Parts of the names of fused kernels, ours and others'.
+# Parts of the names of fused kernels.
 FUSED_PARTS = ("attention", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
 
 Reasons = dict[int, str]
-"""Why an operator is named, by principle."""
+"""The reasons why an operator is named, by principle."""
 
 
 def principles(plan: ShardingPlan) -> dict[str, Reasons]:
     """Return the operators that a principle names, by name in the order of the graph.
 
-    plan: a whole one, the automatic, of which principle 3 asks where strategies change.
+    plan
+        The automatic plan of the whole model. Principle 3 looks for strategy changes in this plan.
     """
     return _Finder(plan).find()
 
@@ -78,27 +79,27 @@ class _Finder:
         return found
 
     def _is_activation(self, node: Node, carries: set[Value]) -> bool:
-        """Tell whether a node gives floats that come from weights or from the model's inputs, not only constants."""
-        comes = node.kind in (INPUT, PARAMETER) or any(value in carries for value in node.inputs)
-        return comes and any(self._is_float(value) for value in _outputs(node))
+        """Tell whether a node has floating-point outputs that depend on weights or on the model's inputs."""
+        depends = node.kind in (INPUT, PARAMETER) or any(value in carries for value in node.inputs)
+        return depends and any(self._is_float(value) for value in _outputs(node))
 
     def _is_float(self, value: Value) -> bool:
         return self.plan.graph.meta(value).dtype.is_floating_point
 
     def _reasons(self, node: Node) -> Iterator[tuple[int, str]]:
-        """Return what principles 1, 2 and 4 say of an operator."""
+        """Yield the reasons of principles 1, 2 and 4 for an operator."""
         name = operator_name(node)
         weights = list(self._weights(node))
         if any(part in name for part in FUSED_PARTS):
-            yield FUSED, "is fused: the layout without redistribution need not be the one that is meant"
+            yield FUSED, "is fused: the layout without redistribution need not be the intended layout"
         elif weights and not _is_pointwise(node) and not self._is_of_weights(node):
             shapes = " and ".join(str(list(meta.shape)) for meta in weights)
-            yield WEIGHTS, f"has the weight {shapes}, of which a rank holds what its strategy says"
+            yield WEIGHTS, f"has the weight {shapes}: its strategy decides which part a rank holds"
         elif name in (*MATMULS, *REDUCTIONS, *MOVES) and node.outputs[0].shape and not self._is_of_matmul(node):
-            yield AXES, f"{_change(node)}: what is to be cut behind it cannot be told"
+            yield AXES, f"{_change(node)}: the intended strategy after it is ambiguous"
 
     def _weights(self, node: Node) -> Iterator[TensorMeta]:
-        """Return an operator's weights, also where they are transposed or cast before it."""
+        """Yield an operator's weights, also weights that are transposed or cast before the operator."""
         for value in node.inputs:
             if self._origin(value).kind == PARAMETER:
                 yield self.plan.graph.meta(value)
@@ -110,42 +111,46 @@ class _Finder:
         return node
 
     def _is_of_weights(self, node: Node) -> bool:
-        """Tell whether an operator only transposes or changes one tensor, which may be a weight."""
+        """Tell whether an operator only transposes a tensor or changes it element by element; it may be a weight."""
         return len(node.inputs) == 1 and (_swaps_last(node) or _is_pointwise(node))
 
     def _is_of_matmul(self, node: Node) -> bool:
-        """Tell whether a transpose is a matmul's own, as MindSpore's transpose_b."""
+        """Tell whether a transpose belongs to a matmul, as MindSpore's transpose_b."""
         readers = [self.plan.graph.nodes[name] for value in _outputs(node) for name, _ in self._readers[value]]
-        return _swaps_last(node) and bool(readers) and all(operator_name(one) in MATMULS for one in readers)
+        return _swaps_last(node) and bool(readers) and all(operator_name(reader) in MATMULS for reader in readers)
 
     def _changes(self) -> Iterator[tuple[str, str]]:
-        """Return the operators before which an activation's cut is given up for another, by communicating."""
-        for one in self.plan.conversions:
-            changed = _given_up(one.source, one.target)
-            if self.plan.graph.nodes[one.value.node].kind == PARAMETER or not one.ahead.nbytes or not changed:
+        """Yield the operators before which a collective changes how an activation is sharded, and the reason."""
+        for conversion in self.plan.conversions:
+            changed = _changed_dims(conversion.source, conversion.target)
+            is_parameter = self.plan.graph.nodes[conversion.value.node].kind == PARAMETER
+            if is_parameter or not conversion.ahead.nbytes or not changed:
                 continue
             names = self.plan.mesh.dim_names
             before, after = (
-                text(forward(tuple(layout[dim] for dim in changed))) for layout in (one.source, one.target)
+                text(forward(tuple(layout[dim] for dim in changed)))
+                for layout in (conversion.source, conversion.target)
             )
             where = ", ".join(names[dim] for dim in changed)
-            for name in filter(None, one.reader.split(", ")):
+            for name in filter(None, conversion.reader.split(", ")):
                 yield name, f"before it the strategy along {where} changes from {before} to {after}"
 
     def _next_of(self, name: str, found: dict[str, Reasons]) -> set[str]:
-        """Return the operator, or the first behind it on each way, that another principle names."""
-        seen, ends, ways = set(), set(), [name]
-        while ways:
-            at = ways.pop()
-            if at in found:
-                ends.add(at)
-            elif at not in seen:
-                seen.add(at)
-                ways += [one for value in _outputs(self.plan.graph.nodes[at]) for one, _ in self._readers[value]]
-        return ends
+        """Return the operator if another principle names it, else the first named operators after it on each path."""
+        seen, named, waiting = set(), set(), [name]
+        while waiting:
+            node = waiting.pop()
+            if node in found:
+                named.add(node)
+            elif node not in seen:
+                seen.add(node)
+                outputs = _outputs(self.plan.graph.nodes[node])
+                waiting += [reader for value in outputs for reader, _ in self._readers[value]]
+        return named
 
 
-def _given_up(source: Layout, target: Layout) -> list[int]:
+def _changed_dims(source: Layout, target: Layout) -> list[int]:
+    """Return the mesh dimensions on which a shard placement changes."""
     pairs = enumerate(zip(source, target, strict=True))
     return [dim for dim, (before, after) in pairs if before.kind == "shard" and before != after]
 
@@ -157,7 +162,7 @@ def _change(node: Node) -> str:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Tell whether an operator works element by element, by the file that its rule is from."""
+    """Tell whether an operator is element-wise: its rule is from the module of pointwise rules."""
     entry = find(node.call) if node.call is not None else None
     return entry is not None and entry.rule.__module__ == pointwise.__module__
 

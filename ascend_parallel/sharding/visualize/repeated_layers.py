@@ -1,4 +1,4 @@
-"""Repeated layers of a graph: which are alike, and which a picture leaves out."""
+"""Repeated layers of a graph: which layers are equal, and which layers a picture leaves out."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.options import signature
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 
-# So many of the layers that are alike are shown.
+# The number of equal layers that a picture shows.
 SHOWN = 2
 Layouts = list[tuple[Layout, ...]]
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Layers that follow each other and are left out.
+    """Consecutive layers that a picture leaves out.
 
     nodes
-        All operators from the first of them to the last, also what stands between them.
+        All operators from the first to the last of these layers, including operators between the layers.
     like
-        The last layer that is shown of those that run the same operators.
+        The last shown layer with the same operators.
     others
-        How many of them are laid out otherwise than that one.
+        The number of layers with other layouts than the layer `like`.
     collectives
-        What of collectives runs in them, a line for each kind.
+        The collectives of these layers with their total time, in a line; empty if there are none.
     """
 
     layers: tuple[str, ...]
@@ -38,7 +38,7 @@ class Fold:
 
 
 def layer_of(path: str) -> str:
-    """Return the path of the layer that a module is in: up to the first number; "" if it is in none."""
+    """Return the path of a module's layer: the path up to its first number; "" for a module outside of layers."""
     parts = path.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""
@@ -50,15 +50,15 @@ def repeated(path: str) -> str:
 
 
 def folded(plan: ShardingPlan) -> list[Fold]:
-    """Return what is left out: of layers that run the same operators on the same shapes all but the first two.
+    """Return the folds: of layers with the same operators on the same shapes all but the first two.
 
-    A fold is an unbroken part of the order in which the operators run, so that none that is shown depends on a part of
-    it and has another part depend on it.
+    A fold is a contiguous part of the operators in running order. So no shown operator both reads from a fold and is
+    read by the same fold.
     """
     calls = [node for node in plan.graph.nodes.values() if node.kind == CALL]
     like = _left_out(calls)
     runs: list[list[Node]] = []
-    between: list[Node] | None = None  # operators behind a layer that is left out, of no layer; None: none before them
+    between: list[Node] | None = None  # operators outside of layers after a folded layer; None if no fold is open
     for node in calls:
         layer = layer_of(node.module)
         if layer in like:
@@ -74,7 +74,7 @@ def folded(plan: ShardingPlan) -> list[Fold]:
 
 
 def _left_out(calls: Sequence[Node]) -> dict[str, str]:
-    """Return the layers that are left out, each with the one that is shown for it."""
+    """Return the layers that are left out, each with the shown layer that stands for it."""
     layers: dict[str, list[Node]] = {}
     for node in calls:
         if layer_of(node.module):
@@ -83,7 +83,7 @@ def _left_out(calls: Sequence[Node]) -> dict[str, str]:
     for layer, nodes in layers.items():
         if len(nodes) > 1:  # the modules of an nn.Sequential are no layers
             kinds.setdefault((repeated(layer), tuple(map(signature, nodes))), []).append(layer)
-    return {layer: alike[SHOWN - 1] for alike in kinds.values() for layer in alike[SHOWN:]}
+    return {layer: equal[SHOWN - 1] for equal in kinds.values() for layer in equal[SHOWN:]}
 
 
 def _fold(plan: ShardingPlan, nodes: Sequence[Node], like: dict[str, str]) -> Fold:
@@ -98,11 +98,11 @@ def _fold(plan: ShardingPlan, nodes: Sequence[Node], like: dict[str, str]) -> Fo
     names = {node.name for node in nodes}
     kinds: Counter[str] = Counter()
     seconds = 0.0
-    for one in plan.conversions:
-        if one.communicates and one.reader and set(one.reader.split(", ")) <= names:
-            seconds += one.seconds
-            kinds.update(step.kind for way in (one.ahead, one.back) if way for step in way.steps if step.nbytes)
-    said = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    return Fold(
-        layers, tuple(node.name for node in nodes), shown, others, (f"{said}: {1e3 * seconds:.3g} ms",) if said else ()
-    )
+    for conversion in plan.conversions:
+        if conversion.communicates and conversion.reader and set(conversion.reader.split(", ")) <= names:
+            seconds += conversion.seconds
+            both = (conversion.ahead, conversion.back)
+            kinds.update(step.kind for each in both if each for step in each.steps if step.nbytes)
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    collectives = (f"{counts}: {1e3 * seconds:.3g} ms",) if counts else ()
+    return Fold(layers, tuple(node.name for node in nodes), shown, others, collectives)

@@ -114,7 +114,7 @@ class Pipeline:
         self._groups = make_groups(meshes, limit)
         self.stages = tuple(stage for stage, index in enumerate(self._at) if index == self._groups.index)
         common = {"overlap": overlap, "settings": settings, "local_inputs": True, "group": self._groups.mesh, **sharded}
-        common["ahead"] = schedule not in SPLIT
+        common["prefetch"] = schedule not in SPLIT
         self.modules = tuple(ShardedModule(model, self.parts[stage].plan, **common) for stage in self.stages)
         for module in self.modules:
             module.randomness.restart(seed)
