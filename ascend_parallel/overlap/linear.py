@@ -37,7 +37,7 @@ from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, operand_dtype
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
 
@@ -133,7 +133,7 @@ def row_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    @unseen()
+    @hide_from_selective_checkpoint()
     @recorded_layer("column", "forward")
     @without_autocast
     def forward(
@@ -173,7 +173,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    @unseen()
+    @hide_from_selective_checkpoint()
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:

@@ -31,7 +31,7 @@ from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings
 from ascend_parallel.overlap.linear import cast_by_autocast
-from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -85,7 +85,7 @@ def quantised_row_linear(
 
 class _QuantisedRowLinear(torch.autograd.Function):
     @staticmethod
-    @unseen()
+    @hide_from_selective_checkpoint()
     @without_autocast
     @recorded_layer("row", "forward")
     def forward(

@@ -20,7 +20,7 @@ _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispa
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def hide_from_selective_checkpoint() -> Iterator[None]:
     """Take selective checkpoints' modes, in which operators would be kept or given, from the stack for a while."""
     stack = _get_current_dispatch_mode_stack()
     lowest = next((place for place, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))

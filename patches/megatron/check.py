@@ -36,9 +36,9 @@ from ascend_parallel.overlap.choices import (
 )
 from ascend_parallel.overlap.linear import cast_by_autocast
 from ascend_parallel.overlap.quantised import int8_weight
-from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.megatron.original import Forward, Original, Output
-from ascend_parallel.patches.megatron.watching import Watch, feeding, unwatched, watched
+from ascend_parallel.patches.megatron.watching import WrapGradient, gradient_source, notify_backward_start, unwrapped
 from ascend_parallel.process_groups import describe
 from ascend_parallel.settings import Settings
 
@@ -64,7 +64,7 @@ class LayerCall:
     path: str
     x: torch.Tensor
     weight: torch.Tensor
-    patched: Callable[[Watch], Output]
+    patched: Callable[[WrapGradient], Output]
     original: Forward
     settings: Callable[[], Settings]
 
@@ -100,8 +100,8 @@ class Check:
     def forward(self, call: LayerCall) -> Output:
         """Run both forwards and compare them; return what the patched one returned."""
         self._meet()
-        y, bias = call.patched(watched(self._begin) if self._graded else unwatched)
-        with unseen():
+        y, bias = call.patched(notify_backward_start(self._begin) if self._graded else unwrapped)
+        with hide_from_selective_checkpoint():
             self._compare(call, y)
         return y, bias
 
@@ -117,7 +117,7 @@ class Check:
             operands = {"weight": call.weight, "input": call.x}
             self._wanted = [which for which, one in operands.items() if one.requires_grad]
             for which in self._wanted:
-                node, place = feeding(y, operands[which], operands.values())
+                node, place = gradient_source(y, operands[which], operands.values())
                 node.register_hook(functools.partial(self._arrived, which, place))
 
     def _begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:

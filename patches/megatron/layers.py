@@ -24,7 +24,7 @@ from ascend_parallel.consistency import SettingsAgreement
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
-from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.announcement import Announcement
 from ascend_parallel.patches.megatron.check import LayerCall
@@ -32,7 +32,7 @@ from ascend_parallel.patches.megatron.conflicts import refuse_conflicts
 from ascend_parallel.patches.megatron.originals import Originals
 from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier
-from ascend_parallel.patches.megatron.watching import Watch, unwatched
+from ascend_parallel.patches.megatron.watching import WrapGradient, unwrapped
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.settings import Settings
 
@@ -102,7 +102,7 @@ class Megatron:
             return "CPU offloading of activations is active"
         return None
 
-    @unseen()
+    @hide_from_selective_checkpoint()
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
     ) -> tuple[dist.ProcessGroup, Settings]:
@@ -232,7 +232,7 @@ def _column(
     runtime_gather_output: bool | None,
     megatron: Megatron,
     original: Function,
-    watch: Watch = unwatched,
+    watch: WrapGradient = unwrapped,
 ) -> Output:
     """Run a column layer; a check watches what becomes of the weight gradient."""
     reduces = _reduces(layer)
@@ -266,7 +266,7 @@ def _row(
     megatron: Megatron,
     original: Function,
     weight: Any = None,
-    watch: Watch = unwatched,
+    watch: WrapGradient = unwrapped,
 ) -> Output:
     """Run a row layer; a check has read the weight, and watches what becomes of its gradient."""
     int8 = int8_weight(layer)

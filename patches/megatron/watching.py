@@ -10,21 +10,21 @@ from torch.autograd.graph import get_gradient_edge
 
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 
-Watch = Callable[[WeightGradient], WeightGradient]
+WrapGradient = Callable[[WeightGradient], WeightGradient]
 Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 
 
-def unwatched(gradient: WeightGradient) -> WeightGradient:
+def unwrapped(gradient: WeightGradient) -> WeightGradient:
     """Return what becomes of a weight gradient where there is no check."""
     return gradient
 
 
-def watched(begin: Begin) -> Watch:
+def notify_backward_start(begin: Begin) -> WrapGradient:
     """Have `begin` called with what backward begins with, x or its gathered rows and the weight."""
-    return lambda gradient: _Watched(gradient, begin)
+    return lambda gradient: _NotifyingGradient(gradient, begin)
 
 
-def feeding(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) -> tuple[Any, int]:
+def gradient_source(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) -> tuple[Any, int]:
     """Return the node between y and x whose gradient goes to x, and its place there; behind `operands` is not looked.
 
     Not an alias of x, whose gradient could be seen as well: the layer would save that, and hooks and swaps of
@@ -44,7 +44,7 @@ def feeding(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) 
     raise AssertionError("the layer's output does not depend on its input")
 
 
-class _Watched(WeightGradient):
+class _NotifyingGradient(WeightGradient):
     def __init__(self, gradient: WeightGradient, begin: Begin) -> None:
         self._gradient, self._begin = gradient, begin
 

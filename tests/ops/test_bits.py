@@ -86,15 +86,15 @@ def test_what_is_promised_holds_at_the_sizes_of_real_layers(ranks, count, dtype)
 
 def as_if(smallest, group, kept):
     """What ranks choose together if a cut keeps bits from `smallest` rows a chunk on, by rank."""
-    usual = bits.keeps
-    bits.keeps = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
+    usual = bits.same_bits
+    bits.same_bits = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
     try:
         problem = Problem("matmul_all_reduce", 1024, 64, 32, torch.float32, "cpu", group.size())
         choice = keep_bits(choose(problem, kept), group, CPU, TRANSPOSED)
         return choice.sizes, choice.bit_exact, choice.reason
     finally:
-        bits.keeps = usual
-        bits._KEPT.clear()
+        bits.same_bits = usual
+        bits._PROBED.clear()
 
 
 def agreements(group):
@@ -134,12 +134,12 @@ def test_the_machine_is_really_asked(monkeypatch):
 
     problem = Problem("matmul_all_reduce", 640, 512, 48, torch.float32, "cpu", 2)
     cuts = [(320, 320), (128, 256, 256), (80, 160, 160, 160, 80)]
-    bits.keeps.cache_clear()
+    bits.same_bits.cache_clear()
     monkeypatch.setattr(torch, "mm", changing)
     try:
-        found = [bits.keeps(bits.Cut(problem, "chunked", cut, 0), TRANSPOSED, CPU, 1) for cut in cuts]
+        found = [bits.same_bits(bits.CutMatmul(problem, "chunked", cut, 0), TRANSPOSED, CPU, 1) for cut in cuts]
     finally:
-        bits.keeps.cache_clear()
+        bits.same_bits.cache_clear()
     assert found == [True, True, False]
 
 

@@ -42,7 +42,7 @@ REFUSED = {
     "another device": ({"device": "cpu"}, "device cpu, not npu"),
     "fp32": ({"dtype": torch.float32}, "not torch.float32"),
     "fp64": ({"dtype": torch.float64}, "not torch.float64"),
-    "a chip nobody named": ({"soc": ""}, "the chip is not known"),
+    "a chip nobody named": ({"soc": ""}, "the chip is unknown"),
     "a chip without them": ({"soc": "Ascend310P3"}, "no fused operator .* Ascend310P3"),
     "a chip of the first generation": ({"soc": "Ascend910B"}, "no fused operator .* Ascend910B"),
     "all-reduce on A3": ({"operator": ALL_REDUCE, "soc": A3}, "not documented for Ascend910_9391 .generation A3"),

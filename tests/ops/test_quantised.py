@@ -255,7 +255,7 @@ def test_a_problem_with_scales_that_cannot_be_is_refused(scales):
 
 def refused_operands(group):
     w = quantise_weight(torch.randn(70, N), "channel")
-    with pytest.raises(ValueError, match=r"x \[4, 69\] times w \[70, 80\] is no matmul"):
+    with pytest.raises(ValueError, match=r"x \[4, 69\] times w \[70, 80\] is not a matmul"):
         start_matmul_all_reduce(torch.randn(4, 69), w, group, Settings(num_chunks=2))
     with pytest.raises(ValueError, match=r"x is torch\.int8"):
         start_matmul_all_reduce(torch.ones(4, 70, dtype=torch.int8), w, group, Settings(num_chunks=2))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.consistency import DisagreementError, exchange
-from ascend_parallel.ops.bits import unwatched
+from ascend_parallel.ops.bits import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
@@ -156,7 +156,7 @@ class Tuner:
         return plan
 
     def _entry(self, case: Case, one: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
-        with unwatched():  # a checkpoint's policy would count these matmuls as the call's
+        with without_grad_and_modes():  # a checkpoint's policy would count these matmuls as the call's
             layer = Layer(case, group, self._settings, machine)
             parts = layer.parts(one, ROUNDS)
             found = measured(layer, one, parts) if self._measure else confirmed(layer, one, parts)
