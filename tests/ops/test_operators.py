@@ -209,10 +209,10 @@ def test_nan_on_one_rank_reaches_all(ranks):
 def refusals(group):
     x, w = torch.ones(64, 8), torch.ones(8, 4)
     cases = [
-        (lambda: ops.matmul_all_reduce(torch.ones(64, 7), w, group), r"\[64, 7\].*\[8, 4\].*no matmul"),
+        (lambda: ops.matmul_all_reduce(torch.ones(64, 7), w, group), r"\[64, 7\].*\[8, 4\].*not a matmul"),
         (lambda: ops.matmul_all_reduce(x.double(), w, group), "float64.*float32.*one floating dtype"),
         (lambda: ops.matmul_all_reduce(x.long(), w.long(), group), "int64"),
-        (lambda: ops.matmul_all_reduce(x, torch.ones(2, 8, 4), group), "no matmul"),
+        (lambda: ops.matmul_all_reduce(x, torch.ones(2, 8, 4), group), "not a matmul"),
         (lambda: ops.matmul_reduce_scatter(torch.ones(65, 8), w, group), "65.*not divisible by the 2 ranks"),
         (lambda: ops.matmul_reduce_scatter(torch.ones(8), w, group), "before the last"),
         (lambda: ops.all_gather_matmul(torch.ones(8), w, group), "before the last"),
