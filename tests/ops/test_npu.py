@@ -1,4 +1,4 @@
-"""What the npu kernel refuses and what it takes, told without calling it."""
+"""The calls that the npu kernel takes and refuses, without running it."""
 
 import itertools
 import os
