@@ -33,7 +33,7 @@ class LogLevel:
             log.addHandler(Fallback())
 
     def follow(self, level: str | None) -> None:
-        """Set the level; None restores the level from before the first call."""
+        """Set the level; None restores the level from before the first level that was set."""
         if level is not None:
             self._before = log.level if self._before is None else self._before
             log.setLevel(level.upper())

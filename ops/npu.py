@@ -47,7 +47,7 @@ def supports(problem: Problem) -> str | None:
     """Return the reason why the fused operator cannot run `problem`, or None if it can.
 
     A pure function of values that are the same on every rank. K is checked for this call only: a layer's
-    backward contracts over another dimension and is checked by itself.
+    backward contracts over another dimension and has its own check.
     """
     checks = (
         *(_check_device, _check_dtype, _check_chip, _check_k, _check_sides, _check_divisible),
@@ -225,8 +225,8 @@ def _check_order(problem: Problem) -> str | None:
     if not problem.deterministic:
         return None
     if problem.operator == ALL_GATHER:
-        return "it multiplies by itself, and COC_DETERMINISTIC=1 asks for the row tiles that every kernel multiplies"
-    return f"{problem.operator} is not documented to sum in rank order, which COC_DETERMINISTIC=1 asks for"
+        return "its matmul is not in row tiles, which COC_DETERMINISTIC=1 requires"
+    return f"{problem.operator} is not documented to sum in rank order, which COC_DETERMINISTIC=1 requires"
 
 
 def _torch_npu() -> Any:

@@ -183,7 +183,7 @@ def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str
     if settings.plan is not None:
         return chunks, f"the plan has no entry for this call: COC_PARALLEL_NUM={chunks}", False
     if settings.auto or settings.tune:
-        return chunks, "one chunk, until a layer's first call finds out (COC_TUNE, COC_PARALLEL_NUM=auto)", True
+        return chunks, "one chunk, until a layer's first call is measured (COC_TUNE, COC_PARALLEL_NUM=auto)", True
     return chunks, f"COC_PARALLEL_NUM={chunks}", True
 
 

@@ -45,7 +45,7 @@ def column_backward_settings(settings: Settings) -> Settings:
     return backward_settings(settings)
 
 
-def column_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
+def column_operators(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
     """Return the operators of a column-parallel layer with weight [n, k] and m input rows on each rank."""
     if not sequence_parallel:
         return [LayerOperator("backward", ALL_REDUCE, m, n, k)]
@@ -55,7 +55,7 @@ def column_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -
     ]
 
 
-def row_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
+def row_operators(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
     """Return the operators of a row-parallel layer with weight [n, k] and m input rows on each rank."""
     if not sequence_parallel:
         return [LayerOperator("forward", ALL_REDUCE, m, k, n)]

@@ -31,8 +31,8 @@ from ascend_parallel.overlap.choices import (
     LayerOperator,
     backward_settings,
     column_backward_settings,
-    column_passes,
-    row_passes,
+    column_operators,
+    row_operators,
 )
 from ascend_parallel.overlap.linear import cast_by_autocast
 from ascend_parallel.overlap.quantised import int8_weight
@@ -249,12 +249,12 @@ class Check:
         column, sequence_parallel, settings = self._path == "column", self._layer.sequence_parallel, self._settings
         assert settings is not None
         (n, k), m = self._weight.shape, self._shape[:-1].numel()
-        passes = (column_passes if column else row_passes)(m, k, n, self._group.size(), sequence_parallel)
+        operators = (column_operators if column else row_operators)(m, k, n, self._group.size(), sequence_parallel)
         if direction == "backward":
             settings = column_backward_settings(settings) if column else backward_settings(settings)
             unreduced = column and not sequence_parallel and self._layer.disable_grad_reduce
-            passes = passes if self._needs_dx and not unreduced else []
-        texts = [self._operator(operator, settings) for operator in passes if operator.run == direction]
+            operators = operators if self._needs_dx and not unreduced else []
+        texts = [self._operator(operator, settings) for operator in operators if operator.run == direction]
         return f"Its {direction} ran {', '.join(texts) or 'no operator'}"
 
     def _operator(self, operator: LayerOperator, settings: Settings) -> str:

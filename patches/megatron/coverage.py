@@ -56,7 +56,7 @@ def _uncovered(module: Any) -> str | None:
     megatron = getattr(type(module).forward, "ascend_parallel", None)
     if megatron is None:
         inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
-        own = "has a forward of its own, overlapped only as far as that calls megatron-core's"
+        own = "its own forward is overlapped only where it calls megatron-core's forward"
         return f"{type(module).__name__}: {own if inherited else 'not patched'}"
     reason = megatron.uncovered(module)
     return None if reason is None else f"{type(module).__name__}: {reason}"

@@ -178,7 +178,7 @@ class PlainNorm:
     """Torch's LayerNorm or RMSNorm for Megatron's layer specs: Megatron's wrapper refuses sequence parallel."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """Return the norm that `config` names; with sequence parallel its parameters are marked as such."""
+        """Return the norm that `config` names, its parameters marked with `config.sequence_parallel`."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm: Any = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():

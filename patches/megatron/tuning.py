@@ -29,7 +29,7 @@ def tuner_of(settings: Settings) -> Tuner | None:
     if settings.fused or settings.effective_mode != 2:
         why = "USE_COC_FUSED_KERNEL=1 runs without chunks" if settings.fused else f"COC_MODE={settings.mode}"
         if not dist.is_initialized() or dist.get_rank() == 0:
-            log.warning("%s finds nothing: %s", option, why)
+            log.warning("%s has no effect: %s", option, why)
         return None
     observed = settings.verify_every or settings.timeline is not None
     differs = settings.deterministic or not settings.recompute_all_gather
