@@ -1,8 +1,8 @@
 """The fused kernel for CPU ranks of one host: each rank writes its rows to shared memory, where its peers read them.
 
 A rank's matmul writes its rows directly into a stage that all ranks map. Sums run there, in rank order and in
-fp32, so the result is the same on all ranks and in every run. The C++ part is in csrc/ (communicator.h describes
-the protocol); this module opens the shared segment.
+fp32: with any number of ranks, the result is the same on all ranks and in every run. csrc/ has the C++ part
+(communicator.h describes the protocol); this module opens the shared segment.
 
 All ranks of a group try once, together, whether they can share memory: equal host names prove nothing. docs/shm.md
 lists the limits and the failures.
