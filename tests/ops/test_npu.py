@@ -107,7 +107,7 @@ def test_rank_order_and_row_tiles_leave_nothing_to_the_fused_operators():
     chosen = {operator: choose(problem(operator), settings) for operator in OPERATORS}
     kernels = {operator: choice.kernel for operator, choice in chosen.items()}
     assert kernels == {ALL_REDUCE: "ordered", REDUCE_SCATTER: "ordered", ALL_GATHER: "chunked"}
-    assert "which COC_DETERMINISTIC=1 asks for" in chosen[ALL_REDUCE].reason
+    assert "which COC_DETERMINISTIC=1 requires" in chosen[ALL_REDUCE].reason
     assert "its matmul is not in row tiles, which COC_DETERMINISTIC=1 requires" in chosen[ALL_GATHER].reason
 
 

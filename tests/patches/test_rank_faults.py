@@ -81,7 +81,7 @@ except ap.CollectiveError as error:
     print(error)
 print("after", round(time.monotonic() - begin), flush=True)
 store = dist.distributed_c10d._get_default_store()
-if rank == 0:  # the store's host; rank 2 still asks the store which ranks are alive
+if rank == 0:  # the store's host, which rank 2 still asks who is alive
     store.wait(["told"], datetime.timedelta(seconds=60))
 store.set("told", "1")
 os._exit(0)
