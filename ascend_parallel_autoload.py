@@ -1,8 +1,8 @@
-"""What torch runs at the end of `import torch` (entry point group ``torch.backends``).
+"""The entry point that torch runs at the end of `import torch` (group ``torch.backends``).
 
-A module of its own, so that a process with none of the variables set imports nothing else of this
-package. It must never break `import torch`: it looks, registers a hook, and raises nothing. Values
-are checked when Megatron-core is imported, which is when they begin to matter.
+A separate module: a process without any of the variables imports nothing else of this package. It must never break
+`import torch`, so it only reads variable names and registers a hook, and raises nothing. The variables' values are
+checked when Megatron-core is imported.
 """
 
 import os
@@ -13,7 +13,7 @@ LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def register() -> None:
-    """Have ascend_parallel imported right after Megatron-core's layers, if a variable asks for it."""
+    """Register a hook that imports ascend_parallel right after Megatron-core's layers, if a COC_ variable is set."""
     if not any(name.upper().startswith(PREFIXES) for name in os.environ):
         return
     try:
@@ -33,10 +33,10 @@ def _switch_on(_: object) -> None:
 
 
 class Refusal:
-    """Raises an error again at every further import of Megatron-core's layers.
+    """Raises the same error at every later import of Megatron-core's layers.
 
-    A hook runs once. A program that catches the first error and imports again would else train
-    without the overlap that was asked for, and nobody would know.
+    A hook runs only once. Without this class, a program that catches the first error and imports again would train
+    without the requested overlap, silently.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -44,15 +44,15 @@ class Refusal:
         self._error = error
 
     def install(self) -> None:
-        """Begin to refuse."""
+        """Refuse imports from now on."""
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Refuse one module, know nothing of all others."""
+        """Raise the error for Megatron-core's layers; find no other module."""
         if name == LAYERS:
             raise self._error
 
     @classmethod
     def withdraw(cls) -> None:
-        """Let the module be imported again."""
+        """Allow the import again."""
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]

@@ -1,8 +1,8 @@
-"""Tensor-parallel linear layers whose matmul and collective share their time.
+"""Tensor-parallel linear layers that overlap their matmul with their collective.
 
 Importing this package reads COC_PARALLEL_NUM, USE_COC_FUSED_KERNEL and the other COC_ variables. If they
 switch overlap on, Megatron-core's ColumnParallelLinear and RowParallelLinear are patched, at once or
-right after Megatron-core is imported; otherwise nothing is touched. See docs/settings.md.
+right after Megatron-core is imported. Otherwise the import patches nothing. See docs/settings.md.
 """
 
 import os as _os
@@ -64,18 +64,17 @@ _control = _PatchControl()
 
 
 def configure(**settings: _Any) -> Settings:
-    """Read the environment again, let `settings` (fields of `Settings`) win over it, and put that in force.
+    """Read the environment, override it by `settings` (fields of `Settings`), and put the result in force.
 
-    All ranks have to call it alike and between steps, not between a forward and its backward.
-    Raises `SettingsError` for what is not allowed, `PatchError`, or `OSError` if a recording that
-    ends cannot be written. What was in force then stays in force, wholly, and other ranks that wait for this one
-    raise `DisagreementError`.
+    All ranks must call this alike and between steps, not between a forward and its backward. Raises `SettingsError`
+    for a value that is not allowed, `PatchError`, or `OSError` if a recording that ends cannot be written. After an
+    error all previous settings stay in force, and ranks that wait for this rank raise `DisagreementError`.
     """
     return _control.configure(_os.environ, **settings)
 
 
 def apply() -> None:
-    """Patch Megatron-core now, importing it if need be; a second call does nothing.
+    """Import Megatron-core and patch it; a second call does nothing.
 
     Raises `SettingsError` if overlap is off, `PatchError` if Megatron-core is not as expected.
     """
@@ -83,31 +82,31 @@ def apply() -> None:
 
 
 def revert() -> None:
-    """Put Megatron-core's own methods back; raises `PatchError` if somebody patched on top."""
+    """Restore Megatron-core's own methods; raises `PatchError` if another patch was put on top."""
     _control.revert()
 
 
 def status() -> _Status:
-    """Tell what is in force in this process: settings, patches, counts, and what a user should know."""
+    """Return this process's settings, patches, counts, and notes for the user."""
     return _control.status()
 
 
 def verification() -> Verification:
-    """Tell what the checks of COC_VERIFY have found in this process so far: the largest errors of each layer."""
+    """Return the results of COC_VERIFY's checks in this process so far: the largest errors of each layer."""
     return _control.verification()
 
 
 def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
-    """Tell which kernel would run `problem`, in how many chunks, and why no other; print it to read it.
+    """Return the kernel and chunks that would run `problem`, with the reason against each other kernel; print it.
 
-    `settings` are those in force if None. Whether a group can share memory is asked of a real group,
-    so a problem described by hand says so itself (``shm=None``: it can).
+    `settings` None: the settings in force. Whether a group can share memory is known only for a real group, so set
+    ``shm`` in a problem described by hand (``shm=None``: it can).
     """
     return _explain(problem, _control.status().settings if settings is None else settings)
 
 
 def _is_the_command() -> bool:
-    """Tell whether the program is this package's own command, which reports a bad setting in a line of its own."""
+    """Tell whether the program is this package's own command, which reports a bad setting without a traceback."""
     words = _sys.orig_argv
     module = any(words[i : i + 2] == ["-m", "ascend_parallel"] for i in range(len(words)))
     return module or _Path(_sys.argv[0]).name == "ascend-parallel"

@@ -1,8 +1,8 @@
 """Ranks compare settings, plans and models before they communicate.
 
-Two ranks that cut one collective differently do not merely get wrong numbers: gloo ends one of the processes in C++,
-other backends wait for ever. Ranks therefore publish plain values in their group's store and read everybody's. Not by
-a collective: where ranks have come to different calls, a collective of the check would meet one of the run.
+If two ranks cut a collective differently, gloo aborts one of the processes in C++, and other backends hang. Ranks
+therefore publish plain values in their group's store and read all ranks' values. The comparison uses no collective:
+if ranks have come to different calls, it would match a collective of the run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PATIENCE = 30.0
 
 
 class DisagreementError(RuntimeError):
-    """Ranks of one group run with different settings, plans or versions, or some never came."""
+    """Ranks of a group run with different settings, plans or versions, or a rank never came."""
 
 
 class SettingsAgreement:
     """Compares settings on the ranks of each group, once for each group."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Compare `settings`: plain values by the name that a user sets them by."""
+        """Compare `settings`: plain values by the user's name of the option."""
         self._settings = settings
         self._confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
 
@@ -56,15 +56,15 @@ class SettingsAgreement:
 def exchange(
     group: dist.ProcessGroup, place: str, value: Mapping[str, Any], error: type[RuntimeError]
 ) -> dict[int, dict[str, Any]]:
-    """Give `value` to the other ranks of `group`; return every rank's value by global rank.
+    """Send `value` to the other ranks of `group`; return every rank's value by global rank.
 
     place
-        Where this rank waits, in words; part of the error.
+        The place in the program where ranks wait, in words; part of the error.
     value
         Plain values that JSON can hold.
 
     Every rank of the group calls this. Raises `error` with the ranks that did not come within the time limit of the
-    group or its store, the shorter.
+    group or of its store, whichever is shorter.
     """
     me = dist.get_rank()
     if dist.get_backend(group) == "fake":  # the other ranks do not exist
@@ -77,16 +77,16 @@ def exchange(
     store.set(keys[me], json.dumps(dict(value)))
     wait_for_ranks(group, keys, error, functools.partial(_absent_from_exchange, group, place))
     values = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-    # Every rank that has come this far has read the previous exchange, so the one before that is no longer read.
+    # Every rank that has come this far has read exchange number - 1, so no rank still reads exchange number - 2.
     store.delete_key(f"{prefix}/{number - 2}/{me}")
     return values
 
 
 def confirm_same(group: dist.ProcessGroup | None, place: str, mine: Mapping[str, str], problem: str, cure: str) -> int:
-    """Return a seed for all ranks of `group`: the one of its first rank's generator.
+    """Raise `DisagreementError` on every rank unless `mine` is the same on all ranks; return the first rank's seed.
 
-    Raises `DisagreementError` on every rank unless `mine` is the same on all. The error reads ``<problem>: <name> is
-    <value> on rank 0, ... . <cure>``.
+    The error reads ``<problem>: <name> is <value> on rank 0, ... . <cure>``. The seed is that of torch's default
+    generator.
     """
     if group is None:
         raise RuntimeError(f"{place} needs torch.distributed.init_process_group, on every rank")
@@ -101,7 +101,7 @@ def confirm_same(group: dist.ProcessGroup | None, place: str, mine: Mapping[str,
 def fingerprint(model: torch.nn.Module) -> str:
     """Return a digest of the names, shapes and sums of all parameters and buffers.
 
-    Ranks that were seeded apart have other digests.
+    Models that were initialised from different seeds have different digests.
     """
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -116,10 +116,10 @@ def wait_for_ranks(
     error: type[RuntimeError],
     absence: Callable[[list[int], float], str],
 ) -> None:
-    """Wait until every rank has set its key, by global rank, in the group's store.
+    """Wait until every rank has set its key (`keys`: by global rank) in the group's store.
 
-    Logs ``absence(missing ranks, seconds)`` every `PATIENCE` seconds, and raises `error` with that text after the time
-    limit of the group or its store, the shorter; sooner if a missing rank refused its settings (`refuse`).
+    Logs ``absence(missing ranks, seconds)`` every `PATIENCE` seconds. Raises `error` with that text after the time
+    limit of the group or of its store, whichever is shorter; sooner if a missing rank refused its settings (`refuse`).
     """
     store: Any = c10d._get_process_group_store(group)
     limit = time_limit(group).total_seconds()
@@ -132,7 +132,7 @@ def wait_for_ranks(
         try:
             store.wait([keys[rank] for rank in missing], timedelta(seconds=max(min(left, PATIENCE), 0.01)))
             return
-        except RuntimeError:  # this round's time is up, or the store is gone, for which check() then raises
+        except RuntimeError:  # this round timed out, or the store is gone; then check() raises
             missing = [rank for rank in missing if not store.check([keys[rank]])]
         if missing and left <= PATIENCE:
             raise error(absence(missing, limit))
@@ -147,7 +147,7 @@ def begin_configure() -> None:
 
 
 def refuse(error: Exception) -> None:
-    """Tell the ranks that wait for this rank, or will, that `configure` failed here and changed nothing."""
+    """Tell ranks that wait for this rank, or will wait, that `configure` failed here and changed nothing."""
     if _has_store():
         text = f"configure() failed on rank {dist.get_rank()}, which kept what was in force: {error!r}"
         c10d._get_default_store().set(_refusal_key(dist.get_rank()), text)
@@ -159,7 +159,7 @@ def _publish(group: dist.ProcessGroup, settings: Mapping[str, Any]) -> dict[int,
         return {}
     store, me = c10d._get_process_group_store(group), dist.get_rank()
     mine = {"version of ascend_parallel": __version__, **settings}
-    # The count of rounds in which all ranks came: a rank that came alone is not ahead of the others.
+    # Counts only rounds in which all ranks came, so that a rank that came alone is not ahead of the others.
     count = f"ascend_parallel/round/{me}"
     round_ = store.add(count, 0)
     keys = {rank: f"ascend_parallel/settings/{round_}/{rank}" for rank in dist.get_process_group_ranks(group)}
@@ -167,7 +167,7 @@ def _publish(group: dist.ProcessGroup, settings: Mapping[str, Any]) -> dict[int,
     try:
         wait_for_ranks(group, keys, DisagreementError, functools.partial(_absent_from_layer, group))
     except DisagreementError:
-        store.delete_key(keys[me])  # for a rank that comes later, this rank has not come
+        store.delete_key(keys[me])  # a rank that comes later must not count this rank as present
         raise
     store.add(count, 1)
     return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
@@ -177,9 +177,9 @@ def _compare_settings(group: dist.ProcessGroup, published: dict[int, dict[str, A
     names = {name: None for settings in published.values() for name in settings}
     values = {name: [settings.get(name) for settings in published.values()] for name in names}
     differences = [
-        f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in zip(published, found, strict=True))
-        for name, found in values.items()
-        if any(value != found[0] for value in found)
+        f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in zip(published, by_rank, strict=True))
+        for name, by_rank in values.items()
+        if any(value != by_rank[0] for value in by_rank)
     ]
     if differences:
         raise DisagreementError(
@@ -208,7 +208,7 @@ def _has_store() -> bool:
 
 
 def _refusals(ranks: list[int]) -> str:
-    """Return the refusals of `ranks` for the `configure` call that this rank has come to."""
+    """Return the refusals of `ranks` in this rank's latest `configure` call."""
     store: Any = c10d._get_default_store()
     keys = [_refusal_key(rank) for rank in ranks]
     return "; ".join(store.get(key).decode() for key in keys if store.check([key]))

@@ -1,7 +1,7 @@
 """The settings in force in this process.
 
-`patch_control` writes them. Public functions read them once, where a caller gives no settings, and hand them down;
-nothing else reads them.
+`patch_control` sets them. A public function reads them if its caller gives no settings, and passes them on. No other
+code reads them.
 """
 
 from __future__ import annotations

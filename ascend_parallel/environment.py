@@ -1,6 +1,6 @@
-"""Settings read from the environment and the file it names.
+"""Read settings from the environment and the configuration file that it names.
 
-Nothing is evaluated as code, and nothing is read after the value has been made.
+No value is evaluated as code. Later changes of the environment or the file have no effect.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ascend_parallel.text import BLANKS, whole
 
 
 def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-    """Make the settings from the environment, the file it names, and `overrides`, later ones winning.
+    """Return the settings from the configuration file, the environment and `overrides`.
 
-    File below variables below `overrides`: a variable exported for one run beats the file that many
-    runs share. Raises `SettingsError` for a bad value, an unknown key, or a file that cannot be read;
-    warns of variables whose name nearly is one of ours.
+    `overrides` override variables, and variables override the file: a variable exported for one run overrides the file
+    that many runs share. Raises `SettingsError` for a bad value, an unknown key, or a file that cannot be read;
+    warns of misspelt variables.
     """
     environ = os.environ if environ is None else environ
     warn_of_near_misses(environ)
@@ -71,23 +71,23 @@ def read_file(name: str) -> dict[str, Any]:
 
 
 def warn_of_near_misses(environ: Mapping[str, str]) -> None:
-    """Warn of each variable that is not ours but looks like a misspelt one of ours."""
+    """Warn of each unknown variable whose name resembles a variable of this package."""
     for name, meant in near_misses(environ).items():
         warnings.warn(f"the environment has {name}, which nothing reads; did you mean {meant}?", stacklevel=3)
 
 
 def near_misses(environ: Mapping[str, str]) -> dict[str, str]:
-    """Map each variable whose name nearly is one of ours to the one that was likely meant."""
-    found = {}
+    """Return unknown variables whose names resemble a variable of this package, with the likely correct name."""
+    likely = {}
     for name in environ:
         close = difflib.get_close_matches(name.upper(), KNOWN_VARIABLES, n=1, cutoff=0.85)
         if close and name not in KNOWN_VARIABLES:
-            found[name] = close[0]
-    return found
+            likely[name] = close[0]
+    return likely
 
 
 def _with_auto(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn ``num_chunks="auto"`` into the field that says so; a count beats an "auto" that was read before."""
+    """Replace ``num_chunks="auto"`` by ``auto=True``; a number of chunks cancels an "auto" from a lower source."""
     chunks = values.get("num_chunks")
     if isinstance(chunks, str) and chunks.strip(BLANKS).lower() == "auto":
         return {**values, "num_chunks": 1, "auto": True}
@@ -95,10 +95,10 @@ def _with_auto(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_plan(values: dict[str, Any]) -> dict[str, Any]:
-    """Read the plan that a path names."""
+    """Replace the path of a plan by the plan."""
     if not isinstance(values.get("plan"), str):
         return values
-    from ascend_parallel.tuning.measured.chunk_plan import load_plan  # which knows operators; settings do not
+    from ascend_parallel.tuning.measured.chunk_plan import load_plan  # imports operators, so not at the top
 
     return {**values, "plan": load_plan(values["plan"])}
 
@@ -109,25 +109,25 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse(variable: str, name: str, text: str) -> Any:
-    """Turn the text of one variable into the value of the field `name`."""
-    said, number = text.strip(BLANKS), whole(text)
+    """Return the value of the field `name` from the text of its variable."""
+    word, number = text.strip(BLANKS), whole(text)
     if name in SWITCHES:
-        require(variable, text, said in ("0", "1"), "0 or 1")
-        return said == "1"
+        require(variable, text, word in ("0", "1"), "0 or 1")
+        return word == "1"
     if name in ("plan", "tune", "timeline"):
         require(variable, text, name != "timeline" or text.strip() != "", "the folder to write to")
         return text
     if name == "log_level":
-        require(variable, text, said.lower() in LOG_LEVELS, "debug, info, warning or error")
-        return said.lower()
+        require(variable, text, word.lower() in LOG_LEVELS, "debug, info, warning or error")
+        return word.lower()
     if name == "num_chunks":
-        return "auto" if said.lower() == "auto" else whole_number(variable, text if number is None else number)
+        return "auto" if word.lower() == "auto" else whole_number(variable, text if number is None else number)
     least, most, what = _NUMBERS[name]
     require(variable, text, number is not None and least <= number <= most, what)
     return number
 
 
-# Fields that are whole numbers: the least and the most allowed, and what to say otherwise.
+# Fields that are whole numbers: the smallest and the largest allowed value, and the text of the error.
 _NUMBERS = {
     "mode": (min(MODES), max(MODES), "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)"),
     "verify_every": (0, RAREST, CALLS),

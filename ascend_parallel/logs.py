@@ -1,7 +1,8 @@
-"""What the logger "ascend_parallel" shows: nothing of the program's own logging is touched.
+"""Configure the logger "ascend_parallel" only, not the program's logging.
 
-Where the program has configured logging, its handlers get the records. Where it has not, warnings would go to standard
-error without a name; a handler of our own writes them there with one, and keeps silent as soon as anybody else listens.
+If the program has configured logging, its handlers get the records. If not, Python would write warnings to standard
+error without the logger's name; the handler of this module writes them with the name, and is silent as soon as
+another handler exists.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ log = logging.getLogger("ascend_parallel")
 
 
 class Fallback(logging.Handler):
-    """Writes to standard error what no other handler would get."""
+    """Writes records to standard error if there is no other handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, unless somebody listens: looked at each time, since programs configure logging late."""
+        """Write a record unless there is another handler; checked at each record, since programs add handlers late."""
         others = [handler for handler in log.handlers if handler is not self]
         if not others and not (log.propagate and logging.root.handlers):
             sys.stderr.write(f"ascend_parallel: {self.format(record)}\n")
 
 
 class LogLevel:
-    """The level that COC_LOG_LEVEL asks for, and the one that was there before."""
+    """Sets the logger's level from COC_LOG_LEVEL, and restores the previous level."""
 
     def __init__(self) -> None:
-        """See to it that there is a fallback, once in a process."""
+        """Add the fallback handler, once in a process."""
         self._before: int | None = None
         if not any(isinstance(handler, Fallback) for handler in log.handlers):
             log.addHandler(Fallback())
 
     def follow(self, level: str | None) -> None:
-        """Set the level, or put back the one that was there before the first that was set."""
+        """Set the level; None restores the level from before the first level that was set."""
         if level is not None:
             self._before = log.level if self._before is None else self._before
             log.setLevel(level.upper())

@@ -1,7 +1,7 @@
-"""Overlap switched on and off: which settings are in force, and whether the patches are applied.
+"""Switch overlap on and off: put settings in force, and apply or revert the patches.
 
-The layers never look here: the settings are handed to them when they are patched, so changing the
-settings means reverting and applying again.
+The layers get their settings when they are patched and never read this module. A change of settings therefore reverts
+the patches and applies them with the new settings.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ log = logging.getLogger("ascend_parallel")
 
 @dataclass(frozen=True)
 class Status:
-    """What is in force in this process.
+    """The settings, patches and counts of this process.
 
     state
-        One sentence: off, waiting for Megatron-core, or applied.
+        A sentence: off, waiting for Megatron-core, or applied.
     patches
-        How each replaced method stands; empty before Megatron-core is imported.
+        The status of each patch; empty before Megatron-core is imported.
     kernels
-        Each kernel, and "available" or why it is not.
+        For each kernel "available" or the reason why it is not.
     counts
         Calls, chunks and collectives by operator so far.
     notes
-        What a user should know: variables changed after they were read, misspelt ones.
+        Notes for the user: variables that changed after they were read, misspelt variables.
     """
 
     version: str
@@ -74,16 +74,16 @@ class PatchControl:
         self._patches: PatchSet | None = None
         self._variables: dict[str, str] = {}
         self._hooked = False
-        # What the environment was refused for, where the command is to say so instead of an error at import.
+        # The error of the environment's settings; this package's command reports it instead of the import.
         self.refused: SettingsError | None = None
         self._verifies = False
         self._timeline = Variable()
         self._log_level = LogLevel()
 
     def configure(self, environ: Mapping[str, str], **overrides: Any) -> Settings:
-        """Read the settings and put them in force: applied now or when Megatron-core is imported, or off.
+        """Read the settings and put them in force; apply the patches at once or when Megatron-core is imported.
 
-        If that raises, what was in force stays so, wholly, and ranks that wait for this one to agree are told.
+        After an error all previous settings stay in force, and ranks that wait for this rank learn of the error.
         """
         consistency.begin_configure()
         try:
@@ -99,11 +99,11 @@ class PatchControl:
         self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
         if settings.verify_every and not self._verifies:
             self._verifies = True
-            atexit.register(self.say_verification)
+            atexit.register(self.log_verification)
         return settings
 
     def _put_in_force(self, settings: Settings) -> None:
-        """Change the log's level, patches and recording; if one fails, put all back."""
+        """Change the log level, the patches and the recording; after an error restore all three."""
         before, patches = current_settings(), self._patches
         self.revert()
         put_in_force(settings)
@@ -128,17 +128,18 @@ class PatchControl:
         Raises `SettingsError` if the settings are off, `PatchError` if Megatron-core is missing or not as expected.
         """
         if not current_settings().enabled:
-            asked = current_settings()
+            settings = current_settings()
             raise SettingsError(
-                f"nothing to apply: COC_PARALLEL_NUM={asked.num_chunks}, USE_COC_FUSED_KERNEL={int(asked.fused)} and "
-                f"COC_MODE={asked.mode} switch overlap off; export others, or call configure(num_chunks=4)"
+                f"nothing to apply: COC_PARALLEL_NUM={settings.num_chunks}, "
+                f"USE_COC_FUSED_KERNEL={int(settings.fused)} and COC_MODE={settings.mode} switch overlap off; "
+                "export other values, or call configure(num_chunks=4)"
             )
         if "megatron.core" not in sys.modules and not _installed("megatron.core"):
             raise PatchError(
                 f"megatron-core: expected a version {megatron.VERSIONS}, found none installed: the variables have "
                 "nothing to overlap (column_linear, row_linear and the operators read none)"
             )
-        importlib.import_module(megatron.LAYERS)  # whose hook may apply the patches
+        importlib.import_module(megatron.LAYERS)  # the import hook may apply the patches
         if self._patches is None:
             patches = megatron.patch_set(current_settings())
             patches.apply(megatron.installed_version())
@@ -155,45 +156,45 @@ class PatchControl:
         return ""
 
     def revert(self) -> None:
-        """Put the originals back; nothing to do if they are in place."""
+        """Restore the original methods; does nothing if no patch is applied."""
         if self._patches is not None:
             self._patches.revert()
             self._patches = None
 
     def status(self) -> Status:
-        """Tell what is in force."""
+        """Return the settings, patches and counts of this process."""
         patches = self._patches.status() if self._patches else []
         return Status(
             __version__, self._state(patches), current_settings(), patches, _kernels(), COUNTS.as_dict(), self._notes()
         )
 
     def warn_if_idle(self) -> None:
-        """At the end of a run that asked for overlap: say on rank 0 if no layer ever ran with it, and why."""
+        """Log on rank 0, at the end of a run with overlap, that no layer ran with it, and the reason."""
         failed = getattr(sys, "last_value", None) is not None
         if self._patches is None or COUNTS.as_dict() or failed or os.environ.get("RANK") != "0":
             return
         log.warning("overlap was on, but 0 linear layers ran with it: %s", self._why_idle())
 
     def verification(self) -> Verification:
-        """Tell what verification has found in this process; if nothing was checked, why."""
-        found = LEDGER.summary(current_settings().verify_every)
-        if found.layers:
-            return found
-        why = "verification is off: COC_VERIFY=0" if not found.every else f"nothing was checked: {self._why_idle()}"
-        return replace(found, notes=[*found.notes, why])
+        """Return the results of the checks in this process; if no call was checked, with a note of the reason."""
+        result = LEDGER.summary(current_settings().verify_every)
+        if result.layers:
+            return result
+        why = "verification is off: COC_VERIFY=0" if not result.every else f"nothing was checked: {self._why_idle()}"
+        return replace(result, notes=[*result.notes, why])
 
-    def say_verification(self) -> None:
-        """At the end of a run that asked for verification: say on rank 0 what it found."""
+    def log_verification(self) -> None:
+        """Log on rank 0, at the end of a run with verification, its results."""
         if current_settings().verify_every and str(os.environ.get("RANK", LEDGER.rank)) == "0":
-            log.warning("%s", self.verification())  # asked for, so it is to be seen
+            log.warning("%s", self.verification())  # a warning, so that the requested result is visible by default
 
     def _why_idle(self) -> str:
-        """Say why no layer ran with overlap."""
+        """Return the reason why no layer ran with overlap."""
         if self._patches is None:
             return self._state([])
-        lost = [patch for patch in self._patches.status() if not patch.applied]
-        if lost:
-            return "; ".join(f"{patch.target} was {patch.reason}" for patch in lost)
+        replaced = [patch for patch in self._patches.status() if not patch.applied]
+        if replaced:
+            return "; ".join(f"{patch.target} was {patch.reason}" for patch in replaced)
         if "transformer_engine" in sys.modules:
             return "TransformerEngine's layers are not covered: use --transformer-impl local"
         return "no layer of megatron-core with a tensor-parallel group of several ranks was called"
@@ -237,10 +238,10 @@ class PatchControl:
 
 
 def _kernels() -> dict[str, str]:
-    found = shm.extension()
+    extension = shm.extension()
     return {
         "npu": "available" if _installed("torch_npu") else "torch_npu is not installed",
-        "shm": found if isinstance(found, str) else "available",
+        "shm": extension if isinstance(extension, str) else "available",
         "chunked": "available",
         "reference": "available",
         "ordered": "available",

@@ -1,8 +1,8 @@
-"""The user's settings: one frozen value, checked as a whole.
+"""The user's settings: a frozen, validated dataclass.
 
-The published switches (MindSpeed, "Communication Over Computation") keep their names: the
-environment variables COC_PARALLEL_NUM, USE_COC_FUSED_KERNEL and COC_MODE, and the keys of
-``coc_cfgs``, which here stand in a TOML or JSON file named by COC_CONFIG (environment.py reads both).
+The published switches (MindSpeed, "Communication Over Computation") keep their names: the environment variables
+COC_PARALLEL_NUM, USE_COC_FUSED_KERNEL and COC_MODE, and the keys of ``coc_cfgs``, which are keys of the TOML or JSON
+file that COC_CONFIG names. environment.py reads both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ VARIABLES = {
     "verify_every": "COC_VERIFY",
     "log_level": "COC_LOG_LEVEL",
 }
-# Fields that decide nothing of what is computed, so that ranks may differ in them.
+# Fields that affect no computation, so ranks may differ in them.
 PER_RANK = ("log_level",)
 CONFIG_VARIABLE = "COC_CONFIG"
 KNOWN_VARIABLES = (*VARIABLES.values(), CONFIG_VARIABLE)
@@ -67,28 +67,28 @@ KNOWN_VARIABLES = (*VARIABLES.values(), CONFIG_VARIABLE)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(OperatorSettings):
-    """Everything that a user may set: the settings of the operators, of the layers, and of what watches a run.
+    """All user settings: of the operators, of the layers, of timelines, checks and logs.
 
-    The same on every rank of a group, but for ``log_level``. Fields that `OperatorSettings` does not have:
+    The same on every rank of a group, except ``log_level``. Fields beyond those of `OperatorSettings`:
 
     enable_coc_in_column_backward
-        Fused operators also in the column layer's backward; of no effect without ``fused``.
+        Use fused operators in the column layer's backward too; no effect without ``fused``.
     recompute_all_gather
         Gather the column layer's input again in backward instead of keeping the gathered copy.
     order
-        Which of two independent steps starts first where either can (the column layer's sequence-parallel
-        backward): the input gradient, or the gather. "auto" is "communicate_first".
+        The first of two independent steps in the column layer's sequence-parallel backward: the input gradient
+        ("compute_first") or the gather ("communicate_first"). "auto" is "communicate_first".
     timeline
-        Folder to which every rank writes when its matmuls and collectives ran. COC_TIMELINE.
+        Folder to which every rank writes the times of its matmuls and collectives. COC_TIMELINE.
     timeline_passes
-        How many forwards and backwards of layers each rank keeps for that, the last ones.
+        The number of last forwards and backwards of layers that each rank keeps for the timeline.
     verify_every
         Check the first call of each patched layer, then every N-th call, against Megatron-core's
-        own forward and backward; 0: none. COC_VERIFY.
+        own forward and backward; 0: no checks. COC_VERIFY.
     verify_limit
-        Error that such a check allows, relative to the largest magnitude; None: 2e-2 in 16 bits, else 1e-6.
+        Largest error of a check, relative to the largest magnitude; None: 2e-2 in 16 bits, else 1e-6.
     log_level
-        Level of the logger "ascend_parallel"; None leaves it alone, which shows warnings. COC_LOG_LEVEL.
+        Level of the logger "ascend_parallel"; None: unchanged, which shows warnings. COC_LOG_LEVEL.
 
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
@@ -123,12 +123,12 @@ class Settings(OperatorSettings):
 
     @cached_property
     def for_operators(self) -> OperatorSettings:
-        """The fields that the operators choose by."""
+        """The fields of `OperatorSettings`."""
         names = [f.name for f in dataclasses.fields(OperatorSettings)]
         return OperatorSettings(**{name: getattr(self, name) for name in names})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values under the names a configuration file uses."""
+        """Return plain values by the keys of a configuration file."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["customized_coc"] = {
             str(list(key)): cut if isinstance(cut, int) else list(cut) for key, cut in self.customized_coc.items()
@@ -137,10 +137,10 @@ class Settings(OperatorSettings):
         return values
 
     def shared(self) -> dict[str, Any]:
-        """Return what all ranks of a group need to have in common, under the names that a user sets it by."""
+        """Return the settings that must be the same on all ranks of a group, by the user's names."""
         return {option_name(name): value for name, value in self.as_dict().items() if name not in PER_RANK}
 
 
 def option_name(field_name: str) -> str:
-    """Name an option as the user would set it: the variable where there is one, else the key."""
+    """Return the user's name of an option: its environment variable, or else its key."""
     return VARIABLES.get(field_name, field_name)

@@ -1,4 +1,4 @@
-"""Whole numbers as users write them, in variables and on the command line, and values as errors show them."""
+"""Parse whole numbers from variables and the command line; shorten values for error messages."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _SHOWN.maxdict = _SHOWN.maxlist = _SHOWN.maxtuple = 16
 
 
 def whole(text: str) -> int | None:
-    """Return the number that up to 18 ASCII digits say, or None for any other text.
+    """Return the number written in up to 18 ASCII digits, or None for any other text.
 
-    A sign before and blanks around are allowed. `int` takes digits of every script, underscores between
-    them and numbers of any length, and strips other blanks than `str.strip` does.
+    A leading sign and surrounding blanks are allowed. `int` would also accept digits of every script, underscores and
+    numbers of any length, and strips other blanks than `str.strip`.
     """
     plain = text.strip(BLANKS)
     return int(plain) if _WHOLE.fullmatch(plain) else None
 
 
 def shown(value: object) -> str:
-    """Return the value's repr, of which a long one is cut in the middle."""
+    """Return the value's repr; a long repr is cut in the middle."""
     try:
         return _SHOWN.repr(value)
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python refuses to write numbers of more than 4300 digits
         return f"<{type(value).__name__} of thousands of digits>"

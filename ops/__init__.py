@@ -1,8 +1,7 @@
-"""The three operators of tensor parallelism, and the kernels that do them.
+"""The three operators of tensor parallelism, and the kernels that run them.
 
-matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul run a matmul next to a collective so
-that the two share their time. This room knows how to overlap; it knows no gradients of layers
-(ascend_parallel.overlap.linear) and no framework (ascend_parallel.patches).
+matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul overlap a matmul with a collective.
+Layers and their gradients are in ascend_parallel.overlap, frameworks in ascend_parallel.patches.
 """
 
 if __name__ == "ops":

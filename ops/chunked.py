@@ -1,14 +1,14 @@
-"""The three operators cut into chunks of rows, so that matmul and collective share their time.
+"""The three operators in chunks of rows, so that matmul and collective overlap.
 
-Two schedules: where the collective follows the matmul (all-reduce, reduce-scatter), chunk i's
-collective runs under chunk i + 1's matmul; where it comes first (all-gather), chunk i's matmul runs
-under chunk i + 1's collective, and the rows that the rank already has go before all others.
+All-reduce and reduce-scatter follow the matmul: chunk i's collective runs under chunk i + 1's matmul.
+All-gather comes before the matmul: chunk i's matmul runs under chunk i + 1's collective, and the rank's own
+rows are multiplied first.
 
-Memory beyond the serial path: none, where the backend reduces in place. Chunks are views of tensors
-that the serial path has too. On gloo a rank also holds what it receives for its own rows, (R - 1) / R
-of matmul_reduce_scatter's partial result, where gloo's own reduce-scatter copies the whole of it.
+Memory beyond the serial path: none, where the backend reduces in place. Chunks are views of tensors that the
+serial path allocates too. On gloo, matmul_reduce_scatter also holds receive buffers of (R - 1) / R of its
+partial result; gloo's own reduce-scatter copies the whole partial result.
 
-Views are made by cutting a tensor once: a slice in the loop costs several times as much.
+Each tensor is split once, before the loop: slicing inside the loop costs several times as much.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ascend_parallel.ops.rows import Sizes
 
 
 def supports(problem: Problem) -> str | None:
-    """Say why the kernel must not run `problem`, or None."""
+    """Return the reason why the kernel cannot run `problem`, or None if it can."""
     return summed_in_backend_order(problem)
 
 
 def matmul_all_reduce(
     x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
 ) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank.
+    """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N] on every rank.
 
-    Each chunk's rows are computed and reduced in their final place. An int8 weight is cut by columns instead.
+    Each chunk's rows are computed and reduced in place. An int8 weight is cut into chunks of columns instead.
     """
     if isinstance(w, QuantisedWeight):
         return columns.matmul_all_reduce(x_m, w, group, sizes)
@@ -61,13 +61,13 @@ def matmul_reduce_scatter(
     in_rank_order: bool = False,
     row_tile: int = 0,
 ) -> Pending:
-    """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N].
+    """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N]; pending [M / R, N].
 
-    Chunk i holds, for each rank, the i-th slice of the rows which that rank will own, so that its
-    reduce-scatter writes the i-th slice of the result and no row has to be moved.
+    Chunk i holds the i-th slice of every rank's M / R rows, so its reduce-scatter writes the i-th slice of the
+    result in place.
 
-    With `after`, nothing is sent before that is done: for a backend that runs collectives at the same
-    time, where these would slow it down. `in_rank_order` has the ranks summed in their order on any backend.
+    Nothing is sent before `after` is done: on a backend that runs collectives concurrently, these would slow
+    `after` down. With `in_rank_order` the ranks are summed in rank order on every backend.
     """
     ranks, (k, n) = group.size(), w.shape
     rows = x_m.shape[0] // ranks
@@ -102,10 +102,10 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     row_tile: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K].
+    """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N].
 
-    All gathers are started at once and land in their final place. The rank's own rows need none of
-    them and are computed first; then each chunk's rows of the other ranks as they arrive.
+    All gathers start at once and write in place. The rank's own rows are multiplied first, since they need no
+    gather; then the other ranks' rows, chunk by chunk, as they arrive.
     """
     ranks, rank, x_shard_m = group.size(), group.rank(), x_shard_m.contiguous()
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
@@ -122,9 +122,9 @@ def all_gather_matmul(
 
 
 def gather_rows(x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
-    """Every rank's ``[M / R, K]`` rows, in rank order, left pending: [M, K].
+    """Start ``x_m = all_gather(x_shard_m)``: x_shard_m [M / R, K]; pending [M, K], in rank order.
 
-    Several pieces in flight keep both directions of a link busy, where one alone may not.
+    Several chunks in flight keep both directions of a link busy; a single collective may not.
     """
     return start_gathers(x_shard_m, group, sizes, "all_gather")[0]
 
@@ -132,7 +132,7 @@ def gather_rows(x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes)
 def start_gathers(
     x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str
 ) -> tuple[Pending, torch.Tensor]:
-    """Start gathering chunks of ``[M / R, K]`` into their places: pending [M, K], and the same as [R, M / R, K]."""
+    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K] and its view [R, M / R, K]."""
     gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
     pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
     with pending.launching():
@@ -143,7 +143,7 @@ def start_gathers(
 
 
 def _start(computed: list[tuple[Scatter, torch.Tensor]], pending: Pending) -> None:
-    """Start the reduce-scatters of the chunks computed so far, and forget them."""
+    """Start the reduce-scatters of the computed chunks, and empty the list."""
     for scatter, y_c in computed:
         pending.launch(scatter.start, y_c)
     computed.clear()

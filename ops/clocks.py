@@ -1,7 +1,8 @@
-"""Times of what runs on the host and on devices, for ops/record.py.
+"""Clocks of hosts and devices, for ops/record.py.
 
-On a CPU a time is CLOCK_MONOTONIC in ns, taken on a collective's end by the backend's own thread, and by a
-thread of ours for sends and receives, which have no such call. On devices it is an event in a stream.
+On a CPU a time is CLOCK_MONOTONIC in ns. The backend's thread takes the end of a collective; a thread of this
+package takes the end of sends and receives, which have no completion callback. On devices a time is an event in a
+stream.
 """
 
 from __future__ import annotations
@@ -15,49 +16,49 @@ Ended = Callable[[Any], None]
 
 
 class Work(Protocol):
-    """What torch.distributed returns for an asynchronous collective, and what wraps one here."""
+    """The handle of an asynchronous collective: torch.distributed's, or a wrapper of this package."""
 
     def wait(self) -> object:
-        """Wait until the collective's result may be read."""
+        """Wait until the collective's result can be read."""
 
     def is_completed(self) -> bool:
-        """Tell whether it ran, without waiting."""
+        """Tell whether the collective has finished, without waiting."""
 
 
 class Clock(Protocol):
     """Takes times on one kind of device."""
 
     def mark(self) -> Any:
-        """Take the time now, or have the device take it."""
+        """Return a mark of the present time, or of the present position in the device's stream."""
 
     def ns(self, mark: Any) -> int:
         """Return a mark as nanoseconds of this host's CLOCK_MONOTONIC."""
 
     def watch(self, ended: Ended, works: list[Work]) -> list[Work]:
-        """Call `ended` with the time at which `works` are done; return what is to be waited for in their place."""
+        """Call `ended` with the mark at which all `works` are done; return the works to wait for instead."""
 
 
 class HostClock:
     """CLOCK_MONOTONIC."""
 
     def __init__(self) -> None:
-        """Start no thread before one is needed."""
+        """Start no thread yet."""
         self._thread: ThreadPoolExecutor | None = None
 
     mark = staticmethod(time.monotonic_ns)
 
     def ns(self, mark: int) -> int:
-        """Return the mark, which is ns already."""
+        """Return the mark: it is in ns."""
         return mark
 
     def watch(self, ended: Ended, works: list[Work]) -> list[Work]:
-        """Mark a collective's end in its backend's thread; wait for sends and receives in one of ours."""
+        """Mark a collective's end in its backend's thread; wait for sends and receives in a thread of this clock."""
         if len(works) == 1 and hasattr(works[0], "get_future"):
             works[0].get_future().add_done_callback(lambda _: ended(self.mark()))
             return works
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ascend_parallel timeline")
-        return [_Waited(self._thread.submit(self._wait, ended, works))]
+        return [_ThreadWork(self._thread.submit(self._wait, ended, works))]
 
     def _wait(self, ended: Ended, works: list[Work]) -> None:
         for work in works:
@@ -65,8 +66,8 @@ class HostClock:
         ended(self.mark())
 
 
-class _Waited:
-    """Works that another thread waits for; whoever waits here sees its errors."""
+class _ThreadWork:
+    """Works that another thread waits for; `wait` raises that thread's errors."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -79,10 +80,10 @@ class _Waited:
 
 
 class DeviceClock:
-    """Events in a device's streams, such as those of torch.cuda and torch.npu. Not tried on an NPU."""
+    """Events in a device's streams (torch.cuda, torch.npu). Not tried on an NPU."""
 
     def __init__(self, module: Any) -> None:
-        """Tie the device's time to the host's, once: the host reads its clock when the device has nothing to do."""
+        """Relate the device's time to the host's: the host reads its clock while the device is idle."""
         self._module = module
         self._side = module.Stream()
         module.synchronize()
@@ -97,13 +98,13 @@ class DeviceClock:
         return event
 
     def ns(self, mark: Any) -> int:
-        """Wait for the event and return when it was reached."""
+        """Wait for the event and return the host time at which the stream reached it."""
         mark.synchronize()
         since: float = self._base.elapsed_time(mark)
         return self._base_ns + round(since * 1e6)
 
     def watch(self, ended: Ended, works: list[Work]) -> list[Work]:
-        """Mark the end in a stream of its own, which waits for the works; the computing stream does not."""
+        """Mark the end in a side stream, which waits for the works; the computing stream does not wait."""
         with self._module.stream(self._side):
             for work in works:
                 work.wait()

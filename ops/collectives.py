@@ -1,6 +1,6 @@
-"""The collectives the operators are made of, each started without waiting.
+"""The asynchronous collectives of the operators.
 
-torch renamed two of them and gloo has no reduce-scatter of its own; both are dealt with here.
+This module hides two differences: torch 2.13 renamed two collectives, and gloo has no native reduce-scatter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
 
-# Calls on each group so far; every rank counts alike. Their number is in the tag of what they send, so
-# that it meets neither a program's own sends nor receives left over from a call that failed.
+# Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
+# neither a program's own sends nor receives left over from a failed call.
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 FIRST_TAG = 1 << 24
 
@@ -29,41 +29,41 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 
 
 def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.ProcessGroup) -> Work:
-    """Start gathering ``[M / R, K]`` of every rank into the contiguous ``[M, K]``, in rank order."""
+    """Start ``out_m = all_gather(x_shard_m)``: x_shard_m [M / R, K], contiguous out_m [M, K], in rank order."""
     work: Work = _all_gather(out_m, x_shard_m.contiguous(), group=group, async_op=True)
     return work
 
 
 class ReduceScatter:
-    """One reduce-scatter of ``[R c, N]`` into ``[c, N]``, made ready before its input is computed."""
+    """``out_c = reduce_scatter(x_c)``: x_c [R c, N], out_c [c, N]; constructed before x_c is computed."""
 
     def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Write the sum over ranks of each rank's slice for this rank to `out_c`."""
+        """Hold the output `out_c`."""
         self._out_c = out_c
         self._group = group
 
     def expect(self) -> None:
-        """Do nothing: the backend has no use for it."""
+        """Do nothing: the backend posts no receives in advance."""
 
     def start(self, x_c: torch.Tensor) -> Work:
-        """Start with the contiguous ``[R c, N]``, whose r-th c rows are what rank r receives."""
+        """Start with the contiguous x_c [R c, N]; rank r receives the r-th block of c rows."""
         work: Work = _reduce_scatter(self._out_c, x_c, group=self._group, async_op=True)
         return work
 
 
 class ExchangeAndSum:
-    """A reduce-scatter for gloo: every rank sends each other one its slice and sums what it receives.
+    """A reduce-scatter for gloo: every rank sends each peer its slice and sums the slices it receives.
 
-    gloo's own is a full all-reduce of a copy, twice the traffic or more. Receives are posted before
-    anything is computed: gloo announces them through the stream that carries the data, so a late one waits
-    behind megabytes of the other direction and the two directions run in turn. The sum is taken in
-    rank order, in fp32 for 16-bit types, so every run gives the same bits.
+    gloo's own reduce-scatter is a full all-reduce of a copy: twice the traffic or more. Receives are posted before
+    the matmuls: gloo announces a receive through the stream that carries the data, so a late receive waits behind
+    megabytes of the other direction, and the two directions run in turn. The sum runs in rank order, in fp32
+    for 16-bit types, so every run gives the same bits.
     """
 
     def __init__(
         self, out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
     ) -> None:
-        """Write the sum to `out_c` [c, N]; other ranks' slices go to the ``[c, N]`` of `received`, by rank."""
+        """Hold the output `out_c` [c, N] and the receive buffers [c, N], by peer rank."""
         self._out_c = out_c
         self._group = group
         self._parts = received
@@ -77,7 +77,7 @@ class ExchangeAndSum:
         return self
 
     def start(self, x_c: torch.Tensor) -> Work:
-        """Send the other ranks their c rows of the contiguous ``[R c, N]``."""
+        """Send each peer its c rows of the contiguous x_c [R c, N]."""
         ranks = len(self._parts) + 1
         for rank, part in enumerate(torch.split_with_sizes(x_c, [x_c.shape[0] // ranks] * ranks)):
             if rank in self._parts:
@@ -87,12 +87,12 @@ class ExchangeAndSum:
         self._parts |= own
         return self
 
-    def watched(self, watch: Watch) -> None:
-        """Have somebody watch when the exchange is done."""
+    def record_end(self, watch: Watch) -> None:
+        """Have `watch` record when the exchange is done."""
         self._works = watch(self._works)
 
     def is_completed(self) -> bool:
-        """Say no: the sum is taken in `wait`."""
+        """Return False: `wait` still has to sum."""
         return False
 
     def wait(self) -> None:
@@ -102,29 +102,29 @@ class ExchangeAndSum:
 
 
 class AllToAllAndSum:
-    """A reduce-scatter in rank order for backends whose own has another order: all-to-all, then the sum."""
+    """A reduce-scatter in rank order, for backends that sum in another order: all-to-all, then a local sum."""
 
     def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Write the sum over ranks of each rank's slice for this rank to `out_c` [c, N]."""
+        """Hold the output `out_c` [c, N]."""
         self._out_c = out_c
         self._group = group
         self._works: list[Work | None] = []
 
     def expect(self) -> None:
-        """Do nothing: the backend has no use for it."""
+        """Do nothing: the backend posts no receives in advance."""
 
     def start(self, x_c: torch.Tensor) -> Work:
-        """Send the other ranks their c rows of the contiguous ``[R c, N]``."""
+        """Send each peer its c rows of the contiguous x_c [R c, N]."""
         self._received = torch.empty_like(x_c)
         self._works = [dist.all_to_all_single(self._received, x_c, group=self._group, async_op=True)]
         return self
 
-    def watched(self, watch: Watch) -> None:
-        """Have somebody watch when the exchange is done."""
+    def record_end(self, watch: Watch) -> None:
+        """Have `watch` record when the exchange is done."""
         self._works = watch(self._works)
 
     def is_completed(self) -> bool:
-        """Say no: the sum is taken in `wait`."""
+        """Return False: `wait` still has to sum."""
         return False
 
     def wait(self) -> None:
@@ -134,20 +134,20 @@ class AllToAllAndSum:
 
 
 def wait_all(works: Sequence[Work | None]) -> None:
-    """Wait for each."""
+    """Wait for every work."""
     for work in works:
         assert work is not None, "this rank is not a member of the group"
         work.wait()
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of every rank's ``[c, N]``, in rank order and, for 16-bit types, in fp32, to `out` [c, N]."""
+    """Write ``parts[0] + parts[1] + ...`` to `out` [c, N]: in rank order, in fp32 for 16-bit types."""
     compute(BESIDE, "sum", _sum_in_rank_order, parts, out)
 
 
 def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     first, second, *rest = parts
-    wide = bool(rest) and out.element_size() == 2  # two parts are rounded once anyway
+    wide = bool(rest) and out.element_size() == 2  # a sum of two parts is rounded only once
     total = first.float().add_(second) if wide else torch.add(first, second, out=out)
     for part in rest:
         total.add_(part)
@@ -161,9 +161,9 @@ Scatter = ReduceScatter | ExchangeAndSum | AllToAllAndSum
 def reduce_scatters(
     out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, in_rank_order: bool = False
 ) -> Sequence[Scatter]:
-    """Make one reduce-scatter for each chunk of rows of the contiguous ``[M / R, N]``; `expect`, then `start` each.
+    """Return a reduce-scatter for each chunk of rows of the contiguous out_m [M / R, N]; call `expect`, then `start`.
 
-    On gloo all sums are taken in rank order, elsewhere those that are asked to be.
+    gloo always sums in rank order, other backends with `in_rank_order`.
     """
     outs = torch.split_with_sizes(out_m, sizes)
     if not on_gloo(group, out_m.device):
@@ -179,13 +179,13 @@ def reduce_scatters(
 
 
 def summed_in_backend_order(problem: Problem) -> str | None:
-    """Say that the backend decides in which order ranks are summed where the problem asks for rank order, or None."""
+    """Return a refusal if the problem needs sums in rank order and the backend chooses the order; else None."""
     if not problem.deterministic or problem.operator == ALL_GATHER or (problem.ranks == 2 and problem.device == "cpu"):
         return None
     return f"the backend decides in which order it sums {problem.ranks} {problem.device} ranks"
 
 
 def on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether the group's collectives on `device` run on gloo, which runs several at the same time."""
+    """Tell whether the group's backend on `device` is gloo, which runs several collectives at the same time."""
     name: str = group._get_backend(device).name()
     return name == "gloo"

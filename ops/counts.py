@@ -1,4 +1,4 @@
-"""How often each operator ran, in how many chunks and collectives; to be shown, never to decide."""
+"""Counts of each operator's calls, chunks and collectives. They are for display; no decision reads them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Counts:
         return {operator: asdict(count) for operator, count in self._by_operator.items()}
 
     def restore(self, totals: dict[str, dict[str, int]]) -> None:
-        """Put back what `as_dict` returned before."""
+        """Restore totals that `as_dict` returned."""
         self._by_operator = {operator: OperatorCount(**count) for operator, count in totals.items()}
 
     def clear(self) -> None:
-        """Start from zero again."""
+        """Reset all totals to zero."""
         self._by_operator.clear()
 
 

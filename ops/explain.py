@@ -1,4 +1,4 @@
-"""Why a problem runs as it does, and what stands against every other kernel."""
+"""Explain the kernel chosen for a problem, and why each other kernel was not chosen."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ TAKEN = "taken"
 
 @dataclass(frozen=True)
 class Explanation:
-    """A choice, and for each kernel "taken" or why it was not.
-
-    Its text is for people: `str` of it, or printing it.
-    """
+    """A choice, and for each kernel "taken" or the reason against it. ``str(explanation)`` is the text for people."""
 
     choice: Choice
     kernels: dict[str, str]
     strict: bool
 
     def __str__(self) -> str:
-        """Tell it in a few lines."""
+        """Return the choice and the reasons in a few lines."""
         choice = self.choice
         lines = [
             f"{name_of(choice.problem)}: {choice.kernel}, chunks: {len(choice.sizes)}",
@@ -36,21 +33,21 @@ class Explanation:
 
 
 def explain(problem: Problem, settings: OperatorSettings) -> Explanation:
-    """Choose for `problem` and say, kernel by kernel, why; nothing is run, and nothing is raised for strictness."""
+    """Return the choice for `problem` and the reason for or against each kernel; run nothing, ignore strictness."""
     choice = choose(problem, replace(settings, strict=False))
-    kernels = {name: _standing(name, choice, settings) for name in KERNELS}
+    kernels = {name: _reason(name, choice, settings) for name in KERNELS}
     return Explanation(choice, kernels, settings.strict)
 
 
-def _standing(name: str, choice: Choice, settings: OperatorSettings) -> str:
+def _reason(name: str, choice: Choice, settings: OperatorSettings) -> str:
     if name == choice.kernel:
         return TAKEN
     refusal: str | None = KERNELS[name].supports(choice.problem)
     if refusal is not None:
         return f"cannot: {refusal}"
     if name in FUSED:
-        asked = settings.fused and settings.effective_mode == 2
-        return "can, but another was tried first" if asked else "can, with USE_COC_FUSED_KERNEL=1"
+        requested = settings.fused and settings.effective_mode == 2
+        return "can, but another fused kernel was tried first" if requested else "can, with USE_COC_FUSED_KERNEL=1"
     if name == "ordered":
         return "can, with COC_DETERMINISTIC=1 where nothing else sums in rank order"
     return f"can, with {'two or more chunks' if name == 'chunked' else 'one chunk'}"

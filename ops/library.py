@@ -1,6 +1,6 @@
-"""The operators as ``torch.ops.ascend_parallel.*``: with fake kernels and gradients, so that they trace.
+"""The operators as custom ops ``torch.ops.ascend_parallel.*``, with fake kernels and gradients for tracing.
 
-Groups are named by their ``group_name``, as torch's own functional collectives name them.
+A group is passed as its ``group_name``, as in torch's functional collectives.
 """
 # No `from __future__ import annotations`: torch.library reads the schema from the annotations.
 
@@ -26,13 +26,13 @@ from ascend_parallel.ops.settings import OperatorSettings
 
 
 def _settings(chunks: Sequence[int], x: torch.Tensor, columns: int, ranks: int = 1) -> OperatorSettings:
-    """Return settings for a number of chunks, given as a list of one, or for the rows of each of several."""
+    """Return settings for ``[number of chunks]``, or for the rows of each chunk in a longer list."""
     m, k = x.shape[:-1].numel() * ranks, x.shape[-1]
-    return _made(tuple(chunks), (m, k, columns) if len(chunks) != 1 else None)
+    return _cached_settings(tuple(chunks), (m, k, columns) if len(chunks) != 1 else None)
 
 
 @lru_cache(maxsize=256)
-def _made(chunks: tuple[int, ...], shape: tuple[int, int, int] | None) -> OperatorSettings:
+def _cached_settings(chunks: tuple[int, ...], shape: tuple[int, int, int] | None) -> OperatorSettings:
     if shape is None:
         return OperatorSettings(num_chunks=chunks[0], mode=2)
     return OperatorSettings(customized_coc={shape: chunks}, mode=2)
@@ -78,7 +78,7 @@ def _all_gather_matmul(
     group = _group(group_name)
     y_m, gathered_m = run_all_gather_matmul(x, w, group, _settings(chunks, x, w.shape[-1], group.size()))
     assert gathered_m is not None
-    if group.size() == 1:  # an operator may not return its own input
+    if group.size() == 1:  # a custom op must not return its own input
         gathered_m = gathered_m.clone()
     return (
         shaped(y_m, gathered_shape(x.shape, group.size(), w.shape[1])),
@@ -139,8 +139,8 @@ def _weight_gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
 
 def _all_reduce_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    return (dy @ w.t() if wanted[0] else None), (_weight_gradient(x, dy) if wanted[1] else None), None, None
+    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    return (dy @ w.t() if needs_dx else None), (_weight_gradient(x, dy) if needs_dw else None), None, None
 
 
 def _all_reduce_int8_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -172,49 +172,53 @@ _all_gather_matmul.register_autograd(_all_gather_backward, setup_context=_save_g
 def matmul_all_reduce(
     x: torch.Tensor, w: Weight, group: dist.ProcessGroup | None = None, *, num_chunks: int | Sequence[int] = 1
 ) -> torch.Tensor:
-    """Sum ``x w`` over the ranks of `group`: x [..., K], w [K, N], perhaps in int8, give [..., N] on every rank.
+    """Return ``y = all_reduce(x @ w)``: x [..., K], w [K, N] or an int8 weight, y [..., N] on every rank.
 
-    num_chunks is a number of chunks, or the rows of each: all but the last multiples of 16, together the
-    rows that are cut (for reduce-scatter and all-gather those of one rank; columns for an int8 w).
+    group
+        None: the default group.
+    num_chunks
+        A number of chunks, or the rows of each chunk: all but the last multiples of 16, their sum the rows that
+        are cut (one rank's rows for reduce-scatter and all-gather; columns for an int8 w).
 
-    Differentiable in x and in a w that is not in int8: the result counts as replicated, so its gradient
-    has to be the same on every rank, and each rank's dX and dW are those of its own operands. `group` is
-    the default group if None. Raises `ValueError` for operands that are no matmul, `CollectiveError` if a rank fails.
+    Differentiable in x, and in w unless w is int8. y is replicated, so dy must be the same on every rank;
+    dx and dw are those of the rank's own operands. Raises `ValueError` for operands that do not fit a matmul,
+    `CollectiveError` if a rank fails.
     """
-    kinds, name = torch.ops.ascend_parallel, _name(group)
+    custom_ops, name = torch.ops.ascend_parallel, _name(group)
     if isinstance(w, QuantisedWeight):
         w.refuse_gradients()
-        y: torch.Tensor = kinds.matmul_all_reduce_int8(
-            x, w.values, w.scale, w.offset, w.group_size, name, _listed(num_chunks)
+        y: torch.Tensor = custom_ops.matmul_all_reduce_int8(
+            x, w.values, w.scale, w.offset, w.group_size, name, _chunk_list(num_chunks)
         )
         return y
-    y = kinds.matmul_all_reduce(x, w, name, _listed(num_chunks))
+    y = custom_ops.matmul_all_reduce(x, w, name, _chunk_list(num_chunks))
     return y
 
 
 def matmul_reduce_scatter(
     x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | None = None, *, num_chunks: int | Sequence[int] = 1
 ) -> torch.Tensor:
-    """Sum ``x w`` over ranks and keep this rank's rows: x [S, ..., K], w [K, N] give [S / R, ..., N].
+    """Return ``y_shard = reduce_scatter(x @ w)``: x [S, ..., K], w [K, N], y_shard [S / R, ..., N].
 
-    S, the first dimension, must be divisible by the number of ranks. Otherwise as `matmul_all_reduce`.
+    S must be divisible by the number of ranks R. Arguments and errors as in `matmul_all_reduce`.
     """
-    y: torch.Tensor = torch.ops.ascend_parallel.matmul_reduce_scatter(x, w, _name(group), _listed(num_chunks))
+    y: torch.Tensor = torch.ops.ascend_parallel.matmul_reduce_scatter(x, w, _name(group), _chunk_list(num_chunks))
     return y
 
 
 def all_gather_matmul(
     x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | None = None, *, num_chunks: int | Sequence[int] = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather x along its first dimension, times w: x [S, ..., K], w [K, N] give [S R, ..., N].
+    """Return ``y = all_gather(x) @ w`` and ``all_gather(x)``: x [S, ..., K], w [K, N], y [S R, ..., N].
 
-    Also returns the gathered x, [S R, ..., K], which carries no gradient. Otherwise as `matmul_all_reduce`.
+    x is gathered along its first dimension. The gathered x [S R, ..., K] carries no gradient. Arguments and errors
+    as in `matmul_all_reduce`.
     """
-    y, gathered = torch.ops.ascend_parallel.all_gather_matmul(x, w, _name(group), _listed(num_chunks))
+    y, gathered = torch.ops.ascend_parallel.all_gather_matmul(x, w, _name(group), _chunk_list(num_chunks))
     return y, gathered
 
 
-def _listed(num_chunks: int | Sequence[int]) -> list[int]:
+def _chunk_list(num_chunks: int | Sequence[int]) -> list[int]:
     if isinstance(num_chunks, int):
         return [num_chunks]
     if len(num_chunks) < 2:
@@ -225,8 +229,8 @@ def _listed(num_chunks: int | Sequence[int]) -> list[int]:
 
 
 def _name(group: dist.ProcessGroup | None) -> str:
-    chosen = dist.group.WORLD if group is None else group
-    if chosen is None:
+    group = dist.group.WORLD if group is None else group
+    if group is None:
         raise ValueError("group=None means the default group: call torch.distributed.init_process_group first")
-    name: str = chosen.group_name
+    name: str = group.group_name
     return name

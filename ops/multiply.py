@@ -1,10 +1,10 @@
-"""The matmuls that kernels are made of: rows whole, in tiles, or as blocks of the ranks' rows.
+"""The matmuls of the kernels: whole, in tiles of rows, or in blocks of each rank's rows.
 
-With a `row_tile` every block of rows is multiplied in tiles of so many rows, one call each, from its first
-row on. A cut that lies on a multiple of the tile then leaves every call as it was: the bits of the result
-cannot depend on the chunks, whatever routine the library takes for a shape. Nor may they depend on where a call's
-operands lie: MKL takes other routines for rows that do not begin at multiples of 16 bytes (seen on an AMD EPYC, fp32,
-N of 1, 10 and 11), so each call's operands begin at multiples of `ALIGNMENT`, in copies where they do not.
+With a `row_tile`, every block is multiplied in tiles of `row_tile` rows, one call each, from its first row on. A cut
+at a multiple of the tile changes no call, so the bits of the result do not depend on the chunks, whatever routine
+the library picks for a shape. The bits must not depend on addresses either: MKL picks other routines for rows that
+do not begin at multiples of 16 bytes (seen on an AMD EPYC, fp32, N of 1, 10 and 11). Operands that do not begin at a
+multiple of `ALIGNMENT` are therefore copied.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from ascend_parallel.ops.rows import Sizes
 
-ALIGNMENT = 64  # bytes; torch's own allocations begin so
+ALIGNMENT = 64  # bytes; the alignment of torch's own allocations
 
 
 def multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int = 0) -> None:
-    """Write ``[m, K] x [K, N]`` to y_m [m, N]; with `row_tile` in tiles of so many rows."""
+    """Write ``x_m @ w`` to y_m: x_m [m, K], w [K, N], y_m [m, N]; in tiles of `row_tile` rows unless that is 0."""
     w = aligned(w)
     if not 0 < row_tile < x_m.shape[0]:
         _multiply(x_m, w, y_m)
@@ -36,7 +36,7 @@ def _multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor) -> None:
 
 
 def aligned(operand: torch.Tensor) -> torch.Tensor:
-    """Return an operand whose memory begins at a multiple of `ALIGNMENT`: on a CPU, a copy if its own does not."""
+    """Return the operand, or on a CPU a copy if its memory does not begin at a multiple of `ALIGNMENT`."""
     return operand if _is_aligned(operand) else operand.clone()
 
 
@@ -45,7 +45,7 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def product(x_m: torch.Tensor, w: torch.Tensor, row_tile: int = 0, ranks: int = 1) -> torch.Tensor:
-    """``[M, K] x [K, N]``: [M, N]; with `row_tile` in tiles of so many rows of each of the ranks' M / R rows."""
+    """Return ``x_m @ w`` [M, N]; unless `row_tile` is 0, in tiles of that many rows within each rank's M / R rows."""
     if not row_tile:
         return torch.mm(x_m, w)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
@@ -58,7 +58,7 @@ def product(x_m: torch.Tensor, w: torch.Tensor, row_tile: int = 0, ranks: int = 
 def multiply_blocks(
     x_blocks: Sequence[torch.Tensor], w: torch.Tensor, y_blocks: Sequence[torch.Tensor], row_tile: int = 0
 ) -> None:
-    """Multiply blocks of rows ``[m, K]``, or batches of them ``[r, m, K]``, by w ``[K, N]`` into their places."""
+    """Write ``x_block @ w`` to each y_block: x_block [m, K] or a batch [r, m, K], w [K, N]."""
     for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
         if x_block.dim() == 2:
             multiply(x_block, w, y_block, row_tile)
@@ -67,9 +67,9 @@ def multiply_blocks(
 
 
 def rank_blocks(x_r_m: torch.Tensor, row_tile: int = 0, but: int | None = None) -> Sequence[torch.Tensor]:
-    """Rows of the ranks ``[R, m, K]``, without those of rank `but`, as the device multiplies them best.
+    """Return the ranks' rows [R, m, K], without those of rank `but`, in the blocks that the device multiplies fastest.
 
-    On a CPU, and in tiles, each rank's ``[m, K]``: there is no launch to save, and batches in 16 bits are slower.
+    On a CPU, and with tiles, a block [m, K] for each rank: a batch saves no launch there, and is slower in 16 bits.
     """
     if row_tile or x_r_m.device.type == "cpu":
         return [x_m for rank, x_m in enumerate(x_r_m.unbind()) if rank != but]
@@ -77,13 +77,13 @@ def rank_blocks(x_r_m: torch.Tensor, row_tile: int = 0, but: int | None = None) 
 
 
 def batches(x_r_m: torch.Tensor, but: int | None = None) -> Sequence[torch.Tensor]:
-    """Rows of the ranks ``[R, m, K]``, without those of rank `but`, as strided ``[r, m, K]``, one launch each."""
-    found = [x_r_m] if but is None else [x_r_m[:but], x_r_m[but + 1 :]]
-    return [batch for batch in found if batch.shape[0]]
+    """Return the ranks' rows [R, m, K], without those of rank `but`, as strided batches [r, m, K], one launch each."""
+    parts = [x_r_m] if but is None else [x_r_m[:but], x_r_m[but + 1 :]]
+    return [batch for batch in parts if batch.shape[0]]
 
 
 def cut_blocks(blocks: Sequence[torch.Tensor], sizes: Sizes) -> Iterable[tuple[torch.Tensor, ...]]:
-    """Cut the rows of every block ``[..., m, K]``: item i holds the i-th chunk of each."""
+    """Cut the rows of every block [..., m, K] into chunks; item i of the result holds the i-th chunk of each block."""
     return zip(*(torch.split_with_sizes(block, sizes, -2) for block in blocks), strict=True)
 
 

@@ -1,15 +1,15 @@
-"""The three operators as torch_npu's fused kernels, on Ascend NPUs: matmul and collective are one operator each.
+"""The three operators as torch_npu's fused kernels on Ascend NPUs.
 
     matmul_all_reduce      npu_mm_all_reduce_base
     matmul_reduce_scatter  npu_mm_reduce_scatter_base
     all_gather_matmul      npu_all_gather_base_mm
 
-`supports` tells which calls they take; what it refuses must not be called, because the operators check
-little by themselves. They cut their rows on the device, so `sizes` is not used. Results are pending
-without works: what follows on the same stream sees them finished.
+Call an operator only if `supports` returns None: torch_npu checks few limits. The fused kernels cut rows on
+the device, so `sizes` is unused. Results are `Pending` without works: later kernels on the same stream see them
+finished.
 
-This is the only file that imports torch_npu, and it does so when something is called. The limits and
-their sources are in ops/soc.py and docs/npu.md; none of this was run on an NPU.
+Only this file imports torch_npu, at the first call. The limits and their sources are in ops/soc.py and docs/npu.md.
+None of this was run on an NPU.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ascend_parallel.ops.soc import GENERATIONS, RANKS
 
 DTYPES = (torch.float16, torch.bfloat16)
 
-# Smallest and largest K of a call; op-plugin 7.3.0's pages say [1, 2147483647] and, half open, [256, 65535).
+# Smallest and largest K of a call. op-plugin 7.3.0's pages give [1, 2147483647] and the half-open [256, 65535).
 K_RANGE = {ALL_REDUCE: (1, 2**31 - 1), REDUCE_SCATTER: (256, 65534), ALL_GATHER: (256, 65534)}
 
-# Largest K and N where the weight is int8, which npu_mm_all_reduce_base alone takes; from its page.
+# Largest K and N of npu_mm_all_reduce_base with an int8 weight, from its page; the other operators take no int8.
 LARGEST_ANTIQUANT = 65535
 
 # Largest M and N of npu_mm_all_reduce_base, from its page; the other two pages name none.
 LARGEST_SIDE = {ALL_REDUCE: 2**31 - 1}
 
-# HCCL names by group. Kept as long as the group, because the operators hand on a pointer to the characters.
+# HCCL names by group. They live as long as the group, because the operators keep a pointer to the characters.
 _HCCL_NAMES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def supports(problem: Problem) -> str | None:
-    """Tell why the fused operator does not take `problem`, or None if it does.
+    """Return the reason why the fused operator cannot run `problem`, or None if it can.
 
-    A pure function of values that are alike on every rank. K is checked for this call alone: a layer's
-    backward contracts over another dimension and asks again.
+    A pure function of values that are the same on every rank. K is checked for this call only: a layer's
+    backward contracts over another dimension and has its own check.
     """
     checks = (
         *(_check_device, _check_dtype, _check_chip, _check_k, _check_sides, _check_divisible),
@@ -59,9 +59,9 @@ def supports(problem: Problem) -> str | None:
 def matmul_all_reduce(
     x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, comm_mode: str | None = None
 ) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank. An int8 weight goes in as it is.
+    """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N]. An int8 weight is not dequantised.
 
-    `comm_mode` is passed on if it is given (it needs a newer CANN than the call without it).
+    `comm_mode` is passed on unless it is None (it needs a newer CANN).
     """
     y_m = _torch_npu().npu_mm_all_reduce_base(
         _row_major(x_m),
@@ -85,14 +85,14 @@ def matmul_reduce_scatter(
     *,
     comm_mode: str | None = None,
 ) -> Pending:
-    """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N].
+    """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N]; pending [M / R, N].
 
-    With `after`, nothing is sent before that is done. `comm_mode`: "ai_cpu" or "aiv", the operator's own if None.
+    Nothing is sent before `after` is done. `comm_mode`: "ai_cpu", "aiv", or None for the operator's default.
     """
     if after is not None:
         after.wait()
     y_shard_m = _torch_npu().npu_mm_reduce_scatter_base(
-        _row_major(x_m),  # by position: the schema calls it `input`, the documentation also x1
+        _row_major(x_m),  # positional: the schema names it `input`, the documentation also x1
         _weight(w),
         hccl_name(group),
         group.size(),
@@ -113,10 +113,10 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     comm_mode: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K].
+    """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N].
 
-    With keep_gathered=False the second is None and never takes memory: for a column layer that gathers
-    again in its backward. `comm_mode`: "ai_cpu" or "aiv", the operator's own if None.
+    With keep_gathered=False, for a column layer that gathers again in backward, the gathered rows are not stored:
+    the second result is None. `comm_mode`: "ai_cpu", "aiv", or None for the operator's default.
     """
     y_m, gathered_m = _torch_npu().npu_all_gather_base_mm(
         _row_major(x_shard_m),
@@ -133,7 +133,7 @@ def all_gather_matmul(
 
 
 def hccl_name(group: dist.ProcessGroup) -> str:
-    """Return the name that HCCL knows `group` by, asked of its NPU backend once."""
+    """Return HCCL's name of `group`, from its NPU backend; cached."""
     name = _HCCL_NAMES.get(group)
     if name is None:
         backend: Any = group._get_backend(torch.device("npu"))
@@ -143,13 +143,13 @@ def hccl_name(group: dist.ProcessGroup) -> str:
 
 
 def set_hccl_name(group: dist.ProcessGroup, name: str) -> None:
-    """Have `group` known by `name` without asking its backend, which may not be HCCL's (in tests it is gloo's)."""
+    """Set HCCL's name of `group` without asking its backend (in tests the backend is gloo)."""
     _HCCL_NAMES[group] = name
 
 
 @lru_cache(maxsize=1)
 def soc_name() -> str:
-    """Return the name of this machine's chip, such as ``"Ascend910B1"``; raises what torch_npu raises without one."""
+    """Return the name of this machine's chip, such as ``"Ascend910B1"``; without a chip torch_npu raises its error."""
     name: str = _torch_npu().npu.get_device_name()
     return name
 
@@ -165,9 +165,9 @@ def _check_dtype(problem: Problem) -> str | None:
 
 
 def _check_chip(problem: Problem) -> str | None:
-    """Chip, operator and number of ranks have to be a documented combination."""
+    """Refuse combinations of chip, operator and number of ranks that are not documented."""
     if not problem.soc:
-        return "the chip is not known, and with it neither its operators nor their rank counts"
+        return "the chip is unknown, and so are its operators and their rank counts"
     generation = GENERATIONS.get(problem.soc)
     if generation is None:
         return f"no fused operator is documented for the chip {problem.soc}"
@@ -190,7 +190,7 @@ def _check_k(problem: Problem) -> str | None:
 
 
 def _check_sides(problem: Problem) -> str | None:
-    """M and N: neither may be 0 (documented for all-reduce; where it is allowed there is nothing to gain)."""
+    """Refuse M or N of 0 (documented for all-reduce; elsewhere an empty call gains nothing) or above the limit."""
     for side, size in (("M", problem.m), ("N", problem.n)):
         if size < 1:
             return f"{problem.operator} takes no empty operand, and {side} is {size}"
@@ -207,7 +207,7 @@ def _check_divisible(problem: Problem) -> str | None:
 
 
 def _check_antiquant(problem: Problem) -> str | None:
-    """The limits of an int8 weight, of its groups and of its scales."""
+    """Refuse an int8 weight whose shape, groups or scales are outside the documented limits."""
     if not problem.antiquant:
         return None
     for side, size in (("K", problem.k), ("N", problem.n)):
@@ -221,33 +221,33 @@ def _check_antiquant(problem: Problem) -> str | None:
 
 
 def _check_order(problem: Problem) -> str | None:
-    """A fused operator's matmul is not ours to cut into tiles, and no documentation names the order of its sums."""
+    """Refuse deterministic problems: a fused matmul cannot be tiled, and the order of its sums is undocumented."""
     if not problem.deterministic:
         return None
     if problem.operator == ALL_GATHER:
-        return "it multiplies by itself, and COC_DETERMINISTIC=1 asks for the row tiles that every kernel multiplies"
-    return f"{problem.operator} is not documented to sum in rank order, which COC_DETERMINISTIC=1 asks for"
+        return "its matmul is not in row tiles, which COC_DETERMINISTIC=1 requires"
+    return f"{problem.operator} is not documented to sum in rank order, which COC_DETERMINISTIC=1 requires"
 
 
 def _torch_npu() -> Any:
-    """Import torch_npu, which also registers its operators."""
+    """Import torch_npu; the import also registers its operators."""
     import torch_npu
 
     return torch_npu
 
 
 def _row_major(x_m: torch.Tensor) -> torch.Tensor:
-    """The left operand: transposed or strided rows are copied, the operators take neither."""
+    """Return the left operand, contiguous: the operators take no transposed or strided rows."""
     return x_m.contiguous()
 
 
 def _weight(w: torch.Tensor) -> torch.Tensor:
-    """The right operand: as it is if it or its transpose is contiguous, else a copy."""
+    """Return the right operand if it or its transpose is contiguous, else a contiguous copy."""
     return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
 
 
 def _scales(w: Weight) -> dict[str, Any]:
-    """Arguments that describe an int8 weight: none for another one."""
+    """Return the arguments that describe an int8 weight; none for a plain weight."""
     if not isinstance(w, QuantisedWeight):
         return {}
     offset = {} if w.offset is None else {"antiquant_offset": w.offset.contiguous()}
@@ -255,5 +255,5 @@ def _scales(w: Weight) -> dict[str, Any]:
 
 
 def _mode(comm_mode: str | None) -> dict[str, str]:
-    """Arguments that name `comm_mode`: none if it is None, so that a torch_npu without it can be called."""
+    """Return the argument `comm_mode`, or none if it is None: an older torch_npu does not know it."""
     return {} if comm_mode is None else {"comm_mode": comm_mode}

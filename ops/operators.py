@@ -1,6 +1,7 @@
-"""The three operators, started: checked, given a kernel and chunks, and left pending where that helps.
+"""Start the three operators: check the operands, choose a kernel and chunks, and return pending results.
 
-This is what `linear` calls. Operands have any number of leading dimensions here; kernels see rows.
+The layers (ascend_parallel.overlap.linear) call these functions. Operands have any number of leading dimensions;
+kernels get rows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ log = logging.getLogger("ascend_parallel")
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function whose operands have their dtypes already: autocast would treat mm and mm(out=) apart."""
+    """Run `function` without autocast, which would treat mm and mm(out=) differently; operands are cast before."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -50,9 +51,9 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 def start_matmul_all_reduce(
     x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, *, layout: str = ANY
 ) -> Pending:
-    """Start ``sum over ranks of x w``: x [..., K], w [K, N], perhaps in int8; the pending result is [M, N].
+    """Start ``all_reduce(x @ w)``: x [..., K], w [K, N] or an int8 weight; pending [M, N].
 
-    `layout` says how w lies in memory (ops/bits.py), the same on every rank.
+    `layout` is the memory layout of w (ops/bits.py), the same on every rank.
     """
     x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings, layout)
     pending: Pending = _run(choice, x_m, w, group)
@@ -69,11 +70,10 @@ def start_matmul_reduce_scatter(
     *,
     layout: str = ANY,
 ) -> Pending:
-    """Start this rank's rows of ``sum over ranks of x w``: x [..., K], w [K, N]; pending [M / R, N].
+    """Start ``reduce_scatter(x @ w)``: x [..., K], w [K, N]; pending [M / R, N].
 
-    `after` is a collective of the same group that was started before and is to be done first. Backends
-    that run collectives in their order see to that by themselves; gloo runs them at the same time.
-    `layout` as for `start_matmul_all_reduce`.
+    `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
+    order; gloo runs them at the same time, so only gloo needs `after`. `layout` as in `start_matmul_all_reduce`.
     """
     x_m, right, choice = _prepare(REDUCE_SCATTER, x, w, group, settings, layout)
     if after is not None and not on_gloo(group, x.device):
@@ -92,9 +92,9 @@ def run_all_gather_matmul(
     *,
     layout: str = ANY,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute ``gather(x) w`` and gather(x): x [..., K], w [K, N]; [M, N] and [M, K], both finished.
+    """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K], finished: w [K, N].
 
-    With keep_gathered=False the second may be None: fused kernels then need not write it. `layout` as for
+    With keep_gathered=False the second result may be None: fused kernels then need not store it. `layout` as in
     `start_matmul_all_reduce`.
     """
     x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings, layout)
@@ -103,7 +103,7 @@ def run_all_gather_matmul(
 
 
 def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings) -> Pending:
-    """Start gathering x [..., K] as rows; the pending result is [M, K], this rank's M / R rows among them."""
+    """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K]."""
     x_m = rows_of(x_shard)
     sizes = split_rows(x_m.shape[0], usual_chunks(settings))
     pending: Pending = (chunked if len(sizes) > 1 else reference).gather_rows(x_m, group, sizes)
@@ -111,32 +111,32 @@ def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as rows ``[M, K]``: a view unless the strides of x forbid one."""
+    """Return x [..., K] as rows [M, K]: a view unless the strides of x forbid a view."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def shaped(y_m: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Give rows their final shape without making a view of them.
+    """Return the rows in their final shape, not as a view.
 
     Autograd forbids in-place changes of a view that a custom function returns, and Megatron's
-    cross-entropy changes its logits in place. The rows themselves must not be used afterwards.
+    cross-entropy changes its logits in place. The caller must not use `y_m` afterwards.
     """
     y: torch.Tensor = torch.ops.aten._unsafe_view(y_m, list(shape))
     return y
 
 
 def gathered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]:
-    """Shape of a result whose first dimension is gathered over `ranks` and whose last one is `last`."""
+    """Return the shape with its first dimension gathered over `ranks` and its last dimension replaced by `last`."""
     return (shape[0] * ranks, *shape[1:-1], last)
 
 
 def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]:
-    """Shape of a result whose first dimension is scattered over `ranks` and whose last one is `last`."""
+    """Return the shape with its first dimension scattered over `ranks` and its last dimension replaced by `last`."""
     return (shape[0] // ranks, *shape[1:-1], last)
 
 
 def _run(choice: Choice, x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-    """Call the chosen kernel, and have it recorded if somebody records."""
+    """Call the chosen kernel, and record the call if a recorder is active."""
     problem = choice.problem
     kernel = getattr(KERNELS[choice.kernel], problem.operator)
     options |= dict(choice.options)
@@ -148,7 +148,7 @@ def _run(choice: Choice, x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup,
 
 
 def recorded(choice: Choice) -> dict[str, object]:
-    """What a record says of a call."""
+    """Return the fields of a call in a timeline record."""
     problem = choice.problem
     shape = {"operator": problem.operator, "m": problem.m, "k": problem.k, "n": problem.n}
     dtype = str(problem.dtype).removeprefix("torch.")
@@ -156,8 +156,8 @@ def recorded(choice: Choice) -> dict[str, object]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _say_once(choice: Choice, rank: int) -> None:
-    """Log each choice when it is first made, on rank 0; one that is not what was asked for as a warning, once."""
+def _log_once(choice: Choice, rank: int) -> None:
+    """Log each new choice on rank 0; warn, once for each reason, if it does not meet the user's request."""
     if rank != 0:
         return
     log.info("%s: %s, chunks: %d (%s)", name_of(choice.problem), choice.kernel, len(choice.sizes), choice.reason)
@@ -173,7 +173,7 @@ def _warn_once(reason: str) -> None:
 def choice_for(
     problem: Problem, group: dist.ProcessGroup, settings: OperatorSettings, device: torch.device, layout: str = ANY
 ) -> Choice:
-    """Return how a call on `group` runs; the first time, its ranks are asked together what they have to be asked."""
+    """Return kernel and chunks of a call on `group`; at the first call of a shape its ranks may communicate."""
     if settings.fused and problem.device == "cpu":
         problem = shm.ask(problem, group, float(settings.time_limit))
     elif settings.fused and problem.device == "npu":
@@ -186,9 +186,9 @@ def _prepare(
 ) -> tuple[torch.Tensor, Weight, Choice]:
     problem = problem_of(operator, x, w, group)
     choice = choice_for(problem, group, settings, x.device, layout)
-    _say_once(choice, dist.get_rank())
+    _log_once(choice, dist.get_rank())
     x_m = rows_of(x)
-    # Not where x is gathered: the filling would be sent too. Nor in tiles: it depends on the chunks.
+    # An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
     aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER
     if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)

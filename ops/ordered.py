@@ -1,12 +1,11 @@
-"""The reducing operators with every sum over ranks taken in rank order: deterministic on any backend.
+"""matmul_all_reduce and matmul_reduce_scatter with sums in rank order: deterministic on any backend.
 
-A backend's own all-reduce sums in an order that depends on the place in the buffer, so with more than
-two ranks its bits depend on how the rows were cut. Here partial results travel and each rank adds
-them itself, in rank order and, for 16-bit types, in fp32: with matmuls in row tiles the bits are the same
-in every run, for every number of chunks, on every rank.
+A backend's all-reduce sums in an order that depends on the position in the buffer, so with more than two ranks its
+bits depend on the chunks. This kernel sends partial results, and each rank adds them in rank order, in fp32 for 16-bit
+types. With matmuls in row tiles the bits are the same in every run, for every number of chunks, on every rank.
 
-The price of an all-reduce done so: (R - 1) times the result is received by every rank, where a ring
-moves 2 (R - 1) / R times; and two chunks of R partial results are held beside the result.
+Cost of the all-reduce: every rank receives (R - 1) times the result, where a ring moves 2 (R - 1) / R times, and
+holds two chunks of R partial results beside the result.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "s
 
 
 def supports(problem: Problem) -> str | None:
-    """Say why there is nothing to order, or None."""
+    """Return the reason why the kernel cannot run `problem`, or None if it can."""
     return "a gather sums nothing" if problem.operator == ALL_GATHER else None
 
 
 def matmul_all_reduce(
     x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
 ) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks in rank order: [M, N] on every rank.
+    """Start ``y_m = all_reduce(x_m @ w)``, summed in rank order: x_m [M, K], w [K, N]; pending [M, N].
 
     Chunk i's partial results are gathered under chunk i + 1's matmul. An int8 weight is dequantised whole.
     """
-    if isinstance(w, QuantisedWeight):  # chunks of its columns could change the matmul's bits
+    if isinstance(w, QuantisedWeight):  # chunks of columns could change the matmul's bits
         w, sizes = w.dequantise(x_m.dtype), (x_m.shape[0],)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
@@ -66,30 +65,30 @@ def matmul_reduce_scatter(
     *,
     row_tile: int = 0,
 ) -> Pending:
-    """``[M, K] x [K, N]``, then this rank's M / R rows of the sum in rank order: [M / R, N]."""
+    """Start ``y_shard_m = reduce_scatter(x_m @ w)``, summed in rank order: x_m [M, K], w [K, N]; pending [M / R, N]."""
     run = chunked.matmul_reduce_scatter if len(sizes) > 1 else reference.matmul_reduce_scatter
     return run(x_m, w, group, sizes, after, in_rank_order=True, row_tile=row_tile)
 
 
 class GatherAndSum:
-    """An all-reduce: every rank's ``[c, N]`` is gathered, and `wait` sums them in place, in rank order."""
+    """An all-reduce of y_c [c, N]: all ranks gather the parts, and `wait` sums them into y_c, in rank order."""
 
     def __init__(self, y_c: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Start gathering."""
+        """Start the all-gather."""
         self._y_c = y_c
         self._parts = y_c.new_empty(group.size(), *y_c.shape).unbind()
         self._works: list[Work | None] = [dist.all_gather(list(self._parts), y_c, group=group, async_op=True)]
 
-    def watched(self, watch: Watch) -> None:
-        """Have somebody watch when the partial results are there."""
+    def record_end(self, watch: Watch) -> None:
+        """Have `watch` record when the partial results have arrived."""
         self._works = watch(self._works)
 
     def is_completed(self) -> bool:
-        """Say whether the sum was taken, which `wait` does."""
+        """Tell whether `wait` has summed the parts."""
         return not self._parts
 
     def wait(self) -> None:
-        """Wait for the partial results and sum them; the second call does nothing."""
+        """Wait for the partial results and sum them; a second call does nothing."""
         if self._parts:
             wait_all(self._works)
             sum_in_rank_order(self._parts, self._y_c)

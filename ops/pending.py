@@ -1,4 +1,4 @@
-"""Results whose collectives still run, and errors that say which collective failed and who is missing."""
+"""Results of unfinished collectives, and errors that name the failed collective and the missing ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.process_groups import describe, listed
 
-# Seconds in which a rank that saw a collective fail waits for the others to say that they are alive.
+# Seconds for which a rank that saw a collective fail waits for the other ranks' sign of life.
 ROLL_CALL = 5
 
 
@@ -25,23 +25,23 @@ class CollectiveError(RuntimeError):
 
 
 class Receiver(Protocol):
-    """What can post its receives before it sends anything."""
+    """A collective that can post its receives before it sends."""
 
     def expect(self) -> object:
         """Post the receives."""
 
 
 class Pending:
-    """A tensor some of whose collectives may still run.
+    """A tensor that unfinished collectives may still write.
 
-    `wait` gives the finished tensor. As a context manager it waits on leaving, whatever happened
-    inside, so that no collective is left behind with its buffers freed.
+    `wait` returns the finished tensor. The context manager waits on exit, also after an exception, so that no
+    collective outlives its buffers.
     """
 
     __slots__ = ("_count", "_group", "_operator", "_recorded", "_tensor", "_works")
 
     def __init__(self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1) -> None:
-        """Hold `tensor`, the result of `operator` on `group`, made by `count` collectives to be added."""
+        """Hold `tensor`, the result of `operator` on `group`; `launch` adds its `count` collectives."""
         self._tensor = tensor
         self._operator = operator
         self._group = group
@@ -51,11 +51,11 @@ class Pending:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor as it is now, perhaps unfinished."""
+        """The tensor, possibly unfinished."""
         return self._tensor
 
     def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
-        """Start one more collective by ``start(*args, **kwargs)`` and take charge of it."""
+        """Start a collective by ``start(*args, **kwargs)``; `wait` waits for it."""
         try:
             work = start(*args, **kwargs) if self._recorded is None else self._recorded.launch(start, *args, **kwargs)
         except RuntimeError as error:
@@ -64,7 +64,7 @@ class Pending:
         self._works.append(work)
 
     def expect(self, receivers: Iterable[Receiver]) -> None:
-        """Have each of `receivers` post what it will receive."""
+        """Have each of `receivers` post its receives."""
         try:
             for receiver in receivers:
                 receiver.expect()
@@ -72,11 +72,11 @@ class Pending:
             raise CollectiveError(self._failure(0, error)) from error
 
     def done(self) -> bool:
-        """Tell whether `wait` would return at once; not for reduce-scatters, of which gloo does not know it."""
+        """Tell whether `wait` would return at once; not meant for reduce-scatters: on gloo they never report done."""
         return all(work.is_completed() for work in self._works)
 
     def wait_for(self, index: int) -> None:
-        """Wait for one collective; a failure is raised as `CollectiveError` by the rank that sees it."""
+        """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
         try:
             if self._recorded is None:
                 self._works[index].wait()
@@ -86,7 +86,7 @@ class Pending:
             raise CollectiveError(self._failure(index, error)) from error
 
     def wait(self) -> torch.Tensor:
-        """Wait for every collective and return the tensor; the second call returns at once."""
+        """Wait for every collective and return the tensor; a second call returns at once."""
         for index in range(len(self._works)):
             self.wait_for(index)
         self._works.clear()
@@ -94,7 +94,7 @@ class Pending:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Guard the loop that starts the collectives: if it fails, those already started are waited for."""
+        """Guard the loop that starts the collectives: if the loop fails, wait for the collectives already started."""
         try:
             yield
         except BaseException:
@@ -106,7 +106,7 @@ class Pending:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait for what is left."""
+        """Wait for the remaining collectives."""
         if kind is None:
             self.wait()
         else:
@@ -114,7 +114,7 @@ class Pending:
 
     def _drain(self) -> None:
         for work in self._works:
-            with suppress(RuntimeError):  # the error that led here is the one to report
+            with suppress(RuntimeError):  # the caller raises the first error
                 work.wait()
         self._works.clear()
 
@@ -126,17 +126,16 @@ class Pending:
 
 
 def roll_call(group: dist.ProcessGroup) -> str:
-    """Say which ranks of `group` do not report through its store in time.
+    """Return a sentence that names the ranks of `group` that do not report through its store in time.
 
-    Meant for a rank that has just seen a collective fail: every rank that sees it calls this, so
-    those that stay silent are dead or elsewhere.
+    Every rank that has seen a collective fail calls this; ranks that do not report are dead or run other code.
     """
     ranks = dist.get_process_group_ranks(group)
     end = time.monotonic() + ROLL_CALL
     silent = []
     try:
         store = c10d._get_process_group_store(group)
-        # Counted, so that a rank that answered an earlier call is not taken for alive now.
+        # The count keeps a rank's answer to an earlier call from counting as an answer to this call.
         call = store.add(f"ascend_parallel/calls/{dist.get_rank()}", 1)
         store.set(f"ascend_parallel/alive/{call}/{dist.get_rank()}", "1")
         for rank in ranks:
@@ -154,5 +153,5 @@ def roll_call(group: dist.ProcessGroup) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""One call of an operator as plain numbers, checked: all that the choice of a kernel may depend on."""
+"""A call of an operator in plain, checked values: the only input of the choice of a kernel."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice may depend on.
+    """The values that the choice of a kernel depends on.
 
     m, k, n
-        The matmul ``[m, k] x [k, n]`` this rank computes in all; m counts the gathered rows of
-        all_gather_matmul and all rows, before they are scattered, of matmul_reduce_scatter.
+        This rank's matmul ``[m, k] x [k, n]``; m counts gathered rows of all_gather_matmul, and rows before the
+        scatter of matmul_reduce_scatter.
     soc
-        Name of the chip, for example ``"Ascend910B1"``, where a kernel depends on it; else empty.
+        Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
-        Whether sums over ranks have to be taken in rank order.
+        Whether sums over ranks must run in rank order.
     antiquant, group_size
-        The grain of the scales of an int8 weight, "tensor", "channel" or "group" (then of `group_size`
-        elements of K), or an empty text for a weight of the operands' dtype. matmul_all_reduce alone takes one.
+        The grain of an int8 weight's scales: "tensor", "channel", or "group" (of `group_size` elements of K); empty
+        for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight.
     scale_dtype
-        The dtype of those scales, or None.
+        The dtype of these scales, or None.
     shm
-        Why the group cannot share memory, or None if it can: one answer for all its ranks.
+        Why the group cannot share memory, or None if it can; the same on all its ranks.
     """
 
     operator: str
@@ -50,27 +50,27 @@ class Problem:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an int8 weight that cannot be with a `ValueError`."""
+        """Raise `ValueError` for an int8 weight that the operator cannot take."""
         if self.antiquant or self.group_size:
             _check_antiquant(self)
 
     @property
     def rows(self) -> int:
-        """Rows that are cut: all of them, or those of one rank where rows are scattered or gathered."""
+        """The number of rows to cut: m for an all-reduce, m / R if rows are scattered or gathered."""
         return self.m if self.operator == ALL_REDUCE else self.m // self.ranks
 
     @property
     def cut(self) -> int:
-        """What chunks are made of: the rows, or the columns of an int8 weight, so that each is dequantised once."""
+        """The number of rows to cut; of columns for an int8 weight, so that each column is dequantised once."""
         return self.n if self.antiquant else self.rows
 
 
 def problem_of(operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup) -> Problem:
-    """Check the operands of an operator and describe the call.
+    """Check the operands of an operator and return the problem.
 
-    x [..., K] and w [K, N] share a device and, unless w is an int8 weight, a floating dtype. Rows are
-    scattered and gathered along the first dimension of x, which therefore is not the last one, and which
-    matmul_reduce_scatter needs to be divisible by the number of ranks. Raises `ValueError` for anything else.
+    x [..., K] and w [K, N] must share a device and, unless w is an int8 weight, a floating dtype. Rows are
+    scattered and gathered along the first dimension of x: x needs two dimensions or more, and matmul_reduce_scatter
+    needs the first to be divisible by the number of ranks. Raises `ValueError` otherwise.
     """
     ranks = group.size()
     check_operands(operator, x, w)
@@ -87,19 +87,20 @@ def problem_of(operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGro
 
 
 def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:
-    """Return the same problem with an int8 weight that has the scales of `w`."""
+    """Return `problem` with the int8 weight `w` in place of a plain weight."""
     return replace(problem, antiquant=w.grain, group_size=w.group_size, scale_dtype=w.scale.dtype)
 
 
 def check_operands(operator: str, x: torch.Tensor, w: Weight) -> None:
-    """Raise `ValueError` unless x [..., K] and w [K, N] are of one floating dtype, on one device, and local.
+    """Raise `ValueError` unless x [..., K] and w [K, N] are local tensors of the same floating dtype and device.
 
-    An int8 weight's dtype is not compared: it is dequantised to that of x.
+    An int8 weight has no dtype to compare: it is dequantised to the dtype of x.
     """
     if any(type(operand).__name__ == "DTensor" for operand in (x, w)):
-        raise ValueError(f"{operator}: a DTensor is no rank's own operand; give its to_local()")
+        raise ValueError(f"{operator}: an operand is a DTensor; give its local shard, to_local()")
     if len(w.shape) != 2 or x.dim() < 1 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"{operator}: x {list(x.shape)} times w {list(w.shape)} is no matmul of [..., K] and [K, N]")
+        shapes = f"x {list(x.shape)} times w {list(w.shape)}"
+        raise ValueError(f"{operator}: {shapes} is not a matmul of [..., K] and [K, N]")
     w_dtype = x.dtype if isinstance(w, QuantisedWeight) else w.dtype
     if x.dtype != w_dtype or not x.dtype.is_floating_point:
         raise ValueError(f"{operator}: x is {x.dtype} and w is {w_dtype}; both must be of one floating dtype")
@@ -111,7 +112,7 @@ def _check_antiquant(problem: Problem) -> None:
     if problem.operator != ALL_REDUCE:
         raise ValueError(
             f"{problem.operator} takes no int8 weight (antiquant={problem.antiquant!r}), only {ALL_REDUCE} does: "
-            "dequantise it first"
+            "dequantise the weight first"
         )
     check_group_size(problem.group_size)
     if problem.antiquant not in GRAINS or (problem.antiquant == "group") != bool(problem.group_size):

@@ -1,11 +1,11 @@
-"""Weights held in int8: what they stand for, how they are made, and how they are turned back.
+"""Weights held in int8: quantise, hold, dequantise.
 
-A weight [K, N] stands for ``(values + offset) * scale``, as torch_npu documents antiquant_scale and
-antiquant_offset of npu_mm_all_reduce_base. Scales, and offsets alike, come in three grains:
+A weight [K, N] equals ``(values + offset) * scale``, as torch_npu documents antiquant_scale and
+antiquant_offset of npu_mm_all_reduce_base. Scales and offsets come in three grains:
 
-    tensor   [1]               one for the whole weight
-    channel  [N] or [1, N]     one for each column
-    group    [ceil(K / g), N]  one for each column and g elements of K; the last group may be shorter
+    tensor   [1]               one scale for the whole weight
+    channel  [N] or [1, N]     one scale for each column
+    group    [ceil(K / g), N]  one scale for each column and g elements of K; the last group may be shorter
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 GRAINS = ("tensor", "channel", "group")
 GROUP_MULTIPLE = 32
 
-# Steps between the smallest and the largest value of a grain. Two less than int8 has, so that a scale that
-# was rounded down to 8 bits (bf16) clips nothing, and an offset that was rounded to a whole number neither.
+# Steps between the smallest and the largest value of a grain. Two less than int8 has, so that neither a scale rounded
+# down to 8 bits (bf16) nor an offset rounded to a whole number clips a value.
 STEPS = 254
 
 Index = EllipsisType | slice | tuple[slice, None]
@@ -30,11 +30,11 @@ class QuantisedWeight:
     """An int8 weight with its scales.
 
     values      int8 [K, N]
-    scale       floating, of the shape that its grain has
-    offset      of scale's shape and dtype, or None for 0
-    group_size  elements of K that share a scale, a multiple of 32; 0 if the grain is no group
+    scale       floating, in the shape of its grain
+    offset      shape and dtype of scale, or None for 0
+    group_size  elements of K that share a scale, a multiple of 32; 0 for the other grains
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` otherwise.
     """
 
     values: torch.Tensor
@@ -43,7 +43,7 @@ class QuantisedWeight:
     group_size: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit together."""
+        """Raise `ValueError` unless values, scale, offset and group_size fit together."""
         if self.values.dtype != torch.int8 or self.values.dim() != 2:
             raise ValueError(
                 f"an int8 weight has int8 values [K, N], not {self.values.dtype} {list(self.values.shape)}"
@@ -64,10 +64,10 @@ class QuantisedWeight:
             )
 
     def refuse_gradients(self) -> None:
-        """Raise `ValueError` if a scale or an offset wants a gradient, which no operator computes."""
+        """Raise `ValueError` if scale or offset requires a gradient: no operator computes it."""
         for name, tensor in (("scale", self.scale), ("offset", self.offset)):
             if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"the {name} of an int8 weight wants a gradient, and it is frozen: detach() it")
+                raise ValueError(f"the {name} of an int8 weight requires a gradient, but it is frozen: detach() it")
 
     @property
     def grain(self) -> str:
@@ -83,23 +83,23 @@ class QuantisedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Return where the values are."""
+        """Return the device of the values."""
         return self.values.device
 
     def dequantise(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return ``(values + offset) * scale`` of columns `start` to `stop` as [K, stop - start] of `dtype`.
 
-        Computed in fp32, or fp64 if `dtype` is that, and rounded once: for a 16-bit `dtype` the columns are
-        held in fp32 too while this runs. The layout is that of the values.
+        Computes in fp32 (fp64 for an fp64 `dtype`) and rounds once: a 16-bit `dtype` also needs the columns
+        in fp32 meanwhile. The result has the memory layout of the values.
         """
         wide = torch.promote_types(dtype, torch.float32)
         w = self.values[:, start:stop].to(wide)
         scale = self._columns(self.scale, start, stop).to(wide)
         offset = None if self.offset is None else self._columns(self.offset, start, stop).to(wide)
-        for piece, index in _pieces(w, self.group_size):
+        for view, index in _group_views(w, self.group_size):
             if offset is not None:
-                piece.add_(offset[index])
-            piece.mul_(scale[index])
+                view.add_(offset[index])
+            view.mul_(scale[index])
         return w.to(dtype)
 
     def _columns(self, scale: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
@@ -110,21 +110,21 @@ Weight = torch.Tensor | QuantisedWeight
 
 
 def whole(w: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight [K, N] as a tensor: itself, or an int8 one dequantised to `dtype`."""
+    """Return a plain weight [K, N] unchanged, or an int8 weight dequantised to `dtype`."""
     return w.dequantise(dtype) if isinstance(w, QuantisedWeight) else w
 
 
 def quantise_weight(
     w: torch.Tensor, grain: str, *, group_size: int = 0, symmetric: bool = True, dtype: torch.dtype | None = None
 ) -> QuantisedWeight:
-    """Round a weight [K, N] to int8 with one scale per "tensor", "channel" (column) or "group".
+    """Return a weight [K, N] rounded to int8, with a scale for each "tensor", "channel" (column) or "group".
 
-    group_size   elements of K that share a scale, a multiple of 32; for the grain "group" alone
-    symmetric    no offset, values from -127 to 127; else a whole offset and values from -128 to 127
-    dtype        of the scales, w's own if None; values are chosen for the scale as it is after rounding
+    group_size   elements of K that share a scale, a multiple of 32; only for the grain "group"
+    symmetric    True: no offset, values from -127 to 127; False: a whole offset, values from -128 to 127
+    dtype        dtype of the scales, None: that of w; values are chosen for the scale after its rounding
 
-    What is rounded off any element is at most half its scale. Layout and device are those of `w`. Raises
-    `ValueError` for what is not allowed, and for a weight that is empty or not finite.
+    The error of an element is at most half its scale. Layout and device are those of `w`. Raises `ValueError` for an
+    option that is not allowed, and for a weight that is empty or not finite.
     """
     _check_request(w, grain, group_size)
     dtype = w.dtype if dtype is None else dtype
@@ -134,7 +134,7 @@ def quantise_weight(
     if symmetric:
         high = torch.maximum(high, -low)
         low = -high
-    low.clamp_(max=0)  # 0 is among the values, so offsets are small enough to be exact in 8 bits
+    low.clamp_(max=0)  # the range includes 0, so offsets are small enough to be exact in 8 bits
     high.clamp_(min=0)
     scale = (high / STEPS - low / STEPS).clamp_(min=torch.finfo(dtype).tiny).to(dtype)
     if not torch.isfinite(scale).all():
@@ -142,10 +142,10 @@ def quantise_weight(
             f"a weight as large as {w.abs().max().item():.3g} has no scale of dtype={dtype}: give a wider one"
         )
     offset = None if symmetric else torch.round(low / scale.to(wide)).add_(128)
-    for piece, index in _pieces(steps, group_size):
-        piece.div_(scale.to(wide)[index]).round_()
+    for view, index in _group_views(steps, group_size):
+        view.div_(scale.to(wide)[index]).round_()
         if offset is not None:
-            piece.sub_(offset[index])
+            view.sub_(offset[index])
     values = steps.clamp_(-127 if symmetric else -128, 127).to(torch.int8)
     return QuantisedWeight(values, scale, None if offset is None else offset.to(dtype), group_size)
 
@@ -163,29 +163,29 @@ def _check_request(w: torch.Tensor, grain: str, group_size: int) -> None:
         raise ValueError(f"grain={grain!r} is not allowed: give one of {', '.join(GRAINS)}")
     check_group_size(group_size)
     if (grain == "group") != bool(group_size):
-        wanted = f"a multiple of {GROUP_MULTIPLE}" if grain == "group" else "0"
-        raise ValueError(f"group_size={group_size} is not allowed with grain={grain!r}: give {wanted}")
+        allowed = f"a multiple of {GROUP_MULTIPLE}" if grain == "group" else "0"
+        raise ValueError(f"group_size={group_size} is not allowed with grain={grain!r}: give {allowed}")
     if w.dim() != 2 or not w.is_floating_point() or not w.numel():
         raise ValueError(f"a weight to quantise is floating, [K, N], and not empty; it is {w.dtype} {list(w.shape)}")
     if not torch.isfinite(w).all():
-        raise ValueError("a weight to quantise is finite; this one holds inf or nan")
+        raise ValueError("a weight to quantise is finite; this weight holds inf or nan")
 
 
 def _range(w: torch.Tensor, grain: str, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of each grain of ``[K, N]``, in the shape that scales have."""
+    """Return the smallest and the largest value of each grain of w [K, N], in the shape of the scales."""
     if grain == "tensor":
         low, high = torch.aminmax(w)
         return low.reshape(1), high.reshape(1)
     if grain == "channel":
         return w.amin(0), w.amax(0)
-    groups = [piece if piece.dim() == 3 else piece[None] for piece, _ in _pieces(w, group_size) if piece.numel()]
+    groups = [view if view.dim() == 3 else view[None] for view, _ in _group_views(w, group_size) if view.numel()]
     return torch.cat([group.amin(1) for group in groups]), torch.cat([group.amax(1) for group in groups])
 
 
-def _pieces(w: torch.Tensor, group_size: int) -> list[tuple[torch.Tensor, Index]]:
-    """Views of ``[K, N]`` that broadcast with scales, and what of the scales belongs to each.
+def _group_views(w: torch.Tensor, group_size: int) -> list[tuple[torch.Tensor, Index]]:
+    """Return views of w [K, N] that broadcast with the scales, and the index of each view's scales.
 
-    Whole groups are ``[groups, g, N]``; the shorter group at the end, perhaps of no rows, is ``[rest, N]``.
+    Whole groups are a view [groups, g, N]; the shorter last group, possibly of no rows, is a view [rest, N].
     """
     if not group_size:
         return [(w, ...)]

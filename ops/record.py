@@ -1,8 +1,8 @@
-"""What ran when: matmuls, collectives and waits of each call, kept in memory while somebody records.
+"""Record when the matmuls, collectives and waits of each call ran, in memory, for a timeline.
 
-`RECORDING.recorder` is None when nobody does; looking at it is then all that a call costs. A recorder
-keeps its last calls and forgets those before. Nothing here decides what a call does: results are the
-same bits with and without. What the times mean is in docs/timeline.md.
+`RECORDING.recorder` is None unless a recorder is active; a call then costs only that look-up. A recorder keeps
+its last passes and drops older passes. Recording changes no result: the bits are the same with and without.
+docs/timeline.md explains the times.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ Watch = Callable[[list[Any]], list[Any]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Kinds of spans. Computing beside a matmul (a sum over ranks) keeps the rank busy, but is no matmul.
+# Kinds of spans. BESIDE is computation other than a matmul, such as a sum over ranks.
 MATMUL, BESIDE, COMM, WAIT, FUSED, CLOCKS = "matmul", "beside", "comm", "wait", "fused", "clocks"
 
 
 class RecordedSpan:
-    """Something that ran from `begin` to `end`, which is None until it is known."""
+    """A matmul, collective or wait that ran from `begin` to `end`; `end` is None until it is known."""
 
     __slots__ = ("begin", "end", "index", "kind", "name", "workers")
 
     def __init__(self, kind: str, name: str, index: int, begin: Any) -> None:
-        """Begin; `index` counts the spans of one kind and call."""
+        """Begin; `index` counts the spans of the same kind and call."""
         self.kind, self.name, self.index, self.begin = kind, name, index, begin
         self.end: Any = None
-        # Of a collective: how many of its kind and group run at a time; 0: not known.
+        # For a collective: how many collectives of its kind and group run at a time; 0: unknown.
         self.workers = 0
 
 
 class RecordedPass:
-    """One forward or backward of a layer, or one operator called by itself, with its spans."""
+    """A forward or backward of a layer, or an operator called outside a layer, with its spans."""
 
     __slots__ = ("begin", "calls", "clock", "direction", "end", "group", "kind", "layer", "matmuls", "spans")
 
     def __init__(self, clock: Clock, kind: str, direction: str, layer: str) -> None:
-        """Begin a pass of the layer named `layer` (empty: unnamed), whose function is `kind`."""
+        """Begin a pass of the layer named `layer` (empty: unnamed), of the kind "column", "row" or an operator."""
         self.clock, self.kind, self.direction, self.layer = clock, kind, direction, layer
         self.group: list[int] = []
         self.calls: list[dict[str, object]] = []
@@ -63,36 +63,36 @@ class RecordedPass:
         return span
 
     def close(self) -> None:
-        """End, or end later than it did: waiting for an operator that is called by itself prolongs its pass."""
+        """Set the end; a later call moves it: the wait for an operator outside a layer prolongs its pass."""
         self.end = self.clock.mark()
 
 
 class Communication:
-    """The collectives of one pending result, in the pass that started them."""
+    """Records the collectives of a pending result, in the pass that started them."""
 
     __slots__ = ("_kept", "_operator", "_pass", "_recorder", "_spans", "_workers")
 
     def __init__(self, recorder: Recorder, in_pass: RecordedPass, operator: str, workers: int) -> None:
-        """Record in `in_pass`, also what is waited for after it; `workers` collectives of the group run at a time."""
+        """Record in `in_pass`, also waits after its end; `workers` collectives of the group run at a time."""
         self._recorder, self._pass, self._operator, self._workers = recorder, in_pass, operator, workers
         self._spans: list[RecordedSpan] = []
         self._kept: list[object] = []
 
     def launch(self, start: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """Start a collective by ``start(*args, **kwargs)``; return what is to be waited for."""
+        """Start a collective by ``start(*args, **kwargs)``; return the work to wait for."""
         span = self._pass.span(COMM, self._operator, len(self._spans))
         self._spans.append(span)
         work = start(*args, **kwargs)
-        # A stream that waits for a collective lets torch free what it reads, while ours may still compute.
+        # The recorder's side stream waits for the collective, so torch could free the buffers too early.
         self._kept.append((args, kwargs))
-        if hasattr(work, "watched"):
-            work.watched(functools.partial(self._watch, span))
+        if hasattr(work, "record_end"):
+            work.record_end(functools.partial(self._watch, span))
         elif isinstance(work, dist.Work):
             (work,) = self._watch(span, [work])
-        return work  # of another kind's end nothing is known before it is waited for
+        return work  # other kinds of work end, as far as is known, at their wait
 
     def wait(self, index: int, work: Any) -> None:
-        """Wait for the collective `index`, and record that."""
+        """Wait for the collective `index`, and record the wait."""
         span = self._recorder.wait(self._pass, index, work.wait)
         if self._spans[index].end is None:
             self._spans[index].end = span.end
@@ -107,26 +107,31 @@ class Communication:
 class Recorder:
     """Keeps the last `limit` passes of this process."""
 
-    def __init__(self, limit: int, meet: Callable[[dist.ProcessGroup], None], modules: Sequence[str] = ()) -> None:
-        """Record; `meet` is called once for each group, alike on its ranks, before its first recorded call.
+    def __init__(
+        self, limit: int, compare_clocks: Callable[[dist.ProcessGroup], None], modules: Sequence[str] = ()
+    ) -> None:
+        """Record no pass yet.
 
-        `modules` names the modules whose forwards are running, innermost last.
+        compare_clocks
+            Called once for each group, on all its ranks, before the group's first recorded call.
+        modules
+            Names of the modules whose forwards are running, innermost last.
         """
         self.passes: deque[RecordedPass] = deque(maxlen=limit)
         self.total = 0
         self.modules = modules
         self._open: list[RecordedPass] = []
-        self._met: WeakSet[dist.ProcessGroup] = WeakSet()
-        self._meet = meet
+        self._compared: WeakSet[dist.ProcessGroup] = WeakSet()
+        self._compare_clocks = compare_clocks
         self._clocks: dict[str, Clock] = {}
 
     @property
     def current(self) -> RecordedPass | None:
-        """The pass that is running."""
+        """The running pass, or None."""
         return self._open[-1] if self._open else None
 
     def compute(self, kind: str, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run and record a matmul or another computation of the running pass."""
+        """Run ``function(*args, **kwargs)`` and record it in the running pass."""
         current = self.current
         if current is None:
             return function(*args, **kwargs)
@@ -139,19 +144,19 @@ class Recorder:
 
     @contextmanager
     def layer(self, kind: str, direction: str, name: str, device: str) -> Iterator[None]:
-        """Record what runs inside as one pass of a layer."""
+        """Record the context as a pass of a layer."""
         with self._running(self._begin(RecordedPass(self._clock(device), kind, direction, name))):
             yield
 
     @contextmanager
     def call(self, call: dict[str, object], device: str, group: dist.ProcessGroup, fused: bool) -> Iterator[None]:
-        """Record one operator: in the running pass, or in one of its own; a fused one as a single span."""
+        """Record an operator in the running pass, or else in a new pass; a fused operator is a single span."""
         current = self.current
         running = current or self._begin(RecordedPass(self._clock(device), str(call["operator"]), "", ""))
         running.calls.append(call)
         running.matmuls = 0
         running.group = dist.get_process_group_ranks(group)
-        self._meet_once(group, running)
+        self._compare_clocks_once(group, running)
         with self._running(running):
             span = running.span(FUSED, str(call["kernel"]), 0) if fused else None
             yield
@@ -159,7 +164,7 @@ class Recorder:
                 span.end = running.clock.mark()
 
     def wait(self, in_pass: RecordedPass, index: int, wait: Callable[[], object]) -> RecordedSpan:
-        """Record waiting, and what is computed meanwhile, in a pass that may have ended."""
+        """Run and record ``wait()``, and the computations inside it, in a pass that may have ended."""
         span = in_pass.span(WAIT, "wait", index)
         with self._running(in_pass):
             wait()
@@ -185,23 +190,23 @@ class Recorder:
             self._clocks[device] = HostClock() if device == "cpu" else DeviceClock(torch.get_device_module(device))
         return self._clocks[device]
 
-    def _meet_once(self, group: dist.ProcessGroup, running: RecordedPass) -> None:
-        if group not in self._met and group.size() > 1:
-            self._met.add(group)
+    def _compare_clocks_once(self, group: dist.ProcessGroup, running: RecordedPass) -> None:
+        if group not in self._compared and group.size() > 1:
+            self._compared.add(group)
             span = running.span(CLOCKS, "clocks compared", 0)
-            self._meet(group)
+            self._compare_clocks(group)
             span.end = running.clock.mark()
 
 
 class Recording:
-    """Who records in this process."""
+    """Holds this process's active recorder, if any."""
 
     def __init__(self) -> None:
-        """Start with nobody."""
+        """Start without a recorder."""
         self.recorder: Recorder | None = None
 
     def communication(self, operator: str, group: dist.ProcessGroup, tensor: torch.Tensor) -> Communication | None:
-        """Return what records the collectives on `tensor` in the running pass, if somebody records one."""
+        """Return a record for the collectives on `tensor` in the running pass; None if no pass is recorded."""
         recorder = self.recorder
         if recorder is None or recorder.current is None:
             return None
@@ -212,7 +217,7 @@ RECORDING = Recording()
 
 
 def compute(kind: str, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function(*args, **kwargs)``, recorded as `kind` under `name` if somebody records."""
+    """Return ``function(*args, **kwargs)``; record the call as `kind` under `name` if a recorder is active."""
     recorder = RECORDING.recorder
     if recorder is None:
         return function(*args, **kwargs)
@@ -220,7 +225,7 @@ def compute(kind: str, name: str, function: Callable[P, T], *args: P.args, **kwa
 
 
 def recorded_layer(kind: str, direction: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Record the forward or backward of an autograd function of ``ctx, x, ...``; backward bears forward's name."""
+    """Record an autograd function's forward ``(ctx, x, ...)`` or backward; backward takes forward's layer name."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -241,6 +246,6 @@ def recorded_layer(kind: str, direction: str) -> Callable[[Callable[P, T]], Call
 
 
 def _workers(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many collectives of `group` its backend runs at a time: gloo's threads, one stream elsewhere."""
+    """Return how many collectives of `group` run at a time: the number of gloo's threads, 1 on other backends."""
     backend: Any = group._get_backend(device)
     return int(getattr(getattr(backend, "options", None), "_threads", 1))

@@ -1,7 +1,6 @@
-"""The three operators as they are without overlap: one matmul, one collective, in turn.
+"""The three operators without overlap: a whole matmul and a single collective, in turn.
 
-The collective is left pending where it comes last, as Megatron-core leaves it, so that a weight
-gradient may run under it.
+A collective that comes last stays pending, as in Megatron-core, so that a weight gradient can run under it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ascend_parallel.ops.rows import Sizes
 
 
 def supports(problem: Problem) -> str | None:
-    """Say why the kernel must not run `problem`, or None."""
+    """Return the reason why the kernel cannot run `problem`, or None if it can."""
     return summed_in_backend_order(problem)
 
 
 def matmul_all_reduce(
     x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
 ) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks: [M, N] on every rank. An int8 weight is dequantised whole."""
+    """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N]. Dequantises an int8 weight whole."""
     y_m = compute(MATMUL, "matmul", product, x_m, whole(w, x_m.dtype), row_tile)
     pending = Pending(y_m, ALL_REDUCE, group)
     communicates = group.size() > 1 and x_m.shape[0] > 0
@@ -47,7 +46,7 @@ def matmul_reduce_scatter(
     in_rank_order: bool = False,
     row_tile: int = 0,
 ) -> Pending:
-    """``[M, K] x [K, N]``, then this rank's M / R rows of the sum over ranks: [M / R, N]."""
+    """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N]; pending [M / R, N]."""
     partial = compute(MATMUL, "matmul", product, x_m, w, row_tile, group.size())
     ranks, rows = group.size(), partial.shape[0] // group.size()
     if ranks == 1:
@@ -70,7 +69,7 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     row_tile: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's ``[M / R, K]`` rows, gathered, then times ``[K, N]``: [M, N], and the gathered [M, K]."""
+    """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N]."""
     if group.size() == 1:
         return product(x_shard_m, w, row_tile), x_shard_m
     gathered = gather_rows(x_shard_m, group, sizes, ALL_GATHER).wait()
@@ -81,7 +80,7 @@ def all_gather_matmul(
 def gather_rows(
     x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str = "all_gather"
 ) -> Pending:
-    """Every rank's ``[M / R, K]`` rows, in rank order, left pending: [M, K]."""
+    """Start ``x_m = all_gather(x_shard_m)``: x_shard_m [M / R, K]; pending [M, K], in rank order."""
     pending = Pending(x_shard_m.new_empty(group.size() * x_shard_m.shape[0], x_shard_m.shape[1]), operator, group)
     if x_shard_m.shape[0]:
         pending.launch(all_gather_single, pending.tensor, x_shard_m, group)

@@ -1,8 +1,8 @@
-"""Which kernel runs a problem, in which chunks, and why.
+"""Choose the kernel and the chunks of a problem, with the reason.
 
-`choose` is a pure function of values that are the same on every rank of a group, so that all ranks
-take the same kernel and the same chunks without asking each other. Each kernel says by a predicate,
-`supports`, what it cannot run; the first of `KERNELS` that was asked for and can is taken.
+`choose` is a pure function of values that are the same on every rank of a group, so all ranks take the
+same kernel and chunks without communication. Each kernel's `supports` returns the reason why it cannot run
+a problem; `choose` takes the first of `KERNELS` that the settings request and that can run the problem.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 
-# In the order in which they are tried. The fused ones only if they are asked for, the chunked one for
-# two chunks or more, the ordered one where the others do not sum in rank order.
+# In the order of preference. Fused kernels run only on request, "chunked" with two chunks or more, "ordered" if the
+# others do not sum in rank order.
 KERNELS: dict[str, ModuleType] = {
     "npu": npu,
     "shm": shm,
@@ -27,27 +27,27 @@ KERNELS: dict[str, ModuleType] = {
 }
 FUSED = ("npu", "shm")
 
-# Chunks taken where a fused kernel was asked for, none exists, and COC_PARALLEL_NUM says nothing.
+# Number of chunks if a fused kernel was requested, none can run, and COC_PARALLEL_NUM is 1.
 CHUNKS_INSTEAD_OF_FUSED = 4
 
 
 class UnmetRequestError(RuntimeError):
-    """COC_STRICT=1, and a call cannot have what the settings ask for; raised alike on every rank."""
+    """COC_STRICT=1, and a call cannot meet a request of the settings; raised on every rank."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a problem is run, and why.
+    """Kernel and chunks of a problem, with the reason.
 
     sizes
-        Rows of each chunk; columns, if the weight is an int8 one.
+        Rows of each chunk; columns for an int8 weight.
     bit_exact
-        Whether the result has the bits of the plain layer, a whole matmul and one collective; None where that is
-        asked of the machines at the first call (ops/bits.py).
+        Whether the result has the bits of the plain layer (a whole matmul and a single collective); None if the first
+        call has to probe the machines (ops/bits.py).
     unmet
-        The request that is not met, or an empty text: what a user asked for and does not get.
+        Why the user's request is not met; empty if it is.
     given
-        Whether the user or a plan gave the sizes, which are then taken as they are.
+        Whether the user or a plan gave the sizes; given sizes never change.
     options
         Keyword arguments for the kernel.
     """
@@ -63,9 +63,9 @@ class Choice:
 
 
 def choose(problem: Problem, settings: OperatorSettings) -> Choice:
-    """Choose kernel and chunks for `problem`; the same on every rank by construction.
+    """Return kernel and chunks for `problem`; the same on every rank.
 
-    Raises `UnmetRequestError` if the settings are strict and ask for what this problem cannot have.
+    Raises `UnmetRequestError` if the settings are strict and the problem cannot meet their request.
     """
     return _cached_choice(problem, settings.for_operators)
 
@@ -80,7 +80,7 @@ def _cached_choice(problem: Problem, settings: OperatorSettings) -> Choice:
 
 
 def name_of(problem: Problem) -> str:
-    """Name a problem for a person: operator, matmul, dtype, ranks and device."""
+    """Return a problem in words: operator, matmul, dtype, ranks and device."""
     dtype = str(problem.dtype).removeprefix("torch.")
     weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
     shape = [problem.m, problem.k, problem.n]
@@ -88,7 +88,7 @@ def name_of(problem: Problem) -> str:
 
 
 def usual_chunks(settings: OperatorSettings) -> int:
-    """Return the chunks asked for where no shape has its own count."""
+    """Return the number of chunks for shapes without a count of their own."""
     if settings.effective_mode == 1:
         return 1
     return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
@@ -109,27 +109,27 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
             sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
             exact, options = _bit_exact(problem, name, len(sizes)), _options(name, settings, tile)
             return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
-    asked = _given_sizes(problem, settings) or _asked_count(problem, settings, refusals, tile or ROW_TILE)
-    sizes, why = asked.sizes, asked.why
+    request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, tile or ROW_TILE)
+    sizes, why = request.sizes, request.why
     if tile and problem.antiquant:
         sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and chunks of columns could change bits"
-    elif tile and asked.given and (sizes := snap(asked.sizes, tile)) != asked.sizes:
+    elif tile and request.given and (sizes := snap(request.sizes, tile)) != request.sizes:
         why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC=1"
-    unmet = why if not asked.met or (asked.chunks > 1 and len(sizes) == 1) else ""
+    unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     refusal = KERNELS[plain].supports(problem)
     if refusal is not None:
         why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
     kernel = plain if refusal is None else "ordered"
     exact = _bit_exact(problem, kernel, len(sizes))
-    return Choice(problem, kernel, sizes, exact, why, unmet, asked.given, _options(kernel, settings, tile))
+    return Choice(problem, kernel, sizes, exact, why, unmet, request.given, _options(kernel, settings, tile))
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """How many chunks were asked for, the sizes that come of it, why, and whether that is what the settings ask for.
+class _Request:
+    """The requested number of chunks, their sizes, the reason, and whether they meet the settings.
 
-    given: whether it was the sizes that were asked for.
+    given: whether the sizes themselves were requested.
     """
 
     chunks: int
@@ -139,8 +139,8 @@ class _Asked:
     given: bool = False
 
 
-def _given_sizes(problem: Problem, settings: OperatorSettings) -> _Asked | None:
-    """Return the sizes that customized_coc or the plan has for this problem, if either has."""
+def _given_sizes(problem: Problem, settings: OperatorSettings) -> _Request | None:
+    """Return the sizes for this problem from customized_coc or the plan, or None."""
     shape = (problem.m, problem.k, problem.n)
     own = settings.customized_coc.get(shape)
     if settings.effective_mode == 1 or isinstance(own, int):
@@ -151,20 +151,22 @@ def _given_sizes(problem: Problem, settings: OperatorSettings) -> _Asked | None:
                 f"customized_coc for {list(shape)} has chunks of {sum(own)} rows together, and {name_of(problem)} "
                 f"cuts {problem.cut}"
             )
-        return _Asked(len(own), own, f"customized_coc: {list(own)} rows for {list(shape)}", given=True)
+        return _Request(len(own), own, f"customized_coc: {list(own)} rows for {list(shape)}", given=True)
     planned = settings.plan.find(problem) if settings.plan and not problem.antiquant else None
-    return None if planned is None else _Asked(len(planned[0]), *planned, given=True)
+    return None if planned is None else _Request(len(planned[0]), *planned, given=True)
 
 
-def _asked_count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None], tile: int) -> _Asked:
-    """Return the sizes for the number of chunks that the settings ask for, or fewer where rows are too few."""
+def _count_request(
+    problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None], tile: int
+) -> _Request:
+    """Return the sizes for the number of chunks in the settings, or for fewer if there are too few rows."""
     chunks, why, met = _count(problem, settings, refusals)
     sizes = split_rows(problem.cut, chunks, tile)
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
         because = ", because COC_DETERMINISTIC=1" if problem.deterministic else ""
         why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
-    return _Asked(chunks, sizes, why, met)
+    return _Request(chunks, sizes, why, met)
 
 
 def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:
@@ -181,12 +183,12 @@ def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str
     if settings.plan is not None:
         return chunks, f"the plan has no entry for this call: COC_PARALLEL_NUM={chunks}", False
     if settings.auto or settings.tune:
-        return chunks, "one chunk, until a layer's first call finds out (COC_TUNE, COC_PARALLEL_NUM=auto)", True
+        return chunks, "one chunk, until a layer's first call is measured (COC_TUNE, COC_PARALLEL_NUM=auto)", True
     return chunks, f"COC_PARALLEL_NUM={chunks}", True
 
 
 def _options(name: str, settings: OperatorSettings, tile: int) -> tuple[tuple[str, object], ...]:
-    """Name what a kernel takes besides its operands; `tile` is that of the deterministic mode, or 0."""
+    """Return a kernel's keyword arguments; `tile` is the row tile of the deterministic mode, or 0."""
     if name == "npu":
         return () if settings.comm_mode is None else (("comm_mode", settings.comm_mode),)
     tiled = (("row_tile", tile),) if tile else ()
@@ -194,11 +196,12 @@ def _options(name: str, settings: OperatorSettings, tile: int) -> tuple[tuple[st
 
 
 def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
-    """Whether the bits are those of the plain layer; None where its machine has to be asked.
+    """Return whether the bits are those of the plain layer; None if the machines have to be probed.
 
-    Sums of two ranks have one order. With more, an all-reduce's order depends on the place in the buffer, and our
-    reduce-scatter for gloo sums in rank order, which gloo's does not. Tiles of the deterministic mode, fused
-    operators of torch_npu, operands padded on NPUs and chunks of an int8 weight's columns are matmuls of their own.
+    Sums of two ranks have only one order. With more ranks, the order of an all-reduce depends on the position in the
+    buffer, and this package's reduce-scatter for gloo sums in rank order, which gloo's does not. Different matmuls,
+    with bits of their own: tiles of the deterministic mode, fused operators of torch_npu, operands padded on NPUs,
+    chunks of an int8 weight's columns.
     """
     if problem.deterministic or kernel == "npu":
         return False
@@ -208,5 +211,5 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     if not same_sums or problem.antiquant or problem.device == "npu":
         return False
     gathers = problem.operator == ALL_GATHER
-    whole = kernel == "shm" and (shm.together(problem.rows) if gathers else chunks == 1)
+    whole = kernel == "shm" and (shm.gathers_before_matmul(problem.rows) if gathers else chunks == 1)
     return True if whole else None

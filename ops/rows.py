@@ -1,20 +1,20 @@
-"""How the rows of a matmul are cut into chunks."""
+"""Cut the rows of a matmul into chunks."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
 
-# Every cut lies on a multiple of this many rows: shorter or odd chunks were seen to change a matmul's bits in
-# every dtype (docs/decisions/0003-bits.md), and cost more than they hide.
+# Every cut is at a multiple of this many rows. Shorter or odd chunks changed a matmul's bits in every dtype
+# (docs/decisions/0003-bits.md), and cost more time than they hide.
 ROW_TILE = 16
 
-# Rows of a tile of the deterministic mode: few of them slow a matmul down, many leave nothing to cut.
+# Rows of a tile of the deterministic mode. Small tiles slow a matmul down; large tiles allow few chunks.
 LARGEST_TILE = 256
-TILES = 16  # at least so many, where that leaves them ROW_TILE rows
-MOST_TILES = 64  # at most so many, where they would have more than LARGEST_TILE rows
+TILES = 16  # at least this many tiles, if each then has ROW_TILE rows or more
+MOST_TILES = 64  # at most this many tiles, if each would otherwise have more than LARGEST_TILE rows
 
-# No chunk has more than this many times the rows of the first and last one.
+# No chunk has more than this many times the rows of the first and the last chunk.
 STEEPEST = 2
 
 Sizes = tuple[int, ...]
@@ -24,11 +24,11 @@ Sizes = tuple[int, ...]
 def split_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
     """Cut `rows` rows into at most `num_chunks` chunks and return the rows of each, in order.
 
-    Every cut is a multiple of `tile`; the tail is folded into the last chunk; rows too few to be
-    cut stay whole. The first and the last chunk are half as long as the others (weights 1, 2, 2, 2, 2,
-    2, 2, 1 for 8). What cannot overlap is the first chunk's matmul when communication is the longer
-    part and the last chunk's collective when the matmul is, so both ends are short; where the two are
-    about equal, equal chunks would be a little better (docs/overlap.md has the formula).
+    Every cut is a multiple of `tile`; the last chunk takes the remainder; too few rows stay whole. The first and the
+    last chunk are half as long as the others (weights 1, 2, 2, 2, 2, 2, 2, 1 for 8 chunks). If communication takes
+    longer, the first chunk's matmul cannot overlap; if the matmul takes longer, the last chunk's collective cannot:
+    so both are short. If both take about the same time, equal chunks would be a little better (docs/overlap.md has
+    the formula).
     """
     tiles = rows // tile
     count = max(1, min(num_chunks, tiles))
@@ -43,16 +43,16 @@ def split_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
 
 
 def deterministic_tile(m: int) -> int:
-    """Return the rows of a tile in which the deterministic mode multiplies, for a matmul of `m` rows on all ranks.
+    """Return the number of rows in a tile of the deterministic mode, for a matmul of `m` rows on all ranks.
 
-    A power of two that depends on m alone: neither on the chunks nor on the ranks nor on the kernel.
+    A power of two that depends only on m, not on the chunks, the ranks or the kernel.
     """
     fine, coarse = _power_of_two(m // TILES), _power_of_two(m // MOST_TILES)
     return max(ROW_TILE, min(fine, LARGEST_TILE), coarse)
 
 
 def snap(sizes: Sizes, tile: int) -> Sizes:
-    """Move every cut to the nearest multiple of `tile` rows; chunks that become empty are dropped."""
+    """Return the sizes with every cut moved to the nearest multiple of `tile` rows, without empty chunks."""
     rows, cuts, at = sum(sizes), [0], 0
     for size in sizes[:-1]:
         at += size

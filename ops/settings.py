@@ -1,4 +1,4 @@
-"""The settings that choose a kernel and its chunks: one frozen value, checked as a whole."""
+"""The settings that choose a kernel and its chunks: a frozen, validated dataclass."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LONGEST = 86400
 
 
 class ChunkPlan(Protocol):
-    """Chunk sizes that were measured, as `ascend_parallel.tuning.measured.chunk_plan.Plan` holds them; hashable."""
+    """Measured chunk sizes; hashable. `ascend_parallel.tuning.measured.chunk_plan.Plan` implements it."""
 
     @property
     def digest(self) -> str:
-        """A short text that is the same for equal plans."""
+        """A short text, equal for equal plans."""
 
     def find(self, problem: Any) -> tuple[tuple[int, ...], str] | None:
-        """Return the rows of each chunk for a problem, and why, or None."""
+        """Return the rows of each chunk for a problem, and the reason; or None."""
 
     def of(self, run: str) -> ChunkPlan:
         """Return the plan for "forward" or "backward"."""
@@ -30,39 +30,37 @@ class ChunkPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorSettings:
-    """What `ops` chooses by; the same on every rank of a group.
+    """The settings that choose an operator's kernel and chunks; the same on every rank of a group.
 
     num_chunks
-        How many chunks a matmul next to a collective is cut into, 1 (off) to 64. COC_PARALLEL_NUM.
+        Number of chunks of a matmul next to a collective, 1 (off) to 64. COC_PARALLEL_NUM.
     fused
-        Prefer a fused operator; wins over ``num_chunks``. USE_COC_FUSED_KERNEL.
+        Prefer a fused operator; overrides ``num_chunks``. USE_COC_FUSED_KERNEL.
     mode
-        0 the original layers, 1 our autograd functions without chunks (to debug), 2 overlapped,
-        -1 chooses 2 if any setting asks for overlap, else 0. COC_MODE.
+        0: the original layers. 1: this package's autograd functions without chunks, for debugging. 2: overlapped.
+        -1: 2 if any setting requests overlap, else 0. COC_MODE.
     matmul_soc_friendly, k_min, k_max
-        Bring matmul operands to 512-byte rows on Ascend; ``k_min <= K <= k_max`` is the window, in
-        elements of K, in which padding is worth its time.
+        Align matmul operands to 512-byte rows on Ascend; padding pays where ``k_min <= K <= k_max``, in elements.
     customized_coc
-        For single matmul shapes ``(m, k, n)`` a chunk count, or the rows of each chunk; m is the gathered M
-        where the layer gathers. Wins over ``plan``, which wins over ``num_chunks``.
+        For a matmul shape ``(m, k, n)`` the number of chunks, or the rows of each chunk; m is the gathered M
+        if the layer gathers. Overrides ``plan``, which overrides ``num_chunks``.
     plan
-        Chunk sizes that were measured before. COC_PLAN names their file.
+        Measured chunk sizes. COC_PLAN names their file.
     tune
-        File in which to keep the measurements of this run. COC_TUNE.
+        File for the measurements of this run. COC_TUNE.
     auto
-        Chunk sizes from earlier measurements on this machine, else from a model. COC_PARALLEL_NUM=auto.
+        Take chunk sizes from earlier measurements on this machine, else from a model. COC_PARALLEL_NUM=auto.
     deterministic
-        Matmuls run in tiles of rows and sums over ranks are taken in rank order and in fp32, so that bits depend
-        neither on the run nor on the number of chunks (one included) nor on the kernel. COC_DETERMINISTIC.
+        Multiply in tiles of rows, and sum over ranks in rank order and in fp32. The bits then depend neither on the
+        run, nor on the number of chunks (1 included), nor on the kernel. COC_DETERMINISTIC.
     strict
-        A request that a call cannot have (a fused operator, chunks) is an error instead of a warning.
-        COC_STRICT.
+        Raise an error instead of a warning if a call cannot meet a request (a fused operator, chunks). COC_STRICT.
     time_limit
-        Seconds that the shared-memory kernel waits for a rank. Collectives of a backend have the
-        limit of their group instead. COC_TIME_LIMIT.
+        Seconds for which the shared-memory kernel waits for a rank. Collectives of a backend have their group's
+        time limit instead. COC_TIME_LIMIT.
     comm_mode
-        Which engine drives the communication of the fused operators on Ascend: "ai_cpu" or "aiv"; None leaves
-        the choice to torch_npu.
+        Engine that drives the communication of Ascend's fused operators: "ai_cpu", "aiv", or None for
+        torch_npu's default.
 
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
@@ -109,7 +107,7 @@ class OperatorSettings:
             object.__setattr__(self, "customized_coc", ShapeTable(self.customized_coc))
 
     def __hash__(self) -> int:
-        """Hash the fields, once: the settings are looked up at every call of an operator."""
+        """Return the hash of the fields, cached: every call of an operator looks it up."""
         known: int | None = self.__dict__.get("_hash")
         if known is None:
             known = hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
@@ -117,25 +115,25 @@ class OperatorSettings:
         return known
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the hash, which differs from process to process."""
+        """Return the fields without the cached hash, which differs between processes."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
     def for_operators(self) -> OperatorSettings:
-        """These settings alone, without the fields that a derived class adds."""
+        """The settings of the operators, without the fields of a derived class."""
         return self
 
     @property
     def effective_mode(self) -> int:
-        """0, 1 or 2: the mode that -1 stands for."""
+        """The mode 0, 1 or 2; -1 is resolved."""
         if self.mode != -1:
             return self.mode
-        asks = self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto or self.deterministic
-        return 2 if asks else 0
+        overlap = self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto or self.deterministic
+        return 2 if overlap else 0
 
     @property
     def enabled(self) -> bool:
-        """Whether any layer is to be replaced."""
+        """Whether layers are replaced."""
         return self.effective_mode != 0
 
 

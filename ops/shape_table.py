@@ -1,4 +1,4 @@
-"""Chunks by matmul shape (`customized_coc`), checked; and how a setting that is not allowed is refused."""
+"""Chunks by matmul shape (`customized_coc`), and the checks that refuse bad settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ascend_parallel.text import shown
 
 MAX_CHUNKS = 64
 Shape = tuple[int, int, int]
-# A number of chunks, or the rows of each.
+# A number of chunks, or the rows of each chunk.
 Cut = int | tuple[int, ...]
 
 
@@ -31,34 +31,34 @@ class ShapeTable(Mapping[Shape, Cut]):
         return dict(self._entries)[key]
 
     def __iter__(self) -> Iterator[Shape]:
-        """Walk over the shapes in order."""
+        """Iterate over the shapes in sorted order."""
         return (key for key, _ in self._entries)
 
     def __len__(self) -> int:
-        """Return how many shapes have a chunk count of their own."""
+        """Return the number of shapes."""
         return len(self._entries)
 
     def __hash__(self) -> int:
-        """Hash the entries, so that a choice made from them can be remembered."""
+        """Hash the entries, so that choices can be cached."""
         return hash(self._entries)
 
     def __eq__(self, other: object) -> bool:
-        """Compare as mappings do."""
+        """Compare with any mapping."""
         return isinstance(other, Mapping) and dict(self._entries) == dict(other)
 
     def __repr__(self) -> str:
-        """Show the entries as the published dictionary would."""
+        """Show the entries in the published form, ``{"[m, k, n]": chunks}``."""
         return repr({str(list(key)): value for key, value in self._entries})
 
 
 def require(option: str, value: object, allowed: bool, what: str) -> None:
-    """Raise a `SettingsError` that says `what` the option may be, unless its value is allowed."""
+    """Raise `SettingsError` unless the value is `allowed`; the message says `what` to give instead."""
     if not allowed:
         raise SettingsError(f"{option}={shown(value)} is not allowed: give {what}")
 
 
 def whole_number(option: str, value: object) -> int:
-    """Return the value if it is a number of chunks, or raise `SettingsError`."""
+    """Return the value if it is a number of chunks; raise `SettingsError` otherwise."""
     allowed = type(value) is int and 1 <= value <= MAX_CHUNKS
     what = f"a whole number of chunks from 1 (off) to {MAX_CHUNKS}, such as 1, 2, 4 or 8"
     require(option, value, allowed, what + (", or auto" if option in ("num_chunks", "COC_PARALLEL_NUM") else ""))
@@ -67,7 +67,7 @@ def whole_number(option: str, value: object) -> int:
 
 
 def _cut(option: str, value: object) -> Cut:
-    """Return a number of chunks, or the rows of each: all but the last multiples of 16."""
+    """Return a number of chunks, or the rows of each chunk: all but the last multiples of 16."""
     if not isinstance(value, (list, tuple)):
         return whole_number(option, value)
     sizes = tuple(value)

@@ -1,11 +1,11 @@
-"""The fused kernel for CPU ranks of one host: rows pass through shared memory, written where the peers read them.
+"""The fused kernel for CPU ranks of one host: each rank writes its rows to shared memory, where its peers read them.
 
-Each rank's matmul writes its rows straight into a stage that all ranks map; sums are taken there, in
-rank order and in fp32, so the result is the same on all ranks, in every run, for every number of ranks.
-The C++ part is in csrc/ (communicator.h has the protocol); here is how ranks come to share a segment.
+A rank's matmul writes its rows directly into a stage that all ranks map. Sums run there, in rank order and in
+fp32: with any number of ranks, the result is the same on all ranks and in every run. csrc/ has the C++ part
+(communicator.h describes the protocol); this module opens the shared segment.
 
-Whether a group can is found out by trying, once, by all its ranks together: a host name proves nothing.
-docs/shm.md has the limits and what happens when a rank fails.
+All ranks of a group try once, together, whether they can share memory: equal host names prove nothing. docs/shm.md
+lists the limits and the failures.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from ascend_parallel.process_groups import describe
 
 MAX_RANKS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Each rank has two halves of a stage, and this is what a half starts with; larger problems make it grow.
+# Each rank's stage has two halves. This is the first size of a half; larger problems make it grow.
 FIRST_BYTES = 4 << 20
-# Rows pass through a half in pieces of about this much. Smaller pieces would stay in a cache that the ranks share,
-# but make them wait for one another more often; where they share none, or the machine is busy, that costs more.
+# Rows pass through a half in pieces of about this size. Smaller pieces would stay in a cache that the ranks share,
+# but the ranks would wait for each other more often, which costs more on a busy machine or without a shared cache.
 PIECE_BYTES = 32 << 20
-PIECE_ROWS = 256  # at least: fewer would cost the matmul some percent
-FEW_ROWS = 256  # gathered ones of a rank, fewer than which are better multiplied together than rank by rank
+PIECE_ROWS = 256  # smallest piece: fewer rows would cost the matmul some percent
+FEW_ROWS = 256  # fewer gathered rows per rank are multiplied together, not rank by rank
 TIME_LIMIT = 300.0
 SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.05
 
 
-# What each group shares: its communicator, or why it can have none.
+# Each group's communicator, or the reason why it has none.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def extension() -> ModuleType | str:
-    """Return the C++ extension, or why there is none."""
+    """Return the C++ extension, or the reason why it is missing."""
     try:
         return importlib.import_module("ascend_parallel.ops._shm")
     except ImportError as error:
@@ -55,7 +55,7 @@ def extension() -> ModuleType | str:
 
 
 def supports(problem: Problem) -> str | None:
-    """Say why the kernel cannot run `problem`, or None; `problem.shm` is what `reach` found of the group."""
+    """Return the reason why the kernel cannot run `problem`, or None; `problem.shm` is the result of `reach`."""
     if problem.device != "cpu":
         return f"device {problem.device}, not cpu"
     if problem.dtype not in DTYPES:
@@ -66,16 +66,16 @@ def supports(problem: Problem) -> str | None:
 
 
 def ask(problem: Problem, group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> Problem:
-    """Return `problem` with what `reach` finds of its group, which is asked only where all else allows the kernel."""
-    able = replace(problem, shm=None)
-    return replace(problem, shm=reach(group, time_limit)) if supports(able) is None else problem
+    """Return `problem` with `shm` set by `reach`; unchanged if another limit excludes the kernel."""
+    sharing = replace(problem, shm=None)
+    return replace(problem, shm=reach(group, time_limit)) if supports(sharing) is None else problem
 
 
 def reach(group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> str | None:
-    """Find out, with all ranks of `group`, whether they can share memory; None if so, else the reason.
+    """Return None if the ranks of `group` can share memory, else the reason; every rank calls this.
 
-    The answer is the same on every rank: it is made of every rank's report. Raises `CollectiveError`
-    naming the ranks that do not report within `time_limit` seconds.
+    The result combines every rank's report, so it is the same on every rank. Raises `CollectiveError` with
+    the ranks that do not report within `time_limit` seconds.
     """
     if refusal := _wrong_count(group.size()):
         return refusal
@@ -90,7 +90,7 @@ def _wrong_count(ranks: int) -> str | None:
 
 
 def pieces(problem: Problem) -> Sizes:
-    """Return the rows that pass through a stage at a time: about `PIECE_BYTES` of them, cut at multiples of a tile."""
+    """Return the rows of each piece that passes through a stage: about `PIECE_BYTES`, cut at multiples of a tile."""
     tile = deterministic_tile(problem.m) if problem.deterministic else ROW_TILE
     row_bytes = max(1, (problem.k if problem.operator == ALL_GATHER else problem.n) * problem.dtype.itemsize)
     most = max(PIECE_BYTES // row_bytes, PIECE_ROWS, tile) // tile * tile
@@ -99,8 +99,8 @@ def pieces(problem: Problem) -> Sizes:
     return tuple(stop - start for start, stop in pairwise([*cuts, problem.rows]))
 
 
-def together(rows: int) -> bool:
-    """Tell whether gathered rows, so many of each rank, are multiplied whole instead of where they lie."""
+def gathers_before_matmul(rows: int) -> bool:
+    """Tell whether `rows` rows of each rank are gathered first and multiplied together, not rank by rank in place."""
     return rows < FEW_ROWS or rows % ROW_TILE != 0
 
 
@@ -113,10 +113,10 @@ def matmul_all_reduce(
     time_limit: float = TIME_LIMIT,
     row_tile: int = 0,
 ) -> Pending:
-    """``[M, K] x [K, N]``, then the sum over ranks in rank order: [M, N], finished, the same on every rank.
+    """Return ``y_m = all_reduce(x_m @ w)``, summed in rank order, finished: x_m [M, K], w [K, N], y_m [M, N].
 
-    Raises `CollectiveError` naming a rank that ends, fails, or keeps this one waiting for more than `time_limit`
-    seconds; on every rank, naming what each came with, if that is not the same call; so do the other two.
+    Raises `CollectiveError`, as the other two operators do: naming a rank that ends, fails, or does not come
+    within `time_limit` seconds; or, if ranks come with different calls, on every rank and naming each rank's call.
     """
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     _run(ALL_REDUCE, group, x_m, w, y_m, sizes, row_tile, time_limit)
@@ -133,7 +133,7 @@ def matmul_reduce_scatter(
     time_limit: float = TIME_LIMIT,
     row_tile: int = 0,
 ) -> Pending:
-    """``[M, K] x [K, N]``, then this rank's M / R rows of the sum in rank order: [M / R, N], finished."""
+    """Return ``reduce_scatter(x_m @ w)`` [M / R, N], summed in rank order, finished: x_m [M, K], w [K, N]."""
     y_shard_m = x_m.new_empty(x_m.shape[0] // group.size(), w.shape[1])
     _run(REDUCE_SCATTER, group, x_m, w, y_shard_m, sizes, row_tile, time_limit)
     return Pending(y_shard_m, REDUCE_SCATTER, group)
@@ -149,21 +149,24 @@ def all_gather_matmul(
     time_limit: float = TIME_LIMIT,
     row_tile: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Every rank's ``[M / R, K]`` rows, read where they lie, times ``[K, N]``: [M, N], and [M, K] if kept."""
+    """Return ``x_m @ w`` [M, N] and, with keep_gathered, ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K].
+
+    The rows are read in place, from the peers' stages.
+    """
     rows = group.size() * x_shard_m.shape[0]
     y_m = x_shard_m.new_empty(rows, w.shape[1])
     gathered = x_shard_m.new_empty(rows, x_shard_m.shape[1]) if keep_gathered else None
-    whole = not row_tile and together(x_shard_m.shape[0])
+    whole = not row_tile and gathers_before_matmul(x_shard_m.shape[0])
     _run(ALL_GATHER, group, x_shard_m, w, y_m, gathered, whole, sizes, row_tile, time_limit)
     return y_m, gathered
 
 
 def _run(operator: str, group: dist.ProcessGroup, *args: Any) -> None:
-    """Call the communicator; as often as it asks for more room, which it does alike on all ranks, give it more."""
+    """Call the communicator; while it requests a larger segment, on all ranks alike, open a larger segment."""
     assert not isinstance(_SHARED[group], str), "chosen without asking reach()"
     try:
         while needed := getattr(_SHARED[group], operator)(*args):
-            _SHARED[group] = _larger(group, needed, args[-1])
+            _SHARED[group] = _open_larger(group, needed, args[-1])
     except CollectiveError:
         raise
     except RuntimeError as error:
@@ -173,89 +176,89 @@ def _run(operator: str, group: dist.ProcessGroup, *args: Any) -> None:
     COUNTS.add(operator, 1, 1)
 
 
-def _larger(group: dist.ProcessGroup, needed: int, time_limit: float) -> Any:
+def _open_larger(group: dist.ProcessGroup, needed: int, time_limit: float) -> Any:
     doubled = min(2 * _SHARED[group].half_bytes, PIECE_BYTES)
     opened = _open(group, max(needed, doubled), time_limit)
     if isinstance(opened, str):
         raise CollectiveError(
             f"shm on {describe(group)}: no room for 2 x {needed} bytes a rank ({opened}); "
-            "give /dev/shm more, or leave USE_COC_FUSED_KERNEL=0"
+            "make /dev/shm larger, or set USE_COC_FUSED_KERNEL=0"
         )
     return opened
 
 
 def _open(group: dist.ProcessGroup, half_bytes: int, time_limit: float) -> Any:
-    """Make a segment on the first rank, open it on the others, hear from all, and take its name away.
+    """Create a segment on the first rank, open it on the others, collect all reports, and unlink its name.
 
-    Returns the communicator, or the reports of what failed; the same kind on every rank.
+    Returns the communicator, or the failures' reports; all ranks return the same kind.
     """
     name = report = ""
-    made: Any = None
+    communicator: Any = None
     try:
-        meeting = _Meeting(group, time_limit)
-        if meeting.first:
-            meeting.say("name", f"/ascend_parallel-{secrets.token_hex(16)}")
-        name = meeting.hear("name")
-        # Nothing is made before all know what to take away, should the first rank end.
-        meeting.say("known", "")
-        if meeting.first:
-            meeting.hear_all("known")
+        rendezvous = _Rendezvous(group, time_limit)
+        if rendezvous.first:
+            rendezvous.publish("name", f"/ascend_parallel-{secrets.token_hex(16)}")
+        name = rendezvous.read("name")
+        # The segment is created after all ranks know its name: any of them can unlink it if the first rank ends.
+        rendezvous.publish("known", "")
+        if rendezvous.first:
+            rendezvous.read_all("known")
         else:
-            meeting.hear("made")
+            rendezvous.read("made")
         try:
-            made = _communicator(name, group, half_bytes)
+            communicator = _communicator(name, group, half_bytes)
         except (RuntimeError, OSError) as error:
             report = f"rank {dist.get_rank()}: {first_line(error)}"
-        if meeting.first:
-            meeting.say("made", "")
-        meeting.say("report", report)
-        reports = meeting.hear_all("report")
+        if rendezvous.first:
+            rendezvous.publish("made", "")
+        rendezvous.publish("report", report)
+        reports = rendezvous.read_all("report")
     except CollectiveError:
         raise
     except RuntimeError as error:
         raise CollectiveError(f"shm on {describe(group)}: the group's store failed: {first_line(error)}") from error
     finally:
-        # By every rank, as any may have ended. All have opened it by now, or this one has given up.
+        # Every rank unlinks, since any rank may have ended. All ranks have opened the segment, or this rank gave up.
         _unlink(name)
-    return "; ".join(filter(None, reports)) or made
+    return "; ".join(filter(None, reports)) or communicator
 
 
-class _Meeting:
-    """The ranks of a group telling each other, through its store, what one segment needs; within a time limit.
+class _Rendezvous:
+    """Texts that the ranks of a group exchange through its store to open a segment, within a time limit.
 
-    Looks at the store again and again instead of waiting in it: a store serves one request at a time, so
-    another thread's request would wait until the time limit.
+    Polls the store instead of waiting in it: a store serves one request at a time, so a wait would block
+    other threads' requests until the time limit.
     """
 
     def __init__(self, group: dist.ProcessGroup, time_limit: float) -> None:
-        """Come to the next meeting of `group`."""
+        """Join the group's next rendezvous."""
         self._group = group
         self._store = c10d._get_process_group_store(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._time_limit = time_limit
         self._end = time.monotonic() + time_limit
-        # Counted in the store, so that a group made anew on it never reads what an earlier one left there.
+        # The count is in the store, so that a new group on the same store never reads an earlier group's texts.
         self._prefix = f"ascend_parallel/shm/{self._store.add(f'ascend_parallel/shm/opened/{group.rank()}', 1)}"
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that makes the segment."""
+        """Whether this is the rank that creates the segment."""
         return self._group.rank() == 0
 
-    def say(self, what: str, text: str) -> None:
-        """Tell the others."""
-        self._store.set(f"{self._prefix}/{what}/{self._group.rank()}", text)
+    def publish(self, topic: str, text: str) -> None:
+        """Publish this rank's text for `topic`."""
+        self._store.set(f"{self._prefix}/{topic}/{self._group.rank()}", text)
 
-    def hear(self, what: str) -> str:
-        """Wait for what the first rank says."""
-        return self._hear(what, [0])[0]
+    def read(self, topic: str) -> str:
+        """Wait for the first rank's text for `topic` and return it."""
+        return self._read(topic, [0])[0]
 
-    def hear_all(self, what: str) -> list[str]:
-        """Wait for what each rank says."""
-        return self._hear(what, list(range(len(self._ranks))))
+    def read_all(self, topic: str) -> list[str]:
+        """Wait for each rank's text for `topic` and return all, by rank."""
+        return self._read(topic, list(range(len(self._ranks))))
 
-    def _hear(self, what: str, speakers: list[int]) -> list[str]:
-        keys = {rank: f"{self._prefix}/{what}/{rank}" for rank in speakers}
+    def _read(self, topic: str, ranks: list[int]) -> list[str]:
+        keys = {rank: f"{self._prefix}/{topic}/{rank}" for rank in ranks}
         nap = SHORTEST_NAP
         while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
             if time.monotonic() > self._end:

@@ -1,4 +1,4 @@
-"""Which Ascend chips torch_npu's fused operators take, and on how many ranks of each: data only.
+"""The Ascend chips that torch_npu's fused operators run on, and the rank counts of each. Data only.
 
 Sources, none of them tried on a chip by this project:
 
@@ -6,15 +6,15 @@ Sources, none of them tried on a chip by this project:
 [docs]   op-plugin 7.3.0, docs/context/torch_npu-npu_{mm_all_reduce_base,mm_reduce_scatter_base,all_gather_base_mm}.md
 [aclnn]  CANN 8.3: aclnnMatmulAllReduceV2, aclnnMatmulReduceScatter, aclnnAllGatherMatmul; 8.5: aclnnMatmulReduceScatter
 
-The docstrings inside torch_npu 2.13.0 disagree: at most 16 ranks on A3, where [docs] and [aclnn] say 32
-and the operators' C++ admits 32.
+The docstrings inside torch_npu 2.13.0 differ: at most 16 ranks on A3. [docs] and [aclnn] say 32, and the
+operators' C++ admits 32.
 """
 
 from __future__ import annotations
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
-# Whole names, no prefixes: plain "Ascend910B" is a chip of the first generation, which has none of the operators.
+# Full names, no prefixes: plain "Ascend910B" is a chip of the first generation, which has none of the operators.
 _NAMES = {
     "A2": (
         "Ascend910B1",
@@ -36,7 +36,7 @@ _NAMES = {
 }
 GENERATIONS = {name: generation for generation, names in _NAMES.items() for name in names}
 
-# Ranks by generation and operator; an operator that is not listed does not exist there.
+# Rank counts by generation and operator; a generation lacks the operators that are not listed.
 # A2: [docs] full mesh of HCCS links. A3: [docs] double ring; [aclnn] marks all-reduce unsupported.
 RANKS: dict[str, dict[str, tuple[int, ...]]] = {
     "A2": {

@@ -1,4 +1,4 @@
-"""What is replaced in which framework, in which versions, and why.
+"""Patches of frameworks: `base` has the mechanics, a folder for each framework the replacements.
 
-`base` has the mechanics, a folder per framework has the replacements. Only this room knows frameworks.
+Only this package depends on frameworks.
 """

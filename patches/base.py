@@ -1,7 +1,7 @@
-"""Methods replaced on classes: described as values, checked together, applied, reverted, reported.
+"""Replace methods on classes: describe, check, apply, revert and report patches.
 
-A method is replaced on its class and never a name in a module, so that everybody who already holds
-the class sees the change, whatever the order of imports.
+A patch replaces a method on its class, never a name in a module: all references to the class see the change,
+whatever the order of imports.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Function = Callable[..., Any]
 
 
 class PatchError(RuntimeError):
-    """A patch that does not fit what is installed; the message says what was expected and found."""
+    """A patch does not fit the installed framework; the message says what was expected and what was found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One method to be replaced.
+    """The replacement of a method.
 
     module, owner, method
-        Where it is: ``module.owner.method``.
+        The target: ``module.owner.method``.
     replacement
-        Makes the new method from the original one.
+        Returns the new method, given the original method.
     parameters
-        Names of the original's parameters that the replacement was written for.
+        Names of the original's parameters; the replacement was written for these.
     reason
         What the replacement does, for `PatchSet.status`.
     """
@@ -45,11 +45,11 @@ class Patch:
 
     @property
     def target(self) -> str:
-        """The full name of what is replaced."""
+        """The full name of the replaced method."""
         return f"{self.module}.{self.owner}.{self.method}"
 
     def holder(self) -> type:
-        """Import the module and return the class."""
+        """Import the module and return the class that holds the method."""
         try:
             found = getattr(importlib.import_module(self.module), self.owner, None)
         except ImportError as error:
@@ -59,14 +59,14 @@ class Patch:
         return found
 
     def check(self) -> None:
-        """Raise `PatchError` unless the method is there, is the framework's own, and has the parameters."""
+        """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
         found = vars(self.holder()).get(self.method)
         if not inspect.isfunction(found):
             raise PatchError(f"{self.target}: expected a method of this class, found {found!r}")
         if not defined_in(found, sys.modules[self.module]):
             raise PatchError(
-                f"{self.target}: expected the original, found one of {found.__globals__['__name__']}, put there by "
-                "somebody else; only one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
+                f"{self.target}: expected the original, found a replacement from {found.__globals__['__name__']}; only "
+                "one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
                 "--use-ascend-mc2) or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
             )
         parameters = tuple(inspect.signature(found).parameters)
@@ -77,7 +77,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """How one patch stands: whether it is applied, and what it does or why it is not in force."""
+    """Whether a patch is applied, with its reason, or the reason why it is not in force."""
 
     target: str
     applied: bool
@@ -85,7 +85,7 @@ class PatchStatus:
 
 
 class PatchSet:
-    """Patches that belong together: all are applied or none is."""
+    """A group of patches: either all are applied or none is."""
 
     def __init__(self, framework: str, versions: str, patches: Sequence[Patch]) -> None:
         """Hold patches for `framework` in the range `versions`, for example ``">=0.10,<0.17"``."""
@@ -96,7 +96,7 @@ class PatchSet:
         self._replacements: dict[Patch, Function] = {}
 
     def check(self, version: str) -> None:
-        """Raise `PatchError` if `version` is out of range or a target is not what was expected."""
+        """Raise `PatchError` if `version` is out of range or a target is not as expected."""
         if not in_range(version, self.versions):
             raise PatchError(f"{self.framework}: expected a version {self.versions}, found {version}")
         for patch in self.patches:
@@ -114,13 +114,13 @@ class PatchSet:
             setattr(patch.holder(), patch.method, self._replacements[patch])
 
     def revert(self) -> None:
-        """Put the very originals back; refuse with `PatchError` if somebody patched on top."""
+        """Restore the original methods; raise `PatchError` if another patch was put on top."""
         for patch, replacement in self._replacements.items():
             found = vars(patch.holder()).get(patch.method)
             if found is not replacement:
                 raise PatchError(
                     f"{patch.target}: cannot be reverted, since {getattr(found, '__qualname__', found)} of "
-                    f"{getattr(found, '__module__', 'an unknown module')} was put on top; take that off first"
+                    f"{getattr(found, '__module__', 'an unknown module')} was put on top; remove that patch first"
                 )
         for patch, original in self._originals.items():
             setattr(patch.holder(), patch.method, original)
@@ -128,7 +128,7 @@ class PatchSet:
         self._replacements.clear()
 
     def status(self) -> list[PatchStatus]:
-        """Tell how each patch stands."""
+        """Return the status of each patch."""
         return [self._status(patch) for patch in self.patches]
 
     def _status(self, patch: Patch) -> PatchStatus:
@@ -141,7 +141,7 @@ class PatchSet:
 
 
 def defined_in(function: object, module: ModuleType) -> bool:
-    """Tell whether a function is a module's own, and no wrapper that took over its name."""
+    """Tell whether a function was defined in `module` and is no wrapper under its name."""
     return (
         inspect.isfunction(function) and function.__globals__ is vars(module) and not hasattr(function, "__wrapped__")
     )
@@ -154,6 +154,6 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def in_range(version: str, versions: str) -> bool:
-    """Tell whether `version` lies in a range written ``">=LOWEST,<FIRST_NOT"``."""
+    """Tell whether `version` is in a range of the form ``">=LOWEST,<FIRST_NOT"``."""
     lowest, first_not = (version_tuple(bound.lstrip("<>=")) for bound in versions.split(","))
     return lowest <= version_tuple(version) < first_not

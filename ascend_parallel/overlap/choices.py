@@ -1,4 +1,4 @@
-"""What a layer's operators would be run with, forward and backward, told without running them."""
+"""List a layer's operators and settings in forward and backward, without running them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ascend_parallel.settings import Settings
 
 @dataclass(frozen=True)
 class LayerOperator:
-    """One operator of a layer: in which pass it runs, "forward" or "backward", and its matmul ``[m, k] x [k, n]``."""
+    """An operator of a layer: its pass `run`, "forward" or "backward", and its matmul ``[m, k] x [k, n]``."""
 
     run: str
     operator: str
@@ -24,29 +24,29 @@ class LayerOperator:
 
     @property
     def layout(self) -> str:
-        """How the right operand lies: the weight [N, K] transposed in forward, as it is in backward."""
+        """The memory layout of the right operand: the weight [N, K] transposed in forward, row-major in backward."""
         return TRANSPOSED if self.run == "forward" else ROW_MAJOR
 
 
 @lru_cache(maxsize=64)
 def backward_settings(settings: Settings) -> Settings:
-    """Return what a layer's backward runs with: the plan's entries for backward."""
+    """Return the settings of a layer's backward: with the plan's entries for backward."""
     return settings if settings.plan is None else replace(settings, plan=settings.plan.of("backward"))
 
 
 @lru_cache(maxsize=64)
 def column_backward_settings(settings: Settings) -> Settings:
-    """Return what a column layer's backward runs with: without fused operators unless they are asked for.
+    """Return the settings of a column layer's backward: fused only with `enable_coc_in_column_backward`.
 
-    Unfused it still overlaps as Megatron-core does: the collective, whole, runs under the weight gradient.
+    The unfused backward overlaps as Megatron-core's: the whole collective runs under the weight gradient.
     """
     if settings.fused and not settings.enable_coc_in_column_backward:
         return replace(settings, fused=False, num_chunks=1, customized_coc={}, plan=None, mode=2)
     return backward_settings(settings)
 
 
-def column_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
-    """Return the operators of a column-parallel layer of weight [n, k] on m rows of one rank's input."""
+def column_operators(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
+    """Return the operators of a column-parallel layer with weight [n, k] and m input rows on each rank."""
     if not sequence_parallel:
         return [LayerOperator("backward", ALL_REDUCE, m, n, k)]
     return [
@@ -55,15 +55,15 @@ def column_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -
     ]
 
 
-def row_passes(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
-    """Return the operators of a row-parallel layer of weight [n, k] on m rows of one rank's input."""
+def row_operators(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
+    """Return the operators of a row-parallel layer with weight [n, k] and m input rows on each rank."""
     if not sequence_parallel:
         return [LayerOperator("forward", ALL_REDUCE, m, k, n)]
     return [LayerOperator("forward", REDUCE_SCATTER, m, k, n), LayerOperator("backward", ALL_GATHER, m, n, k)]
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a layer multiplies x: autocast's, where it is on for it."""
+    """Return the dtype in which a layer multiplies x: autocast's dtype if autocast applies to x, else x's dtype."""
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

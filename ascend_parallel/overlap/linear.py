@@ -1,12 +1,15 @@
 """Tensor-parallel linear layers: two autograd functions over the three operators.
 
-Y = X W' + b with the weight as torch.nn.functional.linear has it, ``[N, K]``.
+w [N, K] as in torch.nn.functional.linear; w_shard_n [N / R, K], w_shard_k [N, K / R]. The second line of each layer
+is with sequence parallelism:
 
-column  W is cut along N. Sequence parallel: X arrives as this rank's rows and is gathered.
-row     W is cut along K, X along its last dimension; Y is summed over ranks. Sequence parallel: of the sum its rows.
+column  y_shard_n = x @ w_shard_n.t()                          dx = all_reduce(dy_shard_n @ w_shard_n)
+        y_shard_n = all_gather(x_shard_m) @ w_shard_n.t()      dx_shard_m = reduce_scatter(dy_shard_n @ w_shard_n)
+row     y = all_reduce(x_shard_k @ w_shard_k.t())              dx_shard_k = dy @ w_shard_k
+        y_shard_m = reduce_scatter(x_shard_k @ w_shard_k.t())  dx_shard_k = all_gather(dy_shard_m) @ w_shard_k
 
-Every matmul next to a collective overlaps with it, in both directions, and the weight gradient runs under what is left
-of the input gradient's communication. That gradient is never cut: its sum over rows would change its bits.
+Every matmul next to a collective overlaps with it, in forward and backward. The weight gradient runs under the rest of
+the input gradient's communication. It is never cut: chunks would change the order of its sum over rows, and its bits.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, operand_dtype
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
 
@@ -77,11 +80,12 @@ def column_linear(
     bias_shard_n    [N / R] or None
     returns         [..., N / R]; with sequence_parallel [S, ..., N / R]
 
-    reduce_input_grad=False leaves the gradient of x as this rank's part of the sum (sequence parallelism always
-    scatters it). before_communicating is called before each pass's first collective;
-    ``forward_wrapper(fn)`` runs `fn`, or returns its saved products during recompute. Whether x and the weight
-    need gradients has to be the same on every rank. Raises `ValueError` for operands that do not fit,
-    `CollectiveError` if a rank fails.
+    With reduce_input_grad=False dx is this rank's part of the sum (sequence_parallel always reduce-scatters dx).
+    before_communicating is called before each pass's first collective. ``forward_wrapper(fn)`` runs `fn`, or
+    returns its saved products during recompute.
+
+    Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
+    that do not fit, `CollectiveError` if a rank fails.
     """
     layer = _Layer(
         group=group,
@@ -115,7 +119,7 @@ def row_linear(
     weight_shard_k  [N, K / R]
     returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
 
-    The bias is added to the result once, by the caller. Errors as in `column_linear`.
+    The caller adds the bias to the result. Options and errors as in `column_linear`.
     """
     layer = _Layer(
         group=group,
@@ -133,14 +137,14 @@ def row_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    @unseen()
+    @hide_from_selective_checkpoint()
     @recorded_layer("column", "forward")
     @without_autocast
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
     ) -> torch.Tensor:
-        keeps = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
-        y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keeps))
+        keep = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
+        y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
         _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
         return y
 
@@ -173,7 +177,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    @unseen()
+    @hide_from_selective_checkpoint()
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
@@ -202,20 +206,20 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _column_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer, keeps: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer, keep: bool
 ) -> Products:
-    """Return y, bias added, and with `keeps` the gathered rows of x where they were gathered."""
+    """Return y with the bias added; with `keep` and sequence parallelism also the gathered rows of x."""
     gathered_m = None
     if layer.sequence_parallel:
         layer.about_to_communicate()
-        y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keeps, layout=TRANSPOSED)
+        y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keep, layout=TRANSPOSED)
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
     else:
         check_operands("column_linear", x, weight.t())
         y = compute(MATMUL, "matmul", torch.matmul, x, weight.t())
     if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
         y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
-    return y, gathered_m if keeps else None
+    return y, gathered_m if keep else None
 
 
 def _row_forward(x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
@@ -231,11 +235,10 @@ def _row_forward(x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.
 def _column_sequence_backward(
     dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Input gradient with its reduce-scatter, the gather of x, and the weight gradient.
+    """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
 
-    The gather and the input gradient do not need each other, so either may be started first. Gathering
-    first (the default) runs the gather under the input gradient's matmul and leaves the
-    reduce-scatter to run under the weight gradient's.
+    The gather and the input gradient are independent, so either can start first. With the gather first (the default)
+    the gather runs under the input gradient's matmul, and the reduce-scatter under the weight gradient's matmul.
     """
     group, settings = layer.group, layer.settings
 
@@ -263,13 +266,13 @@ def _column_sequence_backward(
 def _local_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Both gradients where neither communicates."""
+    """Return ``dx = dy @ weight`` and dw, without communication."""
     dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
     return dx, _weight_gradient(layer, x, dy)
 
 
 def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
-    """dW of contiguous rows, or None where x was not kept because nobody wants it."""
+    """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
     if x is None:
         return None
     x_m, dy_m = rows_of(x.contiguous()), rows_of(dy.contiguous())
@@ -277,14 +280,14 @@ def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) ->
 
 
 def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> None:
-    """Save what the wanted gradients need: `kept` for the weight's, the weight for the input's."""
+    """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
     ctx.save_for_backward(kept if weight_grad else None, weight if input_grad else None)
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
 
 
 def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Cast as autocast casts the operands of a matmul: before the collective, which then moves less."""
+    """Return x cast as autocast casts matmul operands; cast before the collective, which then moves fewer bytes."""
     dtype = operand_dtype(x)
     return x if dtype == x.dtype else x.to(dtype)
 

@@ -1,8 +1,8 @@
-"""Row-parallel layers whose frozen weight is held in int8, for inference and for fine-tuning around them.
+"""Row-parallel layers with a frozen int8 weight, for inference and for fine-tuning of the other layers.
 
-The weight stays in int8: forward runs matmul_all_reduce with it, backward dequantises it once more for
-the input's gradient. There is no weight gradient. With sequence parallelism no operator takes an int8
-weight, so it is dequantised for the call, as a whole, and not kept.
+Forward runs matmul_all_reduce with the int8 weight; backward dequantises the weight for dx. There is no weight
+gradient. With sequence parallelism no operator takes an int8 weight, so each call dequantises the whole weight and
+frees the copy.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings
 from ascend_parallel.overlap.linear import cast_by_autocast
-from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-# What frameworks note on a weight about how it is sharded; the int8 weight is sharded as the weight was.
-NOTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+# Attributes by which frameworks mark how a weight is sharded; copied to the int8 weight.
+SHARDING_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class _Options:
     group: dist.ProcessGroup
     settings: Settings
     sequence_parallel: bool
@@ -61,14 +61,14 @@ def quantised_row_linear(
     """Run a row-parallel linear layer with a frozen int8 weight, without its bias, on one rank of `group`.
 
     x_shard_k       [..., K / R], this rank's inputs
-    weight_shard_k  [K / R, N], the transpose of what row_linear takes
+    weight_shard_k  [K / R, N], the transpose of row_linear's weight
     returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
 
-    Otherwise as `row_linear`, whose errors it raises.
+    Options and errors as in `row_linear`.
     """
     if sequence_parallel:
-        _say_dequantised(dist.get_rank())
-    call = _Call(
+        _log_dequantised(dist.get_rank())
+    options = _Options(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -78,14 +78,14 @@ def quantised_row_linear(
     w = weight_shard_k
     w.refuse_gradients()
     y: torch.Tensor = _QuantisedRowLinear.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x_shard_k), w.values, w.scale, w.offset, call
+        cast_by_autocast(x_shard_k), w.values, w.scale, w.offset, options
     )
     return y
 
 
 class _QuantisedRowLinear(torch.autograd.Function):
     @staticmethod
-    @unseen()
+    @hide_from_selective_checkpoint()
     @without_autocast
     @recorded_layer("row", "forward")
     def forward(
@@ -94,19 +94,19 @@ class _QuantisedRowLinear(torch.autograd.Function):
         values: torch.Tensor,
         scale: torch.Tensor,
         offset: torch.Tensor | None,
-        call: _Call,
+        options: _Options,
     ) -> torch.Tensor:
-        w = QuantisedWeight(values, scale, offset, call.group_size)
-        if call.before_communicating is not None:
-            call.before_communicating()
+        w, group, settings = QuantisedWeight(values, scale, offset, options.group_size), options.group, options.settings
+        if options.before_communicating is not None:
+            options.before_communicating()
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(values, scale, offset)
-            ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
-        if call.sequence_parallel:
+            ctx.options, ctx.x_shape, ctx.x_dtype = options, x.shape, x.dtype
+        if options.sequence_parallel:
             w_plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
-            y_m = start_matmul_reduce_scatter(x, w_plain, call.group, call.settings).wait()
-            return shaped(y_m, scattered_shape(x.shape, call.group.size(), w.shape[1]))
-        y_m = start_matmul_all_reduce(x, w, call.group, call.settings).wait()
+            y_m = start_matmul_reduce_scatter(x, w_plain, group, settings).wait()
+            return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
+        y_m = start_matmul_all_reduce(x, w, group, settings).wait()
         return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
     @staticmethod
@@ -114,23 +114,23 @@ class _QuantisedRowLinear(torch.autograd.Function):
     @without_autocast
     @recorded_layer("row", "backward")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        call: _Call = ctx.call
+        options: _Options = ctx.options
         dy = dy.to(ctx.x_dtype)
         values, scale, offset = ctx.saved_tensors
-        w = QuantisedWeight(values, scale, offset, call.group_size)
+        w = QuantisedWeight(values, scale, offset, options.group_size)
         w_t = compute(BESIDE, "dequantise", w.dequantise, ctx.x_dtype).t()
-        if call.sequence_parallel:
-            dx, _ = run_all_gather_matmul(dy, w_t, call.group, backward_settings(call.settings), False)
+        if options.sequence_parallel:
+            dx, _ = run_all_gather_matmul(dy, w_t, options.group, backward_settings(options.settings), False)
         else:
             dx = compute(MATMUL, "matmul", torch.matmul, rows_of(dy), w_t)
         return dx.view(ctx.x_shape), None, None, None, None
 
 
 class Int8(torch.nn.Module):
-    """The parametrisation of an int8 weight [N, K / R]: its scales, and how it is read as a weight again.
+    """The parametrisation of an int8 weight [N, K / R]: holds the scales, and dequantises on read.
 
-    Scales are laid out for the transpose [K / R, N], as the operators take them. They move with the module
-    but keep their dtype, because the values were chosen for the scales as they are.
+    The scales have the layout of the transpose [K / R, N], which the operators take. They move with the module
+    but keep their dtype, because the values were rounded for exactly these scales.
     """
 
     scale: torch.Tensor
@@ -138,7 +138,7 @@ class Int8(torch.nn.Module):
     like: torch.Tensor
 
     def __init__(self, weight: QuantisedWeight, dtype: torch.dtype) -> None:
-        """Hold the scales of `weight`; who reads it as a plain weight gets it in `dtype`."""
+        """Hold the scales of `weight`; `forward` returns the plain weight in `dtype`."""
         super().__init__()
         self.group_size = weight.group_size
         self.register_buffer("scale", weight.scale)
@@ -146,11 +146,11 @@ class Int8(torch.nn.Module):
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the whole weight [N, K / R], dequantised."""
+        """Return the plain weight [N, K / R], dequantised."""
         return self.weight(values).dequantise(self.like.dtype).t()
 
     def weight(self, values: torch.Tensor) -> QuantisedWeight:
-        """Return values [N, K / R] with these scales as a weight [K / R, N]."""
+        """Return the int8 weight [K / R, N] of values [N, K / R] and these scales."""
         return QuantisedWeight(values.t(), self.scale, self.offset, self.group_size)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Int8:
@@ -166,27 +166,27 @@ class Int8(torch.nn.Module):
 def quantise_row_parallel(
     layer: torch.nn.Module, grain: str, *, group_size: int = 0, symmetric: bool = True, dtype: torch.dtype | None = None
 ) -> torch.nn.Module:
-    """Hold the weight [N, K / R] of a row-parallel layer, such as Megatron-core's, in int8 and return the layer.
+    """Quantise the weight [N, K / R] of a row-parallel layer, such as Megatron-core's, to int8; return the layer.
 
-    ``layer.weight`` becomes a frozen parametrisation (torch.nn.utils.parametrize): the int8 values are
-    ``layer.parametrizations.weight.original``, the scales buffers beside them, all in state_dict. The
-    patched forward runs with the int8 values; whatever else reads ``layer.weight`` gets it dequantised, anew
-    at each reading, so that the layer computes the same without the patch.
+    ``layer.weight`` becomes a frozen parametrisation (torch.nn.utils.parametrize). The int8 values are
+    ``layer.parametrizations.weight.original``, the scales are buffers beside them; state_dict holds both. The
+    patched forward runs with the int8 values. Every other read of ``layer.weight`` dequantises the weight again, so
+    the layer computes the same without the patch.
 
-    `grain`, `group_size`, `symmetric` and `dtype` (of the scales) as `quantise_weight` has them; groups count
-    from the beginning of this rank's K / R. To be called alike on every rank. Raises `ValueError` for
-    what is not allowed or a layer without such a weight.
+    `grain`, `group_size`, `symmetric` and `dtype` (of the scales) as in `quantise_weight`; groups start at the
+    beginning of this rank's K / R. Call this alike on every rank. Raises `ValueError` for options that are not
+    allowed, and for a layer without such a weight.
     """
     weight = getattr(layer, "weight", None)
     if parametrize.is_parametrized(layer, "weight") or not isinstance(weight, torch.nn.Parameter):
         raise ValueError(f"{type(layer).__name__} has no parameter `weight` to quantise, or it is parametrised already")
     quantised = quantise_weight(weight.t(), grain, group_size=group_size, symmetric=symmetric, dtype=dtype)
     frozen = torch.nn.Parameter(quantised.values.t().contiguous(), requires_grad=False)
-    for note in NOTES:
-        if hasattr(weight, note):
-            setattr(frozen, note, getattr(weight, note))
+    for name in SHARDING_ATTRIBUTES:
+        if hasattr(weight, name):
+            setattr(frozen, name, getattr(weight, name))
     layer.register_parameter("weight", frozen)
-    # unsafe: the dtype changes by intent, and the check would dequantise the weight once for nothing.
+    # unsafe skips a check that would dequantise the weight and refuse the intended change of dtype.
     parametrize.register_parametrization(layer, "weight", Int8(quantised, weight.dtype), unsafe=True)
     if hasattr(layer, "sharded_state_dict"):
         vars(layer)["sharded_state_dict"] = _refuse_sharded_state_dict
@@ -194,7 +194,7 @@ def quantise_row_parallel(
 
 
 def int8_weight(layer: torch.nn.Module) -> QuantisedWeight | None:
-    """Return the int8 weight [K / R, N] of a layer that `quantise_row_parallel` changed, or None of any other."""
+    """Return the int8 weight [K / R, N] of a layer that `quantise_row_parallel` changed; None for other layers."""
     if not parametrize.is_parametrized(layer, "weight"):
         return None
     chain: Any = layer.parametrizations["weight"]  # type: ignore[index]
@@ -202,7 +202,7 @@ def int8_weight(layer: torch.nn.Module) -> QuantisedWeight | None:
 
 
 def _refuse_sharded_state_dict(*args: object, **kwargs: object) -> object:
-    """Stand in for Megatron's method, which would save one rank's scales for all."""
+    """Replace Megatron's method, which would save a single rank's scales for all ranks."""
     raise RuntimeError(
         "a layer with an int8 weight has no sharded_state_dict (its scales differ from rank to rank): "
         "save state_dict() of each rank, or save the checkpoint before quantise_row_parallel"
@@ -210,6 +210,6 @@ def _refuse_sharded_state_dict(*args: object, **kwargs: object) -> object:
 
 
 @functools.lru_cache(maxsize=2)
-def _say_dequantised(rank: int) -> None:
+def _log_dequantised(rank: int) -> None:
     if rank == 0:
         log.info("an int8 weight with sequence parallelism is dequantised for each call: no operator takes it there")

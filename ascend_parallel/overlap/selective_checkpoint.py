@@ -1,10 +1,14 @@
-"""What a selective activation checkpoint must not see: the inside of a layer, and what is run beside the model.
+"""Hide operators from selective activation checkpoint policies.
 
-Its policy names operators whose results the second run is given instead of computing them. Inside a layer these are
-buffers: an all-reduce or a bias changes them in place afterwards, ``mm(out=...)`` writes to another one in each run,
-and a collective that one rank skips leaves the others waiting. And a measurement or a check that only one of the runs
-makes moves the numbers by which results are found again. So neither is shown to the policy, and a layer runs again as
-a whole.
+A policy lists operators whose saved results the recomputation uses instead of running them. Two kinds of operators
+must be hidden from it:
+
+- Operators inside a layer. Their results are buffers: an all-reduce or a bias changes them in place later,
+  ``mm(out=...)`` writes to a different buffer in each run, and a collective that a rank skips blocks the other ranks.
+- Measurements and checks. They run in only one of forward and recomputation, which would shift the indices by which
+  the checkpoint finds saved results.
+
+So recomputation runs a layer as a whole.
 """
 
 from __future__ import annotations
@@ -20,20 +24,20 @@ _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispa
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Take selective checkpoints' modes, in which operators would be kept or given, from the stack for a while."""
+def hide_from_selective_checkpoint() -> Iterator[None]:
+    """Remove the dispatch modes of selective checkpoints from the mode stack inside this context."""
     stack = _get_current_dispatch_mode_stack()
-    lowest = next((place for place, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
-    others = [mode for mode in stack[lowest:] if not isinstance(mode, _SELECTIVE)]
-    _put(stack[lowest:], others)
+    lowest = next((index for index, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
+    remaining = [mode for mode in stack[lowest:] if not isinstance(mode, _SELECTIVE)]
+    _replace_top(stack[lowest:], remaining)
     try:
         yield
     finally:
-        _put(others, stack[lowest:])
+        _replace_top(remaining, stack[lowest:])
 
 
-def _put(before: list[Any], after: list[Any]) -> None:
-    """Replace the modes `before` at the top of the stack, the last of them the uppermost, by `after`."""
+def _replace_top(before: list[Any], after: list[Any]) -> None:
+    """Replace the modes `before` at the top of the stack by `after`; the last mode is on top."""
     for _ in before:
         _pop_mode()
     for mode in after:

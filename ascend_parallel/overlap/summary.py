@@ -1,4 +1,4 @@
-"""Settings in words: whether they overlap anything, and how."""
+"""Describe in words whether and how settings overlap matmuls and collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ascend_parallel.settings import Settings
 
 
 def overlap_in_words(settings: Settings) -> str:
-    """Return "on: ..." with what the covered layers run, or "off: ..." with why they overlap nothing."""
+    """Return "on: ..." with the chunks or operators of covered layers, or "off: ..." with the reason."""
     if not settings.enabled:
         return "off: COC_MODE=0" if settings.mode == 0 else "off: export COC_PARALLEL_NUM=auto to switch it on"
     if settings.effective_mode == 1:
@@ -17,9 +17,9 @@ def overlap_in_words(settings: Settings) -> str:
 
 
 def chunks_in_words(settings: Settings) -> str:
-    """Return what the operators of a planned graph run: in how many chunks, and "off" where that is one.
+    """Return the chunks of a planned graph's operators in words; a single chunk is "off".
 
-    They take the settings as they are: what "auto" and COC_TUNE choose is for Megatron's layers.
+    These operators ignore "auto" and COC_TUNE, which choose only for Megatron's layers.
     """
     chunks = usual_chunks(settings)
     if settings.effective_mode == 1:
@@ -32,7 +32,7 @@ def chunks_in_words(settings: Settings) -> str:
 
 
 def _how(settings: Settings) -> str:
-    """Say what the overlapped layers run, or nothing if each matmul stays whole."""
+    """Return the chunks or operators of overlapped layers in words; empty if each matmul stays whole."""
     chunks = usual_chunks(settings)
     if settings.fused:
         return f"fused operators where they can run, else {chunks} chunks (USE_COC_FUSED_KERNEL=1)"

@@ -1,4 +1,4 @@
-"""Where a layer's weight gradient goes."""
+"""The destination of a layer's weight gradient."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 
 
 class WeightGradient:
-    """What becomes of a weight gradient; frameworks derive from it to accumulate it elsewhere."""
+    """Returns the weight gradient to autograd; frameworks derive from this class to accumulate elsewhere."""
 
     def begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
-        """Look at what backward begins with: x or its gathered rows, and the weight, each None if it is not needed."""
+        """Backward starts with `kept` (x or its gathered rows) and `weight`, each None if it is not needed."""
 
     def postpone(self, dy: torch.Tensor) -> bool:
-        """Keep dy for later and return True, or return False to have the gradient computed now."""
+        """Keep dy for later and return True, or return False to compute the gradient in this backward."""
         return False
 
     def placeholder(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return what autograd gets for a gradient that was put off; x is the layer's input."""
+        """Return the tensor that autograd gets in place of a postponed gradient; x is the layer's input."""
         return None
 
     def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient ``dY' X`` [N, K] of rows x [M, K] and dy [M, N], or None if it went elsewhere."""
+        """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N]."""
         return dy_m.t().matmul(x_m)

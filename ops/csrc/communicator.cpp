@@ -12,13 +12,13 @@
 namespace ascend_parallel {
 namespace {
 
-constexpr int kSpins = 200;   // some microseconds before the core is yielded
-constexpr int kYields = 300;  // then this often, before sleeping
+constexpr int kSpins = 200;   // spins before the first yield, some microseconds
+constexpr int kYields = 300;  // yields before the first sleep
 constexpr auto kNap = std::chrono::microseconds(50);
-constexpr auto kLook = std::chrono::milliseconds(20);  // between looks at whether the rank still lives
-constexpr int64_t kDirect = 64 * 1024;  // bytes up to which every rank sums everything itself
-constexpr int64_t kGrain = 64 * 1024;   // elements worth a thread of their own
-constexpr int64_t kLine = 64;           // elements, so that no two ranks write to one cache line
+constexpr auto kLook = std::chrono::milliseconds(20);  // between checks whether the other rank is alive
+constexpr int64_t kDirect = 64 * 1024;  // bytes up to which every rank sums the whole result
+constexpr int64_t kGrain = 64 * 1024;   // fewest elements for a thread
+constexpr int64_t kLine = 64;           // elements; no two ranks write to the same cache line
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -36,7 +36,7 @@ int checked_ranks(int rank, size_t ranks) {
   return static_cast<int>(ranks);
 }
 
-// As Python names the operators and dtypes.
+// The call in words, with Python's names of the operators and dtypes.
 std::string text_of(const Call& call) {
   constexpr const char* kOperators[] = {"matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"};
   constexpr const char* kDtypes[] = {"float32", "bfloat16", "float16"};
@@ -47,7 +47,7 @@ std::string text_of(const Call& call) {
   return text.str();
 }
 
-// Where part `index` of `count` elements shared out over `ranks` begins.
+// The first element of part `index` when `count` elements are divided among `ranks`.
 int64_t part_begin(int64_t count, int ranks, int index) {
   return index == ranks ? count : count / kLine * index / ranks * kLine;
 }
@@ -84,7 +84,8 @@ size_t Communicator::run(const Call& call, size_t needed, double time_limit, Bod
   };
   try {
     if (needed > segment_.half_bytes()) {
-      // All ranks need more, or their calls differ: one that goes for a larger segment alone would wait for the others.
+      // All ranks need more room, or their calls differ. The wait finds the difference before a rank goes for a larger
+      // segment alone.
       const Step step = next();
       announce(call, step);
       wait_for_all(step);
@@ -92,7 +93,7 @@ size_t Communicator::run(const Call& call, size_t needed, double time_limit, Bod
     }
     for (int64_t index = 0; index < call.steps; ++index) body(next(), index);
   } catch (...) {
-    failed.value.store(1, std::memory_order_release);  // the others need not wait for their time limit
+    failed.value.store(1, std::memory_order_release);  // spares the other ranks their time limit
     throw;
   }
   return 0;
@@ -115,7 +116,7 @@ void Communicator::wait_for_all(const Step& step) const {
 }
 
 void Communicator::disagree(Step step) const {
-  const auto end = Clock::now() + std::chrono::duration<double>(step.time_limit);  // of waiting for all together
+  const auto end = Clock::now() + std::chrono::duration<double>(step.time_limit);  // one limit for all waits
   std::string all;
   for (int rank = 0; rank < ranks_; ++rank) {
     step.time_limit = std::max(0.0, std::chrono::duration<double>(end - Clock::now()).count());
@@ -168,7 +169,7 @@ void Communicator::check_on(const Count& counter, int rank, const Step& step, Cl
     text << " did not come within " << step.time_limit << " s";
     verdict = text.str();
   }
-  // Looked at again after the verdict: a rank may set its counter and end.
+  // Read the counter again after the verdict: a rank may set its counter and then end.
   if (verdict.empty() || counter.load(std::memory_order_acquire) >= step.number) return;
   throw std::runtime_error("rank " + std::to_string(global_ranks_[rank]) + verdict);
 }
@@ -203,7 +204,7 @@ size_t Communicator::all_reduce(
     const Product& product, const Pieces& pieces, const Put& put, char* y, double time_limit) {
   const int64_t size = size_of(product.dtype), row = product.n * size;
   const int64_t longest = pieces.longest() * product.n;
-  // Few bytes, or those of two ranks, are summed by every rank for itself; else each sums a part for all.
+  // With two ranks or few bytes every rank sums the whole result; else each rank sums a part for all.
   const bool direct = ranks_ == 2 || longest * size <= kDirect;
   const int64_t part = direct ? 0 : longest - part_begin(longest, ranks_, ranks_ - 1);
   const auto needed = static_cast<size_t>((longest + part) * size);
@@ -226,7 +227,7 @@ size_t Communicator::reduce_scatter(
   return run(call, needed, time_limit, [&](const Step& step, int64_t piece) {
     const int64_t begin = pieces.begin(piece), length = pieces.end(piece) - begin;
     if (pieces.count() == 1 && product.row_tile == 0) {
-      put(0, product.m, step.stage);  // whole, which is quicker
+      put(0, product.m, step.stage);  // a single matmul is quicker
     } else {
       for (int rank = 0; rank < ranks_; ++rank) {
         put(rank * rows + begin, rank * rows + begin + length, step.stage + rank * length * row);

@@ -1,13 +1,13 @@
-// The three operators over a shared segment: each rank's part of them, on plain memory.
+// A rank's part of the three operators over a shared segment, on plain memory.
 //
-// Protocol. Work is done in steps, numbered 1, 2, 3 ... alike on all ranks; a call is one step or several,
-// each a piece of the rows. In step n a rank writes only to its own stage, to the half n % 2, and says so
-// by setting its counters to n; readers wait for the counter. In every step every rank waits for a counter
-// of every other rank. So when a rank begins step n, it has finished n - 1, in which it saw that all others
-// had begun n - 1, hence finished n - 2: nobody reads half n % 2 any more. No further signal is needed,
-// none can be lost, no stage is overwritten. Beside the counter a rank leaves what call it came with, in a half
-// of its own, and every rank compares before it reads rows: ranks that differ all raise in this step. A call that
-// needs a larger segment is one step without rows. tests/ops/test_shm_protocol.py tries every interleaving.
+// Protocol. Work runs in steps, numbered 1, 2, 3 ... alike on all ranks. A call has a step for each piece of its rows.
+// In step n a rank writes only to half n % 2 of its own stage, then sets its counters to n. Readers wait for the
+// counter, and in every step every rank waits for a counter of every other rank. A rank that begins step n has
+// finished n - 1, in which it saw that all others had begun n - 1 and hence finished n - 2: no rank still reads half
+// n % 2. So no stage is overwritten too early, no further signal is needed, and no signal can be lost. Beside the
+// counter a rank leaves a description of its call, also in halves. Every rank compares descriptions before it reads
+// rows; if they differ, all ranks raise in this step. A call that needs a larger segment is a single step without
+// rows. tests/ops/test_shm_protocol.py tries every interleaving.
 #pragma once
 
 #include <chrono>
@@ -21,18 +21,18 @@
 
 namespace ascend_parallel {
 
-// One rank's matmul [m, k] x [k, n]; of the same shape on all ranks.
+// A rank's matmul [m, k] x [k, n]; the same shape on all ranks.
 struct Product {
   int64_t m, k, n;
   Dtype dtype;
-  // Rows of a tile in which every rank's rows are multiplied, from the first on; 0: as many as come together.
+  // Rows of a tile in which every rank's rows are multiplied, from the first row on; 0: no tiles.
   int64_t row_tile = 0;
 };
 
-// Rows cut into pieces, so that stages need not hold whole results.
+// The rows in pieces, so that a stage need not hold a whole result.
 class Pieces {
  public:
-  // `sizes` are the rows of each piece, in order; of the same sum and, but for an error, the same on all ranks.
+  // `sizes` are the rows of each piece, in order; the same on all ranks, except by a user's error.
   explicit Pieces(const std::vector<int64_t>& sizes);
   int32_t count() const { return static_cast<int32_t>(begins_.size()) - 1; }
   int64_t begin(int64_t piece) const { return begins_[static_cast<size_t>(piece)]; }
@@ -44,35 +44,35 @@ class Pieces {
   int64_t longest_ = 0;
 };
 
-// What a communicator asks of its process.
+// The services that a communicator needs from its process.
 struct Host {
   using Body = std::function<void(int64_t begin, int64_t end)>;
-  // Runs a body over [0, count) on the threads of this rank, `grain` or more to each.
+  // Runs a body over [0, count) on this rank's threads, `grain` elements or more for each thread.
   std::function<void(int64_t count, int64_t grain, const Body& body)> parallel;
-  // Called now and then while waiting; ends the wait by throwing.
+  // Called repeatedly during a wait; throws to end the wait.
   std::function<void()> interrupt;
 };
 
 class Communicator {
  public:
-  // `global_ranks` are the names of the group's ranks in errors.
+  // Errors name the group's ranks by `global_ranks`.
   Communicator(
       const std::string& name, int rank, const std::vector<int64_t>& global_ranks, size_t half_bytes, Host host);
 
-  // Puts rows [begin, end) of this rank's matrix to `out`, dense.
+  // Writes rows [begin, end) of this rank's matrix to `out`, dense.
   using Put = std::function<void(int64_t begin, int64_t end, char* out)>;
-  // Takes rows [begin, end) of the matrix of `rank`, dense.
+  // Reads rows [begin, end) of the matrix of `rank`, dense.
   using Take = std::function<void(int rank, int64_t begin, int64_t end, char* rows)>;
 
-  // Each returns 0; or, having moved nothing, the bytes that a half needs for it, where that is more than there are.
-  // A wait of more than `time_limit` seconds is an error, and so are ranks that come with different calls; after an
-  // error the communicator is of no more use.
+  // Each returns 0; or, if a half is too small, the bytes that a half needs, and then has moved nothing.
+  // Throws if a wait takes more than `time_limit` seconds, or if ranks come with different calls; the communicator is
+  // unusable after an error.
 
-  // y [m, n] = the sum over ranks of their products.
+  // y [m, n] = the sum of all ranks' products.
   size_t all_reduce(const Product& product, const Pieces& pieces, const Put& put, char* y, double time_limit);
-  // y [m / R, n] = this rank's rows of that sum; the pieces are of one rank's rows.
+  // y [m / R, n] = this rank's rows of that sum; `pieces` are pieces of a single rank's rows.
   size_t reduce_scatter(const Product& product, const Pieces& pieces, const Put& put, char* y, double time_limit);
-  // Hands every rank's rows, of `columns` elements each, to `take`, in pieces; the own ones first.
+  // Passes every rank's rows, of `columns` elements each, to `take`, in pieces; this rank's rows first.
   size_t all_gather(
       const Pieces& pieces, int64_t columns, Dtype dtype, const Put& put, const Take& take, double time_limit);
 
@@ -91,19 +91,19 @@ class Communicator {
 
   template <typename Body>
   size_t run(const Call& call, size_t needed, double time_limit, Body body);
-  // Says that this rank's rows of a step of `call` are in its stage.
+  // Publishes that this rank's rows of a step of `call` are in its stage.
   void announce(const Call& call, const Step& step) const;
-  // Waits for the rows of `rank`, or of all, and makes sure that they are of the same call as this rank's.
+  // Waits for the rows of `rank`, or of all ranks, and throws unless they belong to the same call as this rank's.
   void wait_for(int rank, const Step& step) const;
   void wait_for_all(const Step& step) const;
-  // Raises what each rank came with to a step.
+  // Throws an error that describes every rank's call in a step.
   [[noreturn]] void disagree(Step step) const;
   std::string came_with(int rank, const Step& step) const;
   void wait(const Count& counter, int rank, const Step& step) const;
   void check_on(const Count& counter, int rank, const Step& step, Clock::time_point since) const;
   // out = elements [begin, end) of all stages, summed.
   void sum(Dtype dtype, const Step& step, int64_t begin, int64_t end, char* out) const;
-  // Sums part by part: each rank one part, for all.
+  // Sums in parts: each rank sums a part for all ranks.
   void sum_in_parts(Dtype dtype, const Step& step, int64_t count, char* out) const;
 
   Segment segment_;

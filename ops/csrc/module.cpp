@@ -1,4 +1,4 @@
-// What Python sees: tensors in, tensors out. Calls run without the interpreter's lock.
+// The Python bindings, on tensors. Calls run without the interpreter's lock.
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <sys/mman.h>
@@ -21,19 +21,19 @@ ap::Dtype dtype_of(const at::Tensor& tensor) {
   }
 }
 
-// Rows in memory that is not torch's.
+// A tensor on memory that torch does not own.
 at::Tensor rows_at(char* memory, int64_t rows, const at::Tensor& like, int64_t columns) {
   return at::from_blob(memory, {rows, columns}, like.options());
 }
 
-// Asks for large pages for a result of 32 MB or more. malloc takes such blocks from the system each time, and touching
-// them page by page costs more than the sum; smaller ones it keeps and hands out again.
+// Requests large pages for a result of 32 MB or more. malloc maps such blocks anew each time, and touching
+// them page by page costs more than the sum; it reuses smaller blocks.
 void prefer_large_pages(const at::Tensor& y) {
   constexpr uintptr_t kPage = 2 << 20;
   const auto begin = reinterpret_cast<uintptr_t>(y.data_ptr()), end = begin + y.nbytes();
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
   if (y.nbytes() < 16 * kPage) return;
-  ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint, which the system may not take
+  ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint; the system may ignore it
 }
 
 ap::Product product_of(const at::Tensor& x, const at::Tensor& w, int64_t row_tile) {
@@ -48,8 +48,8 @@ at::Tensor aligned(const at::Tensor& operand) {
   return is_aligned(operand) ? operand : operand.clone();
 }
 
-// y = x w, in tiles of so many rows if `row_tile` is not 0: the same calls as ops/multiply.py makes, which says why
-// operands are aligned.
+// y = x w; if `row_tile` is not 0, in tiles of `row_tile` rows. Makes the same calls as ops/multiply.py, which explains
+// why operands are aligned.
 void multiply(const at::Tensor& x, const at::Tensor& w_given, at::Tensor y, int64_t row_tile) {
   const int64_t rows = x.size(0), step = row_tile > 0 ? row_tile : std::max<int64_t>(rows, 1);
   const at::Tensor w = aligned(w_given);
@@ -93,7 +93,7 @@ size_t matmul_reduce_scatter(
                              static_cast<char*>(y.data_ptr()), time_limit);
 }
 
-// Reads the rows where they lie, rank by rank, or gathers them first and multiplies them `together`.
+// Multiplies the rows in place, rank by rank; with `together`, gathers them first and multiplies them in a single call.
 size_t all_gather_matmul(
     ap::Communicator& self, const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
     const std::optional<at::Tensor>& kept, bool together, const std::vector<int64_t>& sizes, int64_t row_tile,

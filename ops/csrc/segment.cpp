@@ -22,8 +22,8 @@ size_t whole_pages(size_t bytes) {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(error));
 }
 
-// Locks of the process, not of the open file: a forked child has none of them, so it can neither keep its
-// parent's lock beyond the parent's end nor give it up by closing what it inherited.
+// Locks of the process, not of the open file: a forked child has none of them. The child can neither keep its
+// parent's lock beyond the parent's end nor release it by closing the inherited file.
 struct flock lock_on(int rank, short kind) {
   struct flock lock {};
   lock.l_type = kind;
@@ -57,7 +57,7 @@ Segment::Segment(const std::string& name, int rank, int ranks, size_t half_bytes
 }
 
 void Segment::open(const std::string& name, int rank) {
-  // Space is taken now: touching a page that is not to be had would end the process with SIGBUS.
+  // Allocate the space here: touching an unavailable page later would end the process with SIGBUS.
   if (rank == 0) {
     if (const int error = ::posix_fallocate(file_, 0, static_cast<off_t>(bytes_))) {
       fail(std::to_string(bytes_) + " bytes are not to be had in /dev/shm for " + name, error);
@@ -90,7 +90,7 @@ char* Segment::stage(int rank, uint64_t half) const {
 bool Segment::alive(int rank) const {
   if (header().process[rank].value.load(std::memory_order_acquire) == this_process()) return true;
   struct flock lock = lock_on(rank, F_WRLCK);
-  if (::fcntl(file_, F_GETLK, &lock) != 0) return true;  // not knowing is no proof of death
+  if (::fcntl(file_, F_GETLK, &lock) != 0) return true;  // an unknown state does not prove the rank dead
   return lock.l_type != F_UNLCK;
 }
 

@@ -1,9 +1,9 @@
-// One POSIX shared-memory segment that the ranks of a group on one host share.
+// A POSIX shared-memory segment of a group's ranks on the same host.
 //
-// Rank 0 makes it under a name nobody can guess or have made before (O_EXCL, mode 0600); the others
-// open it; once all have, the name is unlinked, so that nothing is left behind however the ranks end.
-// Each rank holds a lock on one byte of it for as long as it lives, which the kernel takes away when
-// the process ends: that is how the others tell a slow rank from a dead one.
+// Rank 0 creates the segment under a random, new name (O_EXCL, mode 0600); the other ranks open it. Then all
+// unlink the name, so that no segment is left behind, however the ranks end. Each rank locks a byte of the segment
+// for as long as it lives; the kernel releases the lock when the process ends. The lock distinguishes a slow rank from
+// a dead rank.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,10 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters are shared b
 
 enum class Operator : uint8_t { kAllReduce, kReduceScatter, kAllGather };
 
-// What has to be alike on all ranks that come to a step: else they would read each other's rows wrongly.
+// The description of a call. It must be the same on all ranks in a step; else they would misread each other's rows.
 struct Call {
-  int64_t rows, columns;  // of what this rank puts in its stage in all steps of the call
-  int32_t steps;          // which may depend on the inner dimension too
+  int64_t rows, columns;  // of the matrix that this rank puts in its stage in all steps of the call
+  int32_t steps;          // may also depend on the inner dimension
   Operator operation;
   Dtype dtype;
 
@@ -35,28 +35,28 @@ struct Call {
   }
 };
 
-// A counter and, in the same line of a cache, what the rank came with to the steps of either parity.
+// A counter and, in the same cache line, the rank's calls in the latest steps of either parity.
 struct alignas(64) Announcement {
   std::atomic<uint64_t> value;
   Call calls[2];
 };
 static_assert(sizeof(Announcement) == 64, "a look at the counter brings the calls along");
 
-// Starts as zeros, which is what a new segment holds.
+// Starts as zeros: a new segment is zero-filled.
 struct Header {
-  // ready[q]: the last step in which rank q put its rows in its stage, and its call. Only ever grows.
+  // ready[q]: the last step in which rank q put its rows in its stage, and its call. Never decreases.
   Announcement ready[kMaxRanks];
-  // reduced[q]: the last step in which rank q put its part of the sum in its stage. Only ever grows.
+  // reduced[q]: the last step in which rank q put its part of the sum in its stage. Never decreases.
   Counter reduced[kMaxRanks];
-  // failed[q]: not zero once rank q has left a call by an exception.
+  // failed[q]: nonzero after an exception in a call of rank q.
   Counter failed[kMaxRanks];
-  // process[q]: a number that the process of rank q drew, for ranks that are threads of one process.
+  // process[q]: a random number of rank q's process, for ranks that are threads of the same process.
   Counter process[kMaxRanks];
 };
 
 class Segment {
  public:
-  // Makes (rank 0) or opens (the others) the segment `name` of `ranks` stages of 2 x `half_bytes` each.
+  // Creates (rank 0) or opens (other ranks) the segment `name` with `ranks` stages of 2 x `half_bytes` each.
   Segment(const std::string& name, int rank, int ranks, size_t half_bytes);
   ~Segment();
   Segment(const Segment&) = delete;

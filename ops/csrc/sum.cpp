@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-// gcc makes a version of each function for every kind of CPU and picks one when the library is loaded; elsewhere
-// the loops are vectorised for the machine that is compiled for. Sanitizers do not know such functions.
+// gcc compiles each function for several kinds of CPU and picks a version when the library is loaded; other compilers
+// vectorise the loops for the target machine only. Sanitizers do not support such functions.
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -35,7 +35,7 @@ ALWAYS_INLINE uint32_t bits_of(float value) {
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
-// Where `condition`, `yes`, else `no`.
+// `yes` if `condition`, else `no`.
 ALWAYS_INLINE uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = -static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
@@ -62,7 +62,7 @@ ALWAYS_INLINE void round_to(Half& out, float value) {
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFF, sign = (bits >> 16) & 0x8000;
   const uint32_t rounded = (magnitude + 0x0FFF + ((magnitude >> 13) & 1) - ((127u - 15) << 23)) >> 13;
   const uint32_t normal = choose(rounded < 0x7C00, rounded, 0x7C00);
-  // The last place of 0.5 is that of the subnormals: adding it rounds to them.
+  // The last binary place of 0.5f is the place of half's subnormals, so adding 0.5f rounds to them.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
   const uint32_t finite = choose(magnitude < 0x38800000, subnormal, normal);
   out.bits = static_cast<uint16_t>(sign | choose(magnitude > 0x7F800000, 0x7E00, finite));
@@ -79,7 +79,7 @@ ALWAYS_INLINE void sum_of(T* __restrict out, const T* const* parts, int64_t begi
   }
 }
 
-// A loop of its own for every number of ranks: the sum stays in a register.
+// A separate loop for every number of ranks, so that the sum stays in a register.
 template <typename T, int at_least = 2>
 ALWAYS_INLINE void sum(T* out, const T* const* parts, int ranks, int64_t begin, int64_t end) {
   if (ranks == at_least) return sum_of<T, at_least>(out, parts, begin, end);

@@ -1,4 +1,4 @@
-// Sums over ranks: in rank order, in fp32, rounded once to the type they are of.
+// Sums over ranks: in rank order, in fp32, rounded once to the operands' type.
 #pragma once
 
 #include <cstdint>

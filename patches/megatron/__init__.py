@@ -1,9 +1,9 @@
-"""Megatron-core: ColumnParallelLinear.forward and RowParallelLinear.forward, overlapped.
+"""Overlapped replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
-layers     the two replacements, and what of a layer they cover
-wgrad      Megatron's ways to accumulate a weight gradient
-conflicts  features that exclude overlap, and how they are recognised
-coverage   which layers of a model are covered
+layers     the two replacements, and which calls they cover
+wgrad      Megatron's weight gradient accumulation
+conflicts  features that exclude overlap
+coverage   the covered layers of a model
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ VERSIONS = ">=0.10,<0.17"
 
 def installed_version() -> str:
     """Return the version of the megatron-core that is imported."""
-    # Not megatron.core.__version__, which is not set yet while megatron.core is being imported.
+    # megatron.core.__version__ is not set yet while megatron.core is being imported.
     info = importlib.import_module("megatron.core.package_info")
     return str(info.__version__)
 
 
 def patch_set(settings: Settings) -> PatchSet:
-    """Describe what is replaced in Megatron-core so that its layers run as `settings` say."""
+    """Return the patches that make Megatron-core's layers run with `settings`."""
     megatron = Megatron(importlib.import_module(LAYERS), version_tuple(installed_version()), settings)
     return PatchSet(
         "megatron-core",

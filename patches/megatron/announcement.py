@@ -1,4 +1,4 @@
-"""The line in which a run says, once, that its layers are overlapped, how, and where to look for more."""
+"""Log once, in a line, that layers are overlapped, how, and where to find more."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ MORE = (
 
 
 class Announcement:
-    """Said on rank 0 at the first covered call, once."""
+    """The line that rank 0 logs at the first covered call."""
 
     def __init__(self, settings: Settings, tuned: bool) -> None:
-        """Have it said for `settings`; `tuned` if the chunks are found shape by shape while the run goes."""
+        """Announce `settings`; with `tuned`, the chunks of each shape are measured during the run."""
         self._settings, self._tuned = settings, tuned
-        self.said = False
+        self.logged = False
 
-    def say(self, layer: Any, group: dist.ProcessGroup, case: Case | None) -> None:
-        """Say it, if it was not yet, for a call of `layer` on `group`, which is `case`; None with an int8 weight.
+    def log_once(self, layer: Any, group: dist.ProcessGroup, case: Case | None) -> None:
+        """Log the line at the first call: a call of `layer` on `group`, described by `case` (None: an int8 weight).
 
-        The layers counted are those of the outermost module that is running, as much as can be known of the model.
+        Counts the layers of the outermost running module, since the whole model is unknown.
         """
-        if self.said:
+        if self.logged:
             return
-        self.said = True
+        self.logged = True
         if dist.get_rank() == 0:
             settings, ranks = self._settings, group.size()
-            how = MEASURED if self._tuned else _run(case, ranks, settings) if case else ""
+            how = MEASURED if self._tuned else _first_operators(case, ranks, settings) if case else ""
             covered = coverage(running_model(layer))
             log.warning("overlap is %s; %s, on %d ranks; %s%s", overlap_in_words(settings), covered, ranks, how, MORE)
 
 
 def running_model(layer: torch.nn.Module) -> torch.nn.Module:
-    """Return the outermost module whose call led to this one, or `layer` itself."""
-    found = layer
+    """Return the outermost module whose call led to the call of `layer`; `layer` itself if it is the outermost."""
+    outermost = layer
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # Only in torch's own frames, which end with the forward: looking at a frame's locals keeps them alive.
+        # Reading a frame's locals keeps them alive, so read only torch's frames, which end with the forward.
         if frame.f_code is torch.nn.Module._call_impl.__code__:
-            found = frame.f_locals["self"]
+            outermost = frame.f_locals["self"]
         frame = frame.f_back
-    return found
+    return outermost
 
 
-def _run(case: Case, ranks: int, settings: Settings) -> str:
-    """Say what the first layer runs, where that does not depend on what its ranks have yet to find out."""
+def _first_operators(case: Case, ranks: int, settings: Settings) -> str:
+    """Return the first layer's operators in words; empty if its ranks have yet to choose the kernel."""
     if settings.fused:  # with shared memory or without
         return ""
     backward = (column_backward_settings if case.kind == "column" else backward_settings)(settings)
     text = ""
-    for one in case.passes(ranks):
-        problem = Problem(one.operator, one.m, one.k, one.n, case.dtype, case.device, ranks)
-        choice = choose(problem, settings if one.run == "forward" else backward)
-        text += f"first {one.operator}: {choice.kernel} in {len(choice.sizes)}; "
+    for operator in case.passes(ranks):
+        problem = Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, case.device, ranks)
+        choice = choose(problem, settings if operator.run == "forward" else backward)
+        text += f"first {operator.operator}: {choice.kernel} in {len(choice.sizes)}; "
     return text

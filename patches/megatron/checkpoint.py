@@ -1,13 +1,13 @@
-"""Megatron-core's distributed checkpoints (format torch_dist), of which the same model's tensors are read.
+"""Read a model's tensors from Megatron-core's distributed checkpoints (format torch_dist).
 
-Inside it is torch.distributed.checkpoint's format, in Megatron's own names:
+The files have torch.distributed.checkpoint's format, with Megatron's own names:
 
-- the layers of a block are one tensor with a first dimension of layers, ``decoder.layers.mlp.linear_fc1.weight``
-  for every ``decoder.layers.N.mlp.linear_fc1.weight``;
-- a norm before a linear layer stands under the linear layer's name, as Transformer Engine fuses them.
+- The layers of a block are stacked along a first dimension: ``decoder.layers.mlp.linear_fc1.weight`` holds
+  ``decoder.layers.N.mlp.linear_fc1.weight`` of every layer N.
+- A norm before a linear layer has the linear layer's name, as Transformer Engine fuses both.
 
-Query, key and value of a head stay side by side, and what else Megatron arranges inside a tensor.
-Read from megatron-core 0.16: dist_checkpointing/, transformer/transformer_block.py, models/gpt/gpt_layer_specs.py.
+Megatron's arrangement inside a tensor is kept, such as query, key and value of a head side by side.
+Sources in megatron-core 0.16: dist_checkpointing/, transformer/transformer_block.py, models/gpt/gpt_layer_specs.py.
 """
 
 from __future__ import annotations
@@ -38,55 +38,57 @@ _FUSED = {
 
 
 def megatron_format(path: Path) -> dict[str, torch.Tensor] | None:
-    """Return `megatron_state` of a directory of Megatron-core's, or None: a format for `convert`."""
+    """Return `megatron_state` of a Megatron-core checkpoint, None for another directory; a reader for `convert`."""
     return megatron_state(path) if is_megatron(path) else None
 
 
 def megatron_state(path: str | Path) -> dict[str, torch.Tensor]:
-    """Return a model's tensors whole, a name for each layer, in one process and without process groups.
+    """Return a model's unsharded tensors by name, unstacked by layer; runs in one process without process groups.
 
     path
         The directory with Megatron's metadata.json, such as ``iter_0001000``.
 
-    Names are the checkpoint's with the layer's number; see `load_megatron` for a model whose names differ.
-    Raises `CheckpointError` when it is no such directory, or of another format.
+    Names are the checkpoint's, with the layer's number; for a model with other names see `load_megatron`.
+    Raises `CheckpointError` if the directory is no such checkpoint or has another format.
     """
-    checkpoint = _opened(path)
+    checkpoint = _checked_path(path)
     metadata = read_metadata(checkpoint)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, (shape, _) in _model_kinds(metadata).items():
         whole, stacked = read_whole(checkpoint, metadata, key), _STACKED.fullmatch(key)
         if stacked is None:
-            found[key] = whole
+            tensors[key] = whole
         else:
-            found |= {f"{stacked[1]}.{layer}.{stacked[2]}": whole[layer].clone() for layer in range(shape[0])}
-    return found
+            tensors |= {f"{stacked[1]}.{layer}.{stacked[2]}": whole[layer].clone() for layer in range(shape[0])}
+    return tensors
 
 
 def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
-    """Fill the pieces of a GPTModel in place, by its module names; every rank of the default group calls it.
+    """Fill the shards of a GPTModel in place, by module name; every rank of the default group calls this.
 
     path
         The directory with Megatron's metadata.json.
     model
-        Such as `pieces_of` gives for a whole GPTModel, or boxes of its tensors under the same names. Megatron's own
-        slice of a gated ``linear_fc1`` is two boxes, so that name may not be cut along its first dimension.
+        Shards by name, such as `pieces_of` returns for an unsharded GPTModel. A gated ``linear_fc1`` must not be
+        sharded along its first dimension: Megatron's own slice of it is two separate ranges.
 
-    Raises `CheckpointError` on every rank when a tensor is missing here or there, or of another shape or dtype.
+    Raises `CheckpointError` on every rank if a tensor is missing in the model or the checkpoint, or if shapes or
+    dtypes differ.
     """
     group, fault = everybody(), ""
-    wanted: dict[str, list[TensorShard]] = {}
+    requested: dict[str, list[TensorShard]] = {}
     try:
-        checkpoint = _opened(path)
+        checkpoint = _checked_path(path)
         saved = _model_kinds(read_metadata(checkpoint))
-        wanted, names = _keyed(model, saved)
-    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+        requested, names = _by_saved_name(model, saved)
+    except Exception as error:  # noqa: BLE001  `agree` raises it on every rank
         fault = in_words(error)
     agree(group, "load of a Megatron-core checkpoint", {"path": str(path)}, fault)
-    asked = names_of_all(group, names)
-    refuse([f"{name}: in the checkpoint, not here" for name in _unasked(saved, asked)], f"{path} is of another model")
+    names_on_all_ranks = names_of_all(group, names)
+    missing = _missing(saved, names_on_all_ranks)
+    refuse([f"{name}: in the checkpoint, not here" for name in missing], f"{path} is of another model")
     with told_alike(group):
-        reader, planner = Reader(checkpoint), LoadPieces(wanted)
+        reader, planner = Reader(checkpoint), LoadPieces(requested)
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
@@ -95,16 +97,15 @@ def is_megatron(path: str | Path) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-def _opened(path: str | Path) -> Path:
+def _checked_path(path: str | Path) -> Path:
     config = Path(path) / CONFIG
     try:
-        told = json.loads(config.read_text(encoding="utf-8"))
-        backend = told["sharded_backend"]
+        backend = json.loads(config.read_text(encoding="utf-8"))["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no distributed checkpoint of Megatron-core: {error}") from error
     if backend != "torch_dist":
         raise CheckpointError(
-            f"{path} is of the format {backend!r}; torch_dist is read, which Megatron-core can convert to"
+            f"{path} has the format {backend!r}; only torch_dist is read: convert it with Megatron-core"
         )
     return Path(path)
 
@@ -113,36 +114,36 @@ def _model_kinds(metadata: Metadata) -> dict[str, Kind]:
     return {name: kind for name, kind in saved_kinds(metadata).items() if not _OPTIMIZER.match(name)}
 
 
-def _keyed(
+def _by_saved_name(
     model: Mapping[str, TensorShard], saved: Mapping[str, Kind]
 ) -> tuple[dict[str, list[TensorShard]], list[str]]:
-    """Return the pieces by the checkpoint's names, and the names that they have there with the layer's number."""
-    wanted: dict[str, list[TensorShard]] = {}
+    """Return the model's shards by the checkpoint's names, and these names with the layer's number."""
+    requested: dict[str, list[TensorShard]] = {}
     names: list[str] = []
     here, there = kinds(model), {}
-    for name, piece in model.items():
+    for name, shard in model.items():
         key, layer = _find(name, saved)
         if key is None:
             continue
         shape, dtype = saved[key]
         if layer is None:
-            there[name], stacked = (shape, dtype), piece
+            there[name], stacked = (shape, dtype), shard
             names.append(key)
         else:
             there[name] = shape[1:], dtype
-            stacked = TensorShard(piece.local.detach().unsqueeze(0), (shape[0], *piece.shape), (layer, *piece.offsets))
+            stacked = TensorShard(shard.local.detach().unsqueeze(0), (shape[0], *shard.shape), (layer, *shard.offsets))
             names.append(f"{key}[{layer}]")
-        wanted.setdefault(key, []).append(stacked)
+        requested.setdefault(key, []).append(stacked)
     refuse(differences(here, there), "the checkpoint is of another model")
-    return wanted, names
+    return requested, names
 
 
 def _find(name: str, saved: Mapping[str, Kind]) -> tuple[str | None, int | None]:
-    """Return the checkpoint's name of a tensor, and its layer if all layers have that name."""
-    for spelt in _spellings(name):
-        if spelt in saved:
-            return spelt, None
-        match = _LAYER.fullmatch(spelt)
+    """Return the checkpoint's name of a tensor, and its layer number if that name holds all layers."""
+    for spelling in _spellings(name):
+        if spelling in saved:
+            return spelling, None
+        match = _LAYER.fullmatch(spelling)
         if match is not None:
             key, layer = f"{match[1]}.{match[3]}", int(match[2])
             if key in saved and layer < saved[key][0][0]:
@@ -157,11 +158,11 @@ def _spellings(name: str) -> Iterable[str]:
             yield name.replace(norm, fused)
 
 
-def _unasked(saved: Mapping[str, Kind], asked: set[str]) -> list[str]:
-    found = []
+def _missing(saved: Mapping[str, Kind], names: set[str]) -> list[str]:
+    """Return the saved tensors, layer by layer, that are not in `names`."""
+    missing = []
     for key, (shape, _) in saved.items():
-        layers = (
-            [f"{key}[{layer}]" for layer in range(shape[0])] if _STACKED.fullmatch(key) and key not in asked else [key]
-        )
-        found += [name for name in layers if name not in asked]
-    return found
+        stacked = _STACKED.fullmatch(key) and key not in names
+        layers = [f"{key}[{layer}]" for layer in range(shape[0])] if stacked else [key]
+        missing += [name for name in layers if name not in names]
+    return missing

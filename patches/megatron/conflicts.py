@@ -1,7 +1,7 @@
-"""Features that cannot run beside overlapped linear layers, and how they are recognised.
+"""Refuse features that cannot run together with overlapped linear layers.
 
-Source of the list: MindSpeed's CoC feature (what it declares itself incompatible with) and
-Megatron-core's ``tp_comm_overlap``.
+Source of the list: the incompatibilities that MindSpeed's CoC feature declares, and Megatron-core's
+``tp_comm_overlap``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# Name of a configuration field or command-line argument -> what it is.
+# Name of a configuration field or command-line argument -> the feature.
 CONFLICTS = {
     "tp_comm_overlap": "Megatron-core's own overlap of tensor-parallel communication",
     "use_ascend_mc2": "MindSpeed's MC2, which replaces the same layers",
@@ -21,11 +21,11 @@ CONFLICTS = {
 
 
 class ConflictError(RuntimeError):
-    """Two features are switched on that cannot run together; the message names both."""
+    """Two enabled features cannot run together; the message names both."""
 
 
 def refuse_conflicts(config: Any) -> None:
-    """Raise `ConflictError` if a Megatron configuration, or the program's arguments, exclude overlap."""
+    """Raise `ConflictError` if a Megatron configuration or the program's arguments exclude overlap."""
     for place, holder in (("config", config), ("argument", _arguments())):
         for name, what in CONFLICTS.items():
             if getattr(holder, name, None):
@@ -36,5 +36,5 @@ def refuse_conflicts(config: Any) -> None:
 
 
 def _arguments() -> Any:
-    """Return what Megatron's own training program parsed, if that is what runs."""
+    """Return the parsed arguments of Megatron's training program, or None if another program runs."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

@@ -1,4 +1,4 @@
-"""Which linear layers of a model run with overlap, and why the others do not."""
+"""Count the linear layers of a model that run with overlap, and the reasons for the others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many linear layers of a model are covered.
+    """The number of covered linear layers of a model.
 
     covered, total
-        Layers that communicate inside their forward and are overlapped; linear layers in all.
+        The number of overlapped layers; the number of all linear layers.
     reasons
-        Why the others are not, and how many there are of each.
+        For each reason against overlap, the number of layers.
     """
 
     covered: int
@@ -25,7 +25,7 @@ class Coverage:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Return the counts and reasons in a sentence."""
         text = f"{self.covered} of {self.total} linear layers covered"
         others = "; ".join(f"{count} {reason}" for reason, count in self.reasons.items())
         return f"{text} ({others})" if others else text
@@ -36,7 +36,7 @@ class Coverage:
 
 
 def coverage(model: torch.nn.Module) -> Coverage:
-    """Count the linear layers of `model`, Megatron-core's, TransformerEngine's and plain ones."""
+    """Return the coverage of all linear layers of `model`: Megatron-core's, TransformerEngine's and torch's."""
     reasons = [_uncovered(module) for module in model.modules() if _is_linear(module)]
     named = Counter(reason for reason in reasons if reason is not None)
     return Coverage(reasons.count(None), len(reasons), dict(named))
@@ -56,7 +56,7 @@ def _uncovered(module: Any) -> str | None:
     megatron = getattr(type(module).forward, "ascend_parallel", None)
     if megatron is None:
         inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
-        own = "has a forward of its own, overlapped only as far as that calls megatron-core's"
+        own = "its own forward is overlapped only where it calls megatron-core's forward"
         return f"{type(module).__name__}: {own if inherited else 'not patched'}"
     reason = megatron.uncovered(module)
     return None if reason is None else f"{type(module).__name__}: {reason}"

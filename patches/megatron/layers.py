@@ -1,10 +1,8 @@
-"""The forward methods that take the place of Megatron-core's own.
+"""The replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
-Each first asks whether it covers this layer and call; if not, the original runs, wholly, and the
-reason is logged once on rank 0. Then it does what the original does, step by step, with
-`column_linear` or `row_linear` in place of matmul and collective.
-
-Written against megatron-core 0.10 to 0.16; differences between those are methods of `Megatron`.
+If a replacement does not cover the layer or the call, the original runs, and rank 0 logs the reason once. Otherwise the
+replacement repeats the original's steps, with `column_linear` or `row_linear` in place of matmul and collective.
+Written against megatron-core 0.10 to 0.16; the methods of `Megatron` hide the differences between versions.
 """
 
 from __future__ import annotations
@@ -24,15 +22,16 @@ from ascend_parallel.consistency import SettingsAgreement
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
-from ascend_parallel.overlap.selective_checkpoint import unseen
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.announcement import Announcement
 from ascend_parallel.patches.megatron.check import LayerCall
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts
+from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.originals import Originals
 from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier
-from ascend_parallel.patches.megatron.watching import Watch, unwatched
+from ascend_parallel.patches.megatron.watching import WrapGradient, unwrapped
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.settings import Settings
 
@@ -40,11 +39,9 @@ log = logging.getLogger("ascend_parallel")
 
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
-Output = tuple[torch.Tensor, torch.Tensor | None]
-
 
 class Megatron:
-    """The Megatron-core at hand: its layers' module, its version, and the settings it is to run with."""
+    """The installed Megatron-core: its layers' module, its version, and the settings of its patched layers."""
 
     def __init__(self, layers: ModuleType, version: tuple[int, ...], settings: Settings) -> None:
         """Hold `layers`, the module megatron.core.tensor_parallel.layers of `version`."""
@@ -52,31 +49,29 @@ class Megatron:
         self.settings = settings
         self.version = version
         self._originals = Originals(layers)
-        # Since 0.13 groups are handed down and main_grad is taken in forward.
+        # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
         self.groups_handed_down = version >= (0, 13)
         self._agreement = SettingsAgreement(settings.shared())
         self._tuner = tuner_of(settings)
-        self._fits: WeakSet[dist.ProcessGroup] = WeakSet()  # groups of the kind that the plan was measured on
+        self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._announcement = Announcement(settings, tuned=self._tuner is not None)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
-        """Return the group whose ranks hold the layer's shards."""
-        if self.groups_handed_down:
-            group: dist.ProcessGroup = layer.tp_group
-            return group
-        state = self.layers.get_tensor_model_parallel_group
-        return state()  # type: ignore[no-any-return]
+        """Return the tensor-parallel group of `layer`."""
+        held = self.groups_handed_down
+        group: dist.ProcessGroup = layer.tp_group if held else self.layers.get_tensor_model_parallel_group()
+        return group
 
     def region(self, name: str, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """LayerCall one of Megatron's mappings, which take their group as an argument since 0.13."""
+        """Call the mapping `name` of Megatron; mappings take their group as an argument since 0.13."""
         mapping = getattr(self.layers, name)
         y: torch.Tensor = mapping(x, group=group) if self.groups_handed_down else mapping(x)
         return y
 
     def weight_gradient(self, layer: Any, weight: torch.Tensor, *, deferrable: bool) -> MegatronWeightGradient:
-        """Say what becomes of the layer's weight gradient, as its configuration has it."""
+        """Return where the layer's configuration sends its weight gradient."""
         defers = deferrable and layer.config.defer_embedding_wgrad_compute
         return MegatronWeightGradient(
             weight,
@@ -88,7 +83,7 @@ class Megatron:
         )
 
     def uncovered(self, layer: Any) -> str | None:
-        """Say why a call of `layer` has to run as it is, or None."""
+        """Return the reason why the original forward of `layer` must run, or None."""
         if torch.compiler.is_compiling():
             return "it is being compiled, and a process group cannot be"
         if replaced := self._originals.replaced(layer):
@@ -102,34 +97,29 @@ class Megatron:
             return "CPU offloading of activations is active"
         return None
 
-    @unseen()
+    @hide_from_selective_checkpoint()
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
     ) -> tuple[dist.ProcessGroup, Settings]:
-        """Refuse what conflicts with overlap; return group and settings.
-
-        With COC_TUNE or COC_PARALLEL_NUM=auto the settings are those found for the call's shapes; they are not enabled
-        where Megatron-core's own layer is as fast.
-        """
+        """Raise an error for features that exclude overlap; return the call's group and settings."""
         group = self.group_of(layer)
         refuse_conflicts(layer.config)
-        if group not in self._fits:
+        if group not in self._checked:
             refuse_foreign_plan(self.settings, group, x.device)
-            self._fits.add(group)
-        if not self._announcement.said:
+            self._checked.add(group)
+        if not self._announcement.logged:
             case = case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
-            self._announcement.say(layer, group, case)
+            self._announcement.log_once(layer, group, case)
         return group, self.settings_for(layer, kind, x, weight, **options)
 
     def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
-        """Return the settings of one call; those found for its shapes, but for an int8 weight, if that is asked for.
-
-        Megatron's deterministic_mode asks for what COC_DETERMINISTIC=1 does.
-        """
+        """Return the settings of a call, with the chunks that tuning chose for its shapes."""
         settings = self._tuned(layer, kind, x, weight, **options)
+        # Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1.
         return _deterministic(settings) if layer.config.deterministic_mode else settings
 
     def _tuned(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
+        """Return the tuned settings, not enabled if Megatron-core's layer is as fast; an int8 weight is not tuned."""
         if self._tuner is None or not isinstance(weight, torch.Tensor):
             return self.settings
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -137,16 +127,16 @@ class Megatron:
         return self._tuner.settings_for(case, group, backward=backward, agree=self.confirm(group))
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Return what has the group's ranks agree; to be called before they communicate."""
+        """Return a function that compares settings on the group's ranks; call it before they communicate."""
         return functools.partial(self._agreement.confirm, group)
 
-    def say_uncovered(self, layer: Any, reason: str) -> None:
-        """Log once, on rank 0, that layers of this kind run as they are; an error if the settings are strict."""
+    def log_uncovered(self, layer: Any, reason: str) -> None:
+        """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead."""
         text = f"{type(layer).__name__} runs without overlap: {reason}"
         if self.settings.strict and reason != ONE_RANK:
             raise UnmetRequestError(f"COC_STRICT=1: {text}")
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             if self.verifier is not None:
                 self.verifier.note(text)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -165,7 +155,7 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
     ) -> Output:
         reason = megatron.uncovered(self) or _column_uncovered(self, weight, runtime_gather_output, megatron)
         if reason is not None:
-            megatron.say_uncovered(self, reason)
+            megatron.log_uncovered(self, reason)
             result: Output = original(self, input_, weight, runtime_gather_output)
             return result
         used = self.weight if weight is None else weight
@@ -176,7 +166,7 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
             path="column",
             x=input_,
             weight=used,
-            patched=lambda watch: _column(self, input_, used, runtime_gather_output, megatron, original, watch),
+            patched=lambda wrap: _column(self, input_, used, runtime_gather_output, megatron, original, wrap),
             original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
             settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
         )
@@ -193,7 +183,7 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
     def forward(self: Any, input_: torch.Tensor) -> Output:
         reason = megatron.uncovered(self)
         if reason is not None:
-            megatron.say_uncovered(self, reason)
+            megatron.log_uncovered(self, reason)
             result: Output = original(self, input_)
             return result
         if megatron.verifier is None:
@@ -204,7 +194,7 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
             path="row",
             x=input_,
             weight=used,
-            patched=lambda watch: _row(self, input_, megatron, original, used, watch),
+            patched=lambda wrap: _row(self, input_, megatron, original, used, wrap),
             original=lambda layer, x, _: original(layer, x),
             settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
         )
@@ -232,9 +222,9 @@ def _column(
     runtime_gather_output: bool | None,
     megatron: Megatron,
     original: Function,
-    watch: Watch = unwatched,
+    wrap_gradient: WrapGradient = unwrapped,
 ) -> Output:
-    """Run a column layer; a check watches what becomes of the weight gradient."""
+    """Run a column layer; a check wraps its `WeightGradient`."""
     reduces = _reduces(layer)
     group, settings = megatron.prepare(layer, "column", input_, weight, reduce_input_grad=reduces)
     if not settings.enabled:
@@ -253,7 +243,7 @@ def _column(
         sequence_parallel=layer.sequence_parallel,
         reduce_input_grad=reduces,
         before_communicating=megatron.confirm(group),
-        weight_gradient=watch(megatron.weight_gradient(layer, weight, deferrable=True)),
+        weight_gradient=wrap_gradient(megatron.weight_gradient(layer, weight, deferrable=True)),
     )
     if _gathers_output(layer, runtime_gather_output):
         y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
@@ -266,12 +256,12 @@ def _row(
     megatron: Megatron,
     original: Function,
     weight: Any = None,
-    watch: Watch = unwatched,
+    wrap_gradient: WrapGradient = unwrapped,
 ) -> Output:
-    """Run a row layer; a check has read the weight, and watches what becomes of its gradient."""
+    """Run a row layer; a check passes the weight that it has read, and wraps the layer's `WeightGradient`."""
     int8 = int8_weight(layer)
     if int8 is not None or weight is None:
-        weight = layer.weight if int8 is None else int8  # read once: a parametrised weight computes anew
+        weight = layer.weight if int8 is None else int8  # read once: a parametrised weight is recomputed at each read
     group, settings = megatron.prepare(layer, "row", input_, weight)
     if not settings.enabled:
         result: Output = original(layer, input_)
@@ -286,7 +276,7 @@ def _row(
         "before_communicating": megatron.confirm(group),
     }
     if int8 is None:
-        gradient = watch(megatron.weight_gradient(layer, weight, deferrable=False))
+        gradient = wrap_gradient(megatron.weight_gradient(layer, weight, deferrable=False))
         y = row_linear(input_, weight, weight_gradient=gradient, **common)
     else:
         y = quantised_row_linear(input_, int8, **common)
@@ -301,7 +291,7 @@ def _deterministic(settings: Settings) -> Settings:
 
 
 def _reduces(layer: Any) -> bool:
-    """Tell whether a column layer sums its input gradient: by itself, or Megatron's mapping of the input does."""
+    """Tell whether the input gradient of a column layer is summed, by the layer or by Megatron's input mapping."""
     return bool(layer.allreduce_dgrad or not (layer.sequence_parallel or layer.disable_grad_reduce))
 
 

@@ -1,8 +1,8 @@
-"""What Megatron-core's linear layers reach below their forward, and whether somebody replaced any of it.
+"""Detect replacements of the functions that Megatron-core's linear layers call inside forward.
 
-A patched layer does what those functions do without calling them. So whatever was put in their place (a quantiser, a
-pass that schedules the backward) would be lost, and the layer would train on without it. Everything is looked at by
-identity, at every call, and judged by where its code was written.
+A patched layer does the work of these functions without calling them. If another package replaced one of them (a
+quantiser, a pass that schedules the backward), a patched layer would silently train without the replacement. Every
+call compares the functions by identity; a new function is judged by the module of its code.
 
 Source: megatron/core/tensor_parallel/layers.py and mappings.py, 0.10 to 0.16.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
-# Of the layers' module: what forward calls, which a layer may also hold as `_forward_impl`, and what that goes through.
+# Functions of the layers' module: those that forward calls (a layer may hold them as `_forward_impl`), and theirs.
 FUNCTIONALS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 REACHED = (
     *FUNCTIONALS,
@@ -26,16 +26,16 @@ REACHED = (
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
 )
-# Autograd functions, whose forward and backward are looked at: those of the layers' module, and the mappings'.
+# Autograd functions of the layers' module and of the mappings' module; forward and backward are compared.
 AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
 REGIONS = ("_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion", "_ReduceScatterToSequenceParallelRegion")
 REGION_FUNCTIONS = ("_reduce", "_reduce_scatter_along_first_dim")
 
-# Decorators that Megatron puts on its own functions, by the module that their wrappers were written in.
+# Modules of the decorators that Megatron puts on its own functions.
 TRANSPARENT = ("torch.amp.autocast_mode", "torch.cuda.amp.autocast_mode")
 
-# Wrappers of others that change nothing a patched layer would lose: MindSpeed's swap-attention and ripipe hand the
-# weight itself to the backward for its main_grad; a patched layer has it (wgrad.py).
+# Foreign wrappers whose effect a patched layer keeps: MindSpeed's swap-attention and ripipe pass the weight itself to
+# the backward for its main_grad; a patched layer holds the weight (wgrad.py).
 HARMLESS = {
     (module, name)
     for module in ("mindspeed.core.memory.common", "mindspeed.core.tensor_parallel.layers")
@@ -45,23 +45,23 @@ HARMLESS = {
 
 @dataclass(frozen=True)
 class _Place:
-    """A name in a module or class, and the module in which its function has to be written."""
+    """A name in a module or class, and the module that must define its function."""
 
     holder: Mapping[str, Any]
     name: str
     home: ModuleType
     text: str
 
-    def found(self) -> object:
-        """Return what stands there now."""
+    def function(self) -> object:
+        """Return the present function of that name."""
         return self.holder.get(self.name)
 
 
 class Originals:
-    """What the layers reach: looked at by identity, and looked into when it is another object than before."""
+    """The functions behind the layers: compared by identity, and inspected when an object has changed."""
 
     def __init__(self, layers: ModuleType) -> None:
-        """Note where to look in `layers`, the module megatron.core.tensor_parallel.layers."""
+        """Collect the names to look at in `layers`, the module megatron.core.tensor_parallel.layers."""
         mappings = importlib.import_module(MAPPINGS)
         regions = [_Place(vars(layers), name, _home(name, layers, mappings), f"layers.{name}") for name in REACHED]
         regions += [_Place(vars(mappings), name, mappings, f"mappings.{name}") for name in REGION_FUNCTIONS]
@@ -74,34 +74,35 @@ class Originals:
         self._places = tuple(regions)
         self._layers = layers
         self._seen: tuple[object, ...] = ()
-        self._said: str | None = None
+        self._replacement: str | None = None
 
     def replaced(self, layer: Any) -> str | None:
-        """Say what of the layer's computation is not Megatron's own, or None."""
-        seen = tuple(place.found() for place in self._places)
-        if seen != self._seen:
-            self._said = next((_foreign(place) for place in self._places if not _own(place.found(), place.home)), None)
-            self._seen = seen
-        return self._said or self._impl(layer)
+        """Return a text that names a replaced function behind `layer`, or None if all are Megatron's own."""
+        functions = tuple(place.function() for place in self._places)
+        if functions != self._seen:
+            foreign = (place for place in self._places if not _own(place.function(), place.home))
+            self._replacement = next(map(_describe_replacement, foreign), None)
+            self._seen = functions
+        return self._replacement or self._replaced_impl(layer)
 
-    def _impl(self, layer: Any) -> str | None:
-        """Look at the layer's `_forward_impl`: set in the constructor below 0.14, a method since."""
+    def _replaced_impl(self, layer: Any) -> str | None:
+        """Check the layer's `_forward_impl`: an attribute set by the constructor below 0.14, a method since."""
         inner = vars(layer).get("_forward_impl")
         if inner is not None:
             known = any(inner is getattr(self._layers, name) for name in FUNCTIONALS)
-            return None if known else f"the layer's _forward_impl is {_described(inner)}"
+            return None if known else f"the layer's _forward_impl is {_origin(inner)}"
         method = getattr(type(layer), "_forward_impl", None)
         own = method is None or _own(method, self._layers)
-        return None if own else f"the layer's _forward_impl is {_described(method)}"
+        return None if own else f"the layer's _forward_impl is {_origin(method)}"
 
 
 def _home(name: str, layers: ModuleType, mappings: ModuleType) -> ModuleType:
     return layers if name in FUNCTIONALS else mappings
 
 
-def _own(found: object, home: ModuleType) -> bool:
-    """Tell whether a function was written in `home`, below nothing but wrappers that are known."""
-    function = found.__func__ if isinstance(found, staticmethod) else found
+def _own(attribute: object, home: ModuleType) -> bool:
+    """Tell whether a function was defined in `home`, under known wrappers only."""
+    function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
     while inspect.isfunction(function):
         wrapped = getattr(function, "__wrapped__", None)
         if function.__globals__ is vars(home) and wrapped is None:
@@ -113,12 +114,12 @@ def _own(found: object, home: ModuleType) -> bool:
     return False
 
 
-def _foreign(place: _Place) -> str:
-    return f"megatron.core.tensor_parallel.{place.text} is {_described(place.found())}"
+def _describe_replacement(place: _Place) -> str:
+    return f"megatron.core.tensor_parallel.{place.text} is {_origin(place.function())}"
 
 
-def _described(found: object) -> str:
-    function = found.__func__ if isinstance(found, staticmethod) else found
+def _origin(attribute: object) -> str:
+    function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
     written = getattr(function, "__globals__", {}).get("__name__", "unknown origin")
     code = getattr(function, "__code__", None)
     return f"{code.co_name if code else repr(function)} of {written}"

@@ -1,8 +1,8 @@
-"""What lets the real Megatron-core train on a CPU over gloo, for tests and the demo only.
+"""Train the real Megatron-core on a CPU over gloo; for tests and the demo only.
 
-Megatron-core asks CUDA for a device and for random states even where nothing needs a GPU.
-`megatron_on_cpu` answers those questions for as long as it is entered; nothing here acts by itself,
-and importing this module imports no Megatron. The rest is what a small training script needs:
+Megatron-core asks CUDA for a device and for random states even in code that needs no GPU. The context
+`megatron_on_cpu` answers on CUDA's behalf. Importing this module changes nothing and imports no Megatron. The other
+functions are the parts of a small training script:
 
     with megatron_on_cpu():
         start_model_parallel(tensor_parallel=2)       # one process per rank, RANK and so on set
@@ -11,8 +11,8 @@ and importing this module imports no Megatron. The rest is what a small training
         finalize_gradients(model)
         stop_model_parallel()
 
-Tried with megatron-core 0.10 to 0.16. No line below depends on the version: the shims sit under Megatron
-(in torch.cuda) or at names that have not changed; keep it so, or put the difference into a function of its own.
+Tried with megatron-core 0.10 to 0.16. No line below depends on the version: the shims replace functions of torch.cuda
+or stable names of Megatron. Put a difference between versions into a separate function.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ __all__ = [
 
 @contextlib.contextmanager
 def megatron_on_cpu(*, schedules: bool = False) -> Iterator[None]:
-    """Let Megatron-core run on the CPU inside this context, and put everything back after it.
+    """Run Megatron-core on the CPU inside this context; restore everything on exit.
 
     schedules
-        Also what `megatron.core.pipeline_parallel` needs. Off by default since it looks at every
-        call of a torch function, which costs a microsecond or so each.
+        Also support `megatron.core.pipeline_parallel`. Off by default: it intercepts every call of a torch
+        function, which costs about a microsecond each.
 
-    Entering it again inside itself changes nothing, except that `schedules` may be added.
+    Nested contexts change nothing, except that an inner context may add `schedules`.
     """
     with contextlib.ExitStack() as stack:
         if torch.cuda.current_device is not _current_device:
             for owner, name, value in _shims():
                 stack.enter_context(_replaced(owner, name, value))
-            # Megatron warns when drawing from its CUDA states moves the CPU's, which here is the point.
+            # Megatron warns when drawing from its CUDA states changes the CPU's state; here this is intended.
             tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
             tracker_log.addFilter(_is_not_about_cpu_state)
             stack.callback(tracker_log.removeFilter, _is_not_about_cpu_state)
         if schedules:
-            # p2p communication waits for the device before it hands out what it received.
+            # p2p communication synchronises the device before it returns received tensors.
             stack.enter_context(_replaced(torch.cuda, "synchronize", _nothing))
             stack.enter_context(_CudaMeansCpu())
         yield
 
 
 def _shims() -> list[tuple[Any, str, Any]]:
-    """List what is replaced: owner, name, replacement."""
+    """Return the replacements: owner, name, new value."""
     from megatron.core.tensor_parallel import random
 
     return [
-        # Communication buffers, rotary tables, the scores of attention: torch.empty(device=<this>).
+        # Megatron allocates communication buffers, rotary tables and attention scores on this device.
         (torch.cuda, "current_device", _current_device),
-        # Megatron keeps one state of the CUDA generator per kind of parallelism (and, to recompute,
-        # one per layer) and swaps them in and out. On a CPU that generator is torch's default one:
-        # with it behind these names Megatron's own tracker works, so that dropout differs between
-        # ranks where it must, agrees where it must, and is the same again when recomputed.
+        # Megatron keeps a state of the CUDA generator for each kind of parallelism (and, to recompute,
+        # for each layer) and swaps them in and out. On a CPU these names use torch's default generator,
+        # so Megatron's own tracker works: dropout differs between ranks where it must, is equal where it
+        # must, and repeats when recomputed.
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda.random, "get_rng_state", _get_rng_state),
         (torch.cuda, "manual_seed", _manual_seed),
-        # torch.cuda would put this off until a GPU is first used, that is, for ever.
+        # torch.cuda would delay this until a GPU is first used: never.
         (random, "_set_cuda_rng_state", _set_rng_state),
-        # A tracker of our own, or one filled with CUDA states (or these) would outlive the context.
+        # Without these two, a tracker filled with the states of this context would outlive it.
         (random, "_CUDA_RNG_STATE_TRACKER", None),
         (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False),
     ]
@@ -113,7 +113,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Send ``device="cuda"`` and ``.cuda()`` to the CPU: the schedules count tokens on the GPU."""
+    """Redirect ``device="cuda"`` and ``.cuda()`` to the CPU: the schedules count tokens on the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -135,10 +135,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def start_model_parallel(tensor_parallel: int, *, pipeline_parallel: int = 1, seed: int = 1234) -> None:
-    """Make Megatron's groups over gloo and seed its random states; the same call on every rank.
+    """Create Megatron's groups over gloo and seed its random states; every rank makes the same call.
 
-    Joins the other processes by the usual variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
-    unless torch.distributed runs already.
+    Initialises torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless it is initialised.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -152,10 +151,10 @@ def start_model_parallel(tensor_parallel: int, *, pipeline_parallel: int = 1, se
 
 
 def end_model_parallel() -> None:
-    """End Megatron's groups, and all others but the first, and leave torch.distributed running.
+    """Destroy all groups except the default group; keep torch.distributed initialised.
 
-    Megatron only forgets them. A group of gloo that is left alive keeps its threads, and they spin once a
-    peer has let go of its end.
+    Megatron only drops its references. A gloo group that stays alive keeps its threads, and these spin after a peer
+    has closed its end.
     """
     from megatron.core import parallel_state
 
@@ -167,7 +166,7 @@ def end_model_parallel() -> None:
 
 
 def stop_model_parallel() -> None:
-    """End Megatron's groups and torch.distributed."""
+    """Destroy Megatron's groups and shut torch.distributed down."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -176,10 +175,10 @@ def stop_model_parallel() -> None:
 
 
 class PlainNorm:
-    """Torch's LayerNorm or RMSNorm for Megatron's layer specs, because its own wrapper refuses sequence parallel."""
+    """Torch's LayerNorm or RMSNorm for Megatron's layer specs: Megatron's wrapper refuses sequence parallel."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """Return the norm that the configuration names, its weights marked whose gradients are partial."""
+        """Return the norm that `config` names, its parameters marked with `config.sequence_parallel`."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm: Any = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
@@ -201,13 +200,13 @@ def small_gpt(
     dtype: torch.dtype = torch.float32,
     **config_overrides: Any,
 ) -> torch.nn.Module:
-    """Build Megatron's GPTModel from its local layers, small enough for a CPU.
+    """Return Megatron's GPTModel, built from its local layers, small enough for a CPU.
 
     ``tied`` shares the embedding's weight with the output layer; ``recompute`` recomputes every layer
-    in backward; ``config_overrides`` go to its TransformerConfig. Its norms are Megatron's own, or `PlainNorm` with
-    sequence parallel, which those refuse. The weights depend on ``seed`` alone: over tensor-parallel ranks they are
-    slices of the whole model's, and the caller's random state stays.
-    With pipeline parallel each stage gets its share of the layers, and draws weights of its own.
+    in backward; ``config_overrides`` go to TransformerConfig. The norms are Megatron's own, or `PlainNorm` with
+    sequence parallel. The weights depend only on ``seed``: tensor-parallel ranks hold slices of the same whole model.
+    The caller's random state is unchanged. With pipeline parallel each stage holds its share of the layers and draws
+    its own weights.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -226,7 +225,7 @@ def small_gpt(
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=tied,
         )
-    return model.to(dtype)  # the position embedding does not heed params_dtype
+    return model.to(dtype)  # the position embedding ignores params_dtype
 
 
 def _with_plain_norms(layer: Any, config: Any) -> Any:
@@ -262,7 +261,7 @@ def _small_config(
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Fused kernels that exist for CUDA alone.
+        # Fused kernels that exist only for CUDA.
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
         "persist_layer_norm": False,
@@ -274,7 +273,7 @@ def _small_config(
 
 
 def next_token_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of predicting each next token.
+    """Return the mean loss of next-token prediction.
 
     tokens  [batch, seq + 1]  the same on every tensor-parallel rank
     """
@@ -286,11 +285,11 @@ def next_token_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tenso
 
 
 def finalize_gradients(model: torch.nn.Module) -> None:
-    """Add up over tensor-parallel ranks the gradients of which each rank holds a part; after backward.
+    """All-reduce the partial gradients over tensor-parallel ranks; call this after backward.
 
-    With sequence parallel a rank sees some rows only, so norms and row-parallel biases, which every
-    rank holds whole, get partial gradients. Megatron's finalize_model_grads does this (and more), but
-    only for a model inside its own DistributedDataParallel.
+    With sequence parallel a rank sees only some rows, so replicated norms and row-parallel biases get partial
+    gradients. Megatron's finalize_model_grads does this (and more), but only for a model inside Megatron's
+    DistributedDataParallel.
     """
     from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""What the tuner needs to know of a Megatron layer's call, and when there is anything to tune."""
+"""Connect the chunk tuner to Megatron's layers: create the tuner, describe a call, check a plan."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ log = logging.getLogger("ascend_parallel")
 
 
 def tuner_of(settings: Settings) -> Tuner | None:
-    """Return what finds chunk sizes, if the settings ask for it and chunks are what will run.
+    """Return a tuner of chunk sizes if the settings request tuning and run chunks; else None.
 
-    Calls that it keeps whole run Megatron-core's own layer, unless the settings ask for more than chunks.
+    Calls for which the tuner chooses a single chunk run Megatron-core's own layer, unless the settings request more
+    than chunks.
     """
     if not settings.tune and not settings.auto:
         return None
-    asked = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
+    option = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
     if settings.fused or settings.effective_mode != 2:
         why = "USE_COC_FUSED_KERNEL=1 runs without chunks" if settings.fused else f"COC_MODE={settings.mode}"
         if not dist.is_initialized() or dist.get_rank() == 0:
-            log.warning("%s finds nothing: %s", asked, why)
+            log.warning("%s has no effect: %s", option, why)
         return None
-    watched = settings.verify_every or settings.timeline is not None
-    ours = settings.deterministic or not settings.recompute_all_gather
-    return Tuner(settings, original_if_whole=not (watched or ours))
+    observed = settings.verify_every or settings.timeline is not None
+    differs = settings.deterministic or not settings.recompute_all_gather
+    return Tuner(settings, original_if_whole=not (observed or differs))
 
 
 def case_of(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Case:
-    """Describe a call of `layer`, of kind "row" or "column", as the tuner measures it."""
+    """Return the tuner's description of a call of `layer`, of kind "row" or "column"."""
     return Case(
         kind=kind,
         rows=x.shape[:-1].numel(),
@@ -50,7 +51,7 @@ def case_of(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **opti
 
 
 def refuse_foreign_plan(settings: Settings, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise `PlanError` if the plan in `settings` was measured on another kind of machine or group than this one."""
+    """Raise `PlanError` if the plan of `settings` was measured on another kind of machine or group."""
     if settings.plan is None:
         return
     here = this_machine(group.size(), device, group._get_backend(device).name())

@@ -1,4 +1,4 @@
-"""Which calls of Megatron-core's patched layers are checked inside a run; check.py checks them."""
+"""Select the calls of Megatron-core's patched layers that a run checks; check.py checks them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch.distributed as dist
 from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.patches.megatron.check import Check, LayerCall
 from ascend_parallel.patches.megatron.original import Output
-from ascend_parallel.patches.megatron.watching import unwatched
+from ascend_parallel.patches.megatron.watching import unwrapped
 from ascend_parallel.settings import Settings
 
 
 @dataclass
 class _Calls:
-    """How often a layer was called, and how many calls with and without gradients come before the next check."""
+    """A layer's number of calls, and the calls left before the next check, with (True) and without gradients."""
 
     total: int = 0
     left: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
 
 class Verifier:
-    """Has the first call of each layer checked, and from then on every n-th."""
+    """Checks the first call of each patched layer, then every N-th call."""
 
     def __init__(
         self,
@@ -34,30 +34,30 @@ class Verifier:
         group_of: Callable[[Any], dist.ProcessGroup],
         confirm: Callable[[dist.ProcessGroup], Callable[[], None]],
     ) -> None:
-        """Count from zero; `settings` say how often to check and what to allow.
+        """Count from zero; `settings` has the interval and the error limit.
 
-        `group_of` gives a layer's group, `confirm` what has the ranks of a group compare their settings.
+        ``group_of(layer)`` returns a layer's group; ``confirm(group)()`` compares the settings of the group's ranks.
         """
         self._every, self._limit = settings.verify_every, settings.verify_limit
         self._group_of, self._confirm = group_of, confirm
         self._calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
     def run(self, call: LayerCall) -> Output:
-        """Run the call, and beside it the original if the call is due.
+        """Run the call; if its check is due, also run the original and compare.
 
-        Calls with gradients are counted apart from those without: recomputation of activations makes
-        one of each in turn, and an even n would never meet the one or the other. A call that is due
-        and does not come to its check (recomputation may stop early) leaves the next one due.
+        Calls with and without gradients are counted separately: activation recomputation alternates between the two,
+        so an even N would check only one kind. If a due call does not reach its check (recomputation may stop early),
+        the next call is due.
         """
         calls = self._calls.setdefault(call.layer, _Calls())
         calls.total += 1
         graded = call.graded
         if calls.left[graded]:
             calls.left[graded] -= 1
-            return call.patched(unwatched)
+            return call.patched(unwrapped)
         if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.note("calls captured in a CUDA graph are not checked")
-            return call.patched(unwatched)
+            return call.patched(unwrapped)
         group = self._group_of(call.layer)
         self._confirm(group)()
         result = Check(call, group, calls.total, self._limit).forward(call)
@@ -65,5 +65,5 @@ class Verifier:
         return result
 
     def note(self, text: str) -> None:
-        """Say what cannot be checked."""
+        """Note a fact that limits the checks."""
         LEDGER.note(text, dist.get_rank() if dist.is_initialized() else 0)

@@ -1,4 +1,4 @@
-"""Seeing what a layer's backward begins with and which gradients it gives, while it runs on its own operands."""
+"""Observe the tensors from which a layer's backward starts, and its gradients, without changing its operands."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from torch.autograd.graph import get_gradient_edge
 
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 
-Watch = Callable[[WeightGradient], WeightGradient]
+WrapGradient = Callable[[WeightGradient], WeightGradient]
 Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 
 
-def unwatched(gradient: WeightGradient) -> WeightGradient:
-    """Return what becomes of a weight gradient where there is no check."""
+def unwrapped(gradient: WeightGradient) -> WeightGradient:
+    """Return `gradient` itself: the wrapper of calls that are not checked."""
     return gradient
 
 
-def watched(begin: Begin) -> Watch:
-    """Have `begin` called with what backward begins with, x or its gathered rows and the weight."""
-    return lambda gradient: _Watched(gradient, begin)
+def notify_backward_start(begin: Begin) -> WrapGradient:
+    """Return a wrapper that calls ``begin(kept, weight)`` when backward starts; `kept` is x or its gathered rows."""
+    return lambda gradient: _NotifyingGradient(gradient, begin)
 
 
-def feeding(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) -> tuple[Any, int]:
-    """Return the node between y and x whose gradient goes to x, and its place there; behind `operands` is not looked.
+def gradient_source(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) -> tuple[Any, int]:
+    """Return the graph node that computes the gradient of x, and the index of this gradient among its outputs.
 
-    Not an alias of x, whose gradient could be seen as well: the layer would save that, and hooks and swaps of
-    ``x.data`` would not meet what they meet without a check.
+    Searches from y; does not search behind `operands`. Hooking an alias of x would be simpler, but the layer would then
+    save the alias, and hooks and swaps of ``x.data`` would act differently from a run without the check.
     """
-    wanted = get_gradient_edge(x)
-    seen = {get_gradient_edge(one).node for one in operands if one.requires_grad}
-    waiting: list[Any] = [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        for place, (behind, number) in enumerate(node.next_functions):
-            if behind is wanted.node and number == wanted.output_nr:
-                return node, place
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
+    target = get_gradient_edge(x)
+    seen = {get_gradient_edge(operand).node for operand in operands if operand.requires_grad}
+    pending: list[Any] = [y.grad_fn]
+    while pending:
+        node = pending.pop()
+        for index, (next_node, output_nr) in enumerate(node.next_functions):
+            if next_node is target.node and output_nr == target.output_nr:
+                return node, index
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                pending.append(next_node)
     raise AssertionError("the layer's output does not depend on its input")
 
 
-class _Watched(WeightGradient):
+class _NotifyingGradient(WeightGradient):
     def __init__(self, gradient: WeightGradient, begin: Begin) -> None:
         self._gradient, self._begin = gradient, begin
 

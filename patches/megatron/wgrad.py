@@ -1,8 +1,8 @@
-"""Megatron-core's ways to accumulate a weight gradient.
+"""Accumulate a weight gradient as Megatron-core does.
 
-Without gradient accumulation fusion the gradient is returned. With it, it is added to
-``weight.main_grad``, and where DDP counts hooks (``grad_added_to_main_grad``) a dummy is returned so
-that they fire. With a deferred embedding gradient, dy is put aside for the pipeline's drain phase.
+Without gradient accumulation fusion the gradient is returned. With fusion the gradient is added to
+``weight.main_grad``; if DDP counts hooks (``grad_added_to_main_grad``), a dummy gradient is returned to fire them.
+With a deferred embedding gradient, dy is kept for the pipeline's drain phase.
 Source: megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.
 """
 
@@ -17,7 +17,7 @@ from ascend_parallel.overlap.weight_gradient import WeightGradient
 
 
 class MegatronWeightGradient(WeightGradient):
-    """What becomes of the weight gradient of one call of one layer."""
+    """The destination of the weight gradient of a layer's call."""
 
     def __init__(
         self,
@@ -29,10 +29,14 @@ class MegatronWeightGradient(WeightGradient):
         postponed: list[torch.Tensor] | None,
         limit: int,
     ) -> None:
-        """Remember where the gradient goes.
+        """Hold the destination.
 
-        `weight` is the parameter itself, whose attributes Megatron uses. `layers` has the fused
-        kernel, if any. `postponed` collects dy, up to `limit` of them if that is not 0.
+        weight
+            The parameter itself: Megatron uses its attributes.
+        layers
+            The module that holds the fused kernel, if any.
+        postponed, limit
+            The list that collects deferred dy, and its largest length (0: unlimited).
         """
         self._weight = weight
         self._fused = fused
@@ -42,18 +46,18 @@ class MegatronWeightGradient(WeightGradient):
         self._limit = limit
 
     def postpone(self, dy: torch.Tensor) -> bool:
-        """Put dy aside if the embedding's weight gradient is deferred and there is room."""
+        """Keep dy and return True if the embedding's weight gradient is deferred and the list has room."""
         if self._postponed is None or (self._limit != 0 and len(self._postponed) >= self._limit):
             return False
         self._postponed.append(dy)
         return True
 
     def placeholder(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the dummy that Megatron returns for a gradient it adds elsewhere."""
+        """Return the dummy gradient that Megatron returns for a fused gradient; None without fusion."""
         return _dummy(self._weight, x) if self._fused else None
 
     def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
-        """Return ``dY' X`` [N, K], or add it to main_grad and return the dummy that Megatron returns."""
+        """Return ``dw = dy_m.t() @ x_m`` [N, K]; with fusion add dw to main_grad and return the dummy."""
         if not self._fused:
             return super().compute(x_m, dy_m)
         weight = self._weight
@@ -82,7 +86,7 @@ class MegatronWeightGradient(WeightGradient):
 
 
 def _dummy(weight: Any, x_m: torch.Tensor) -> torch.Tensor | None:
-    """Return what makes DDP's hooks run on the main backward thread: a gradient nobody reads."""
+    """Return an unused gradient that makes DDP's hooks run on the main backward thread, or None without DDP."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty

@@ -1,4 +1,4 @@
-"""Chunks keep the bits of the plain layer because the machine was asked, not because somebody assumed it."""
+"""Chunks keep the bits of the plain layer wherever the probe promises it."""
 
 import itertools
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def plain(operator, x, w, group):
-    """A whole matmul and one collective, as the frameworks' own layers have them."""
+    """Return the plain result: a whole matmul and one collective."""
     ranks, rank = group.size(), group.rank()
     if operator == "all_gather_matmul":
         parts = [torch.empty_like(x) for _ in range(ranks)]
@@ -42,7 +42,7 @@ def ours(operator, x, w, group, settings, layout):
 
 
 def promised(group, dtype, shapes):
-    """For every call: operator, shape, layout, chunks, what was promised of its bits, and whether it held."""
+    """Return for every call: operator, shape, layout, chunks, the promise about its bits, and whether it held."""
     found = []
     for (m, k, n), layout in itertools.product(shapes, (TRANSPOSED, ROW_MAJOR)):
         generator = torch.Generator().manual_seed(group.rank())
@@ -85,16 +85,16 @@ def test_what_is_promised_holds_at_the_sizes_of_real_layers(ranks, count, dtype)
 
 
 def as_if(smallest, group, kept):
-    """What ranks choose together if a cut keeps bits from `smallest` rows a chunk on, by rank."""
-    usual = bits.keeps
-    bits.keeps = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
+    """Return the ranks' choice if chunks of `smallest[rank]` rows and more keep the bits."""
+    usual = bits.same_bits
+    bits.same_bits = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
     try:
         problem = Problem("matmul_all_reduce", 1024, 64, 32, torch.float32, "cpu", group.size())
         choice = keep_bits(choose(problem, kept), group, CPU, TRANSPOSED)
         return choice.sizes, choice.bit_exact, choice.reason
     finally:
-        bits.keeps = usual
-        bits._KEPT.clear()
+        bits.same_bits = usual
+        bits._PROBED.clear()
 
 
 def agreements(group):
@@ -118,14 +118,14 @@ def test_ranks_take_chunks_that_keep_bits_on_all_their_machines(ranks):
     assert (len(coarser[0]), min(coarser[0]), coarser[1]) == (4, 176, True)
     assert "4 chunks, because smaller ones change the matmul's bits on this machine" in coarser[2]
     assert others[:2] == others_too[:2] == ((256, 512, 256), True)
-    assert (len(none[0]), none[1]) == (8, False)  # as asked: a run that wants overlap is not left without
+    assert (len(none[0]), none[1]) == (8, False)  # the requested chunks: the run still overlaps
     assert "every cut changes the matmul's bits on this machine" in none[2]
     assert given[:2] == ((64, 960), False)
     assert "these chunks change the matmul's bits on this machine" in given[2]
 
 
 def test_the_machine_is_really_asked(monkeypatch):
-    """A library that takes another routine for few rows, planted: the probe sees it, and sees only that."""
+    """The probe detects a planted routine with other bits for few rows, and nothing else."""
     real = torch.mm
 
     def changing(x, w, *, out=None):
@@ -134,12 +134,12 @@ def test_the_machine_is_really_asked(monkeypatch):
 
     problem = Problem("matmul_all_reduce", 640, 512, 48, torch.float32, "cpu", 2)
     cuts = [(320, 320), (128, 256, 256), (80, 160, 160, 160, 80)]
-    bits.keeps.cache_clear()
+    bits.same_bits.cache_clear()
     monkeypatch.setattr(torch, "mm", changing)
     try:
-        found = [bits.keeps(bits.Cut(problem, "chunked", cut, 0), TRANSPOSED, CPU, 1) for cut in cuts]
+        found = [bits.same_bits(bits.CutMatmul(problem, "chunked", cut, 0), TRANSPOSED, CPU, 1) for cut in cuts]
     finally:
-        bits.keeps.cache_clear()
+        bits.same_bits.cache_clear()
     assert found == [True, True, False]
 
 
@@ -153,8 +153,8 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def unseen(group):
-    """The probe is no part of the call: not for modes, random numbers or autograd."""
+def probe_side_effects(group):
+    """The probe is invisible to modes, random numbers and autograd."""
     x, w = torch.randn(224, 40, requires_grad=True), torch.randn(24, 40, requires_grad=True)
     before = torch.get_rng_state()
     with Counting() as mode:
@@ -164,7 +164,7 @@ def unseen(group):
 
 
 def test_the_probe_leaves_no_trace(ranks):
-    assert ranks(2).run(unseen) == [(4, True, True)] * 2
+    assert ranks(2).run(probe_side_effects) == [(4, True, True)] * 2
 
 
 def layers(group, shape, sequence_parallel):
@@ -189,5 +189,5 @@ def layers(group, shape, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("shape", [(2048, 1024, 256), (1024, 256, 1024)])
 def test_whole_layers_keep_their_bits_on_two_ranks(ranks, shape, sequence_parallel):
-    """On any machine on which 2,048 rows can be cut in two with their bits: the ranks find out how."""
+    """On a machine where two chunks of 2,048 rows keep the bits, the ranks find such chunks."""
     assert ranks(2).run(layers, shape, sequence_parallel) == [True, True]

@@ -1,4 +1,4 @@
-"""How rows are cut, which kernel is chosen, and why."""
+"""The cuts of rows, the choice of a kernel, and its reason."""
 
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ def test_one_rank_has_nothing_to_overlap():
 @pytest.mark.parametrize(
     ("operator", "ranks", "device", "settings", "exact"),
     [
-        ("matmul_all_reduce", 2, "cpu", Settings(num_chunks=4), None),  # to be asked of the machines
+        ("matmul_all_reduce", 2, "cpu", Settings(num_chunks=4), None),  # needs a probe
         ("matmul_all_reduce", 2, "cuda", Settings(num_chunks=4), None),
         ("matmul_reduce_scatter", 2, "cpu", Settings(num_chunks=4), None),
         ("all_gather_matmul", 4, "cpu", Settings(num_chunks=4), None),

@@ -40,7 +40,7 @@ def drawn(rank, shape, dtype, transposed):
 
 
 def tiled(x, w, tile):
-    """Every block of `tile` rows multiplied by itself: the definition, written once more."""
+    """Multiply every block of `tile` rows separately: an independent implementation of the definition."""
     return torch.cat([torch.mm(x[i : i + tile], w) for i in range(0, x.shape[0], tile)])
 
 
@@ -101,13 +101,13 @@ def test_shared_memory_and_chunks_give_the_same_bits(ranks, count):
 
 
 def test_without_it_bits_depend_on_the_chunks(ranks):
-    """The comparison above can fail: gloo sums four ranks in an order that depends on the place."""
+    """The comparison above can fail: gloo's order of summing four ranks depends on the position in the buffer."""
     found = ranks(4).run(bits, [Settings(num_chunks=chunks, mode=2) for chunks in CHUNKS], torch.float32)
     assert all(distinct > 1 and not right for right, distinct in found)
 
 
 class Matmuls(TorchDispatchMode):
-    """Notes of every matmul where its left rows lie in a tensor, how many there are, and its shapes."""
+    """Records for every matmul the position and number of its left rows, and its shapes."""
 
     def __init__(self, x):
         super().__init__()
@@ -141,7 +141,7 @@ def calls(group, shape):
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shape", [(1024, 64, 32), (2400, 16, 8), (96, 8, 8)])
 def test_whole_and_chunked_make_the_same_calls(ranks, count, shape):
-    """The proof that needs no library: one chunk and many multiply the same rows by the same calls."""
+    """A proof without a library's help: one chunk and many chunks make the same calls on the same rows."""
     for found in ranks(count).run(calls, shape):
         for operator, (whole, *chunked) in found.items():
             assert len(whole) >= 2, operator
@@ -171,7 +171,7 @@ def one_rank(shape, ranks):
 
 @pytest.mark.parametrize("shape", [(4096, 1024, 256), (2048, 2048, 256)])
 def test_bits_do_not_depend_on_the_number_of_ranks(shape):
-    """Where each rank's rows are a multiple of the tile; the order of sums over ranks is another matter."""
+    """Only if each rank's rows are a multiple of the tile; the order of sums over ranks is tested elsewhere."""
     assert torch.equal(one_rank(shape, 1), one_rank(shape, 2))
     assert torch.equal(one_rank(shape, 1), one_rank(shape, 8))
 
@@ -252,7 +252,7 @@ def test_what_is_chosen(operator, device, ranks, settings, kernel, chunks):
 
 
 def test_it_switches_on_by_itself():
-    """One chunk is a number of chunks too: its bits have to be those of four."""
+    """One chunk must have the same bits as four."""
     assert Settings(deterministic=True).enabled
     assert choose(Problem("matmul_all_reduce", 512, 64, 32, torch.float32, "cpu", 2), Settings(deterministic=True))
 
@@ -276,7 +276,7 @@ def test_megatrons_deterministic_mode_asks_for_it(ranks, count):
 
 
 def moved(tensor, elements):
-    """The same values, strides and all, so many elements further in memory."""
+    """Return the same values and strides at an offset of some elements in memory."""
     rows, columns = (tensor if tensor.is_contiguous() else tensor.t()).shape
     memory = torch.empty(tensor.numel() + 64, dtype=tensor.dtype)[elements : elements + tensor.numel()]
     found = memory.view(rows, columns) if tensor.is_contiguous() else memory.view(rows, columns).t()

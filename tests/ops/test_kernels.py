@@ -27,7 +27,7 @@ KINDS = [
 
 
 class Taken(set):
-    """The kernels that ran, seen where the operators look them up."""
+    """Record the kernels that the operators look up."""
 
     def __enter__(self):
         self._kept = operators.choose
@@ -84,12 +84,12 @@ def strides(group, settings, dtype):
 @pytest.mark.parametrize("name", KINDS)
 def test_the_matrix(ranks, count, dtype, name):
     for taken, worst in ranks(count).run(matrix, name, dtype):
-        assert name in taken or (name == "ordered" and count == 2)  # two ranks have one order anyway
+        assert name in taken or (name == "ordered" and count == 2)  # sums of two ranks have only one order
         assert worst <= LIMIT[dtype]
 
 
 def test_the_extension_is_there_where_a_compiler_is():
-    """Else all tests of the shared-memory kernel would be skipped, and nobody would know."""
+    """Without the extension all tests of the shared-memory kernel would be skipped silently."""
     if not sys.platform.startswith("linux") or not shutil.which("c++"):
         pytest.skip("the extension needs Linux and a C++ compiler, and there is none here")
     assert NO_EXTENSION == ""

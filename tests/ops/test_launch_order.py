@@ -1,4 +1,4 @@
-"""In which order work is started: what overlap is made of, watched at the calls themselves."""
+"""The order in which matmuls and collectives start, recorded at the calls."""
 
 import contextlib
 
@@ -48,7 +48,7 @@ def operators(group):
     for name in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
         logs[name] = []
         x, w = torch.randn(128, 8), torch.randn(8, 8)
-        getattr(ops, name)(x, w, group, num_chunks=3)  # asks which chunks keep the bits, by matmuls of its own
+        getattr(ops, name)(x, w, group, num_chunks=3)  # probes the bits first, by separate matmuls
         with watched(logs[name]):
             getattr(ops, name)(x, w, group, num_chunks=3)
     return logs
@@ -58,7 +58,7 @@ def test_chunks_communicate_while_the_next_is_computed(ranks):
     logs = ranks(2).run(operators)[0]
     assert logs["matmul_all_reduce"] == ["mm", "reduce"] * 3 + ["wait"] * 3
     assert logs["matmul_reduce_scatter"] == ["mm", "mm", "send"] * 3 + ["wait"] * 3
-    # All gathers are on their way before the rank's own rows, which need none, are multiplied.
+    # All gathers start before the rank's own rows, which need no gather, are multiplied.
     assert logs["all_gather_matmul"][:8] == ["gather"] * 3 + ["mm"] + ["wait", "mm"] * 2
 
 
@@ -76,7 +76,7 @@ def backwards(group, sequence_parallel):
             settings=Settings(num_chunks=2, order=order),
             weight_gradient=Watched(log),
         )
-        y.sum().backward(retain_graph=True)  # asks which chunks keep the bits, by matmuls of its own
+        y.sum().backward(retain_graph=True)  # probes the bits first, by separate matmuls
         log.clear()
         with watched(log):
             y.sum().backward()
@@ -128,7 +128,7 @@ def test_the_gradient_of_a_single_row(ranks):
 
 
 def failed_alike(group):
-    """All ranks fail in the same chunk; the group is as good as before."""
+    """All ranks fail in the same chunk; the group still works afterwards."""
     results = []
     for name in ("matmul_all_reduce", "matmul_reduce_scatter"):
         kept, calls = torch.mm, []

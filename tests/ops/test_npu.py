@@ -1,4 +1,4 @@
-"""What the npu kernel refuses and what it takes, told without calling it."""
+"""The calls that the npu kernel takes and refuses, without running it."""
 
 import itertools
 import os
@@ -42,7 +42,7 @@ REFUSED = {
     "another device": ({"device": "cpu"}, "device cpu, not npu"),
     "fp32": ({"dtype": torch.float32}, "not torch.float32"),
     "fp64": ({"dtype": torch.float64}, "not torch.float64"),
-    "a chip nobody named": ({"soc": ""}, "the chip is not known"),
+    "a chip nobody named": ({"soc": ""}, "the chip is unknown"),
     "a chip without them": ({"soc": "Ascend310P3"}, "no fused operator .* Ascend310P3"),
     "a chip of the first generation": ({"soc": "Ascend910B"}, "no fused operator .* Ascend910B"),
     "all-reduce on A3": ({"operator": ALL_REDUCE, "soc": A3}, "not documented for Ascend910_9391 .generation A3"),
@@ -107,8 +107,8 @@ def test_rank_order_and_row_tiles_leave_nothing_to_the_fused_operators():
     chosen = {operator: choose(problem(operator), settings) for operator in OPERATORS}
     kernels = {operator: choice.kernel for operator, choice in chosen.items()}
     assert kernels == {ALL_REDUCE: "ordered", REDUCE_SCATTER: "ordered", ALL_GATHER: "chunked"}
-    assert "which COC_DETERMINISTIC=1 asks for" in chosen[ALL_REDUCE].reason
-    assert "it multiplies by itself, and COC_DETERMINISTIC=1 asks for" in chosen[ALL_GATHER].reason
+    assert "which COC_DETERMINISTIC=1 requires" in chosen[ALL_REDUCE].reason
+    assert "its matmul is not in row tiles, which COC_DETERMINISTIC=1 requires" in chosen[ALL_GATHER].reason
 
 
 def test_torch_npu_is_imported_only_when_something_is_called():

@@ -1,7 +1,7 @@
-"""The npu kernel run with the real torch_npu wheel, whose operators here run on CPU.
+"""The npu kernel with the real torch_npu wheel, on CPU implementations of its operators.
 
-Nothing here ran on an NPU. What is shown is that our calls fit the wheel's schemas and the documented
-limits, and that the layers built on them are right if the operators do what their documentation says.
+Nothing here runs on an NPU. The tests show that this package's calls fit the wheel's schemas and the documented
+limits, and that the layers are right if the operators match their documentation.
 """
 
 import gc
@@ -26,7 +26,7 @@ MM_ALL_REDUCE = "npu_mm_all_reduce_base"
 
 @pytest.fixture(scope="module")
 def with_torch_npu(tmp_path_factory):
-    """Give ``run(function)``: it runs a function of this file on 2 ranks that have the real torch_npu."""
+    """Return ``run(function)``, which runs a function of this file on 2 ranks with the real torch_npu."""
     try:
         environ = npu_wheel.environment(tmp_path_factory.mktemp("stubs"))
     except npu_wheel.Missing as reason:
@@ -196,7 +196,7 @@ def test_all_four_layers_match_the_truth_forward_and_backward(with_torch_npu):
 
 
 def as_if_on_an_npu():
-    """Have every operator of this process choose as on an NPU, with the tensors where they are."""
+    """Let every operator of this process choose as on an NPU; tensors stay on the CPU."""
     from ascend_parallel.ops import operators
 
     describe = operators.problem_of
@@ -209,8 +209,8 @@ def int8_weights(kernels, group):
     as_if_on_an_npu()
     for dtype, (grain, size), symmetric in itertools.product(DTYPES, GRAINS, (True, False)):
         xs, ws, x, w = operands(group, 40, 200, 24, dtype)
-        weights = [quantise_weight(one.to(dtype), grain, group_size=size, symmetric=symmetric) for one in ws]
-        truth = sum(one @ w.dequantise(torch.float64) for one, w in zip(xs, weights, strict=True))
+        weights = [quantise_weight(w.to(dtype), grain, group_size=size, symmetric=symmetric) for w in ws]
+        truth = sum(x @ w.dequantise(torch.float64) for x, w in zip(xs, weights, strict=True))
         for laid_out in (w, w.t().contiguous().t()):
             w_r = quantise_weight(laid_out, grain, group_size=size, symmetric=symmetric)
             kernels.calls.clear()
@@ -222,13 +222,13 @@ def int8_weights(kernels, group):
             y.sum().backward()
             close(y, truth.view(4, 10, 24), dtype)
             close(x_r.grad, torch.ones(40, 24).double() @ w_r.dequantise(torch.float64).t(), dtype)
-            given = {"antiquant_scale", *(() if symmetric else ("antiquant_offset",))}
-            given |= {"antiquant_group_size"} if size else set()
-            assert [(call, given <= set(options)) for call, options in kernels.calls] == [(MM_ALL_REDUCE, True)] * 2
+            expected = {"antiquant_scale", *(() if symmetric else ("antiquant_offset",))}
+            expected |= {"antiquant_group_size"} if size else set()
+            assert [(call, expected <= set(options)) for call, options in kernels.calls] == [(MM_ALL_REDUCE, True)] * 2
     kernels.calls.clear()
-    wide = [quantise_weight(one.float(), "channel") for one in ws]  # scales in fp32, which the operator does not take
+    wide = [quantise_weight(w.float(), "channel") for w in ws]  # the operator takes no scales in fp32
     y = quantised_row_linear(x, wide[group.rank()], group=group, settings=Settings(fused=True))
-    close(y, sum(one @ w.dequantise(torch.float64) for one, w in zip(xs, wide, strict=True)), dtype)
+    close(y, sum(x @ w.dequantise(torch.float64) for x, w in zip(xs, wide, strict=True)), dtype)
     assert kernels.calls == []
 
 

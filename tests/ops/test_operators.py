@@ -16,7 +16,7 @@ CHUNKS = [1, 2, 3, 4, 8]
 
 
 def operands(group, shape, n, dtype, seed=0):
-    """Each rank's x and w, in float64 for the truth and as this rank's own operands."""
+    """Return every rank's x and w in float64, for the truth, and this rank's operands."""
     generator = torch.Generator().manual_seed(seed)
     ranks = group.size()
     x = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).double() for _ in range(ranks)]
@@ -118,7 +118,7 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
 
 
 def as_an_accelerator(group):
-    """What runs where there is no gloo and launches cost: strided batches and the backend's own reduce-scatter."""
+    """The code for devices other than a CPU: strided batches and the backend's own reduce-scatter."""
     from ascend_parallel.ops import bits, chunked
     from ascend_parallel.ops.collectives import ReduceScatter
     from ascend_parallel.ops.multiply import batches
@@ -182,7 +182,7 @@ def test_gradients_of_the_operators(ranks, count, operator):
 
 
 def planted_fault(group):
-    """A bias added on every rank before the sum, the classic mistake, must not pass as close."""
+    """The comparison detects a bias that every rank adds before the sum."""
     x, w, x_r, w_r = operands(group, (64, 24), 40, torch.float32)
     bias = torch.full((40,), 0.01)
     y = ops.matmul_all_reduce(torch.cat([x_r, torch.ones(64, 1)], 1), torch.cat([w_r, bias[None]]), group, num_chunks=4)
@@ -209,10 +209,10 @@ def test_nan_on_one_rank_reaches_all(ranks):
 def refusals(group):
     x, w = torch.ones(64, 8), torch.ones(8, 4)
     cases = [
-        (lambda: ops.matmul_all_reduce(torch.ones(64, 7), w, group), r"\[64, 7\].*\[8, 4\].*no matmul"),
+        (lambda: ops.matmul_all_reduce(torch.ones(64, 7), w, group), r"\[64, 7\].*\[8, 4\].*not a matmul"),
         (lambda: ops.matmul_all_reduce(x.double(), w, group), "float64.*float32.*one floating dtype"),
         (lambda: ops.matmul_all_reduce(x.long(), w.long(), group), "int64"),
-        (lambda: ops.matmul_all_reduce(x, torch.ones(2, 8, 4), group), "no matmul"),
+        (lambda: ops.matmul_all_reduce(x, torch.ones(2, 8, 4), group), "not a matmul"),
         (lambda: ops.matmul_reduce_scatter(torch.ones(65, 8), w, group), "65.*not divisible by the 2 ranks"),
         (lambda: ops.matmul_reduce_scatter(torch.ones(8), w, group), "before the last"),
         (lambda: ops.all_gather_matmul(torch.ones(8), w, group), "before the last"),

@@ -1,4 +1,4 @@
-"""Weights in int8: what is rounded off, how it is refused, and matmul_all_reduce with them."""
+"""Weights in int8: rounding errors, refusals, and matmul_all_reduce."""
 
 import itertools
 
@@ -41,14 +41,14 @@ def test_at_most_half_a_step_is_rounded_off(k, n, grain, size, symmetric, dtype,
     assert quantised.scale.dtype == dtype and quantised.grain == ("tensor" if (grain, n) == ("channel", 1) else grain)
     error = (exact(quantised) - w.double()).abs()
     assert (error <= steps(quantised) * (0.5 + 1e-4)).all()
-    # Rounded once: a dequantised element is off by no more than its dtype's half unit.
-    again = quantised.dequantise(dtype)
+    # Rounded once: the error of a dequantised element is at most half a unit of its dtype.
+    dequantised = quantised.dequantise(dtype)
     unit = torch.finfo(dtype).eps / 2
     floor = torch.finfo(dtype).tiny
-    assert ((again.double() - exact(quantised)).abs() <= 1.001 * unit * exact(quantised).abs() + floor).all()
-    assert again.shape == w.shape and again.dtype == dtype
+    assert ((dequantised.double() - exact(quantised)).abs() <= 1.001 * unit * exact(quantised).abs() + floor).all()
+    assert dequantised.shape == w.shape and dequantised.dtype == dtype
     start, stop = n // 3, n - n // 4
-    assert torch.equal(quantised.dequantise(dtype, start, stop), again[:, start:stop])
+    assert torch.equal(quantised.dequantise(dtype, start, stop), dequantised[:, start:stop])
 
 
 def test_all_of_int8_is_used():
@@ -133,13 +133,13 @@ def test_the_error_is_what_the_grain_implies(ranks, count, grain, dtype):
 
 
 def coarser(group):
-    """Whether a result with one grain keeps to the bound of another, by (grain, bound)."""
+    """Return by (grain, bound) whether a result with the grain is within the bound of another grain."""
     kept = {}
     for grain, bounded in itertools.product(GRAINS, GRAINS):
         x, originals, weights = operands(group, (33, 70), grain, True, torch.float32)
         finer = operands(group, (33, 70), bounded, True, torch.float32)[2]
         for rows in x:
-            rows[:, :32] = 0  # else what the first group, the largest, may be off by hides the others
+            rows[:, :32] = 0  # else the error bound of the first group, the largest, hides the others
         y = start_matmul_all_reduce(
             x[group.rank()].float(), weights[group.rank()], group, Settings(num_chunks=3)
         ).wait()
@@ -209,7 +209,7 @@ def test_no_more_than_a_chunk_is_ever_dequantised(ranks):
     for beyond in ranks(2).run(memory):
         for (m, dtype, chunks), found in beyond.items():
             columns = max(choose(problem(m=m, dtype=dtype), Settings(num_chunks=chunks, mode=2)).sizes)
-            once = 512 * columns * (4 if dtype == torch.float32 else 4 + 2)  # in 16 bits a moment in fp32 too
+            once = 512 * columns * (4 if dtype == torch.float32 else 4 + 2)  # in 16 bits temporarily in fp32 too
             assert 0.95 * once <= found <= 1.05 * once, (m, dtype, chunks, found, once)
 
 
@@ -255,7 +255,7 @@ def test_a_problem_with_scales_that_cannot_be_is_refused(scales):
 
 def refused_operands(group):
     w = quantise_weight(torch.randn(70, N), "channel")
-    with pytest.raises(ValueError, match=r"x \[4, 69\] times w \[70, 80\] is no matmul"):
+    with pytest.raises(ValueError, match=r"x \[4, 69\] times w \[70, 80\] is not a matmul"):
         start_matmul_all_reduce(torch.randn(4, 69), w, group, Settings(num_chunks=2))
     with pytest.raises(ValueError, match=r"x is torch\.int8"):
         start_matmul_all_reduce(torch.ones(4, 70, dtype=torch.int8), w, group, Settings(num_chunks=2))

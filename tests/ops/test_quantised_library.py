@@ -38,7 +38,7 @@ def public(group):
 def frozen_scales(group):
     x, _, weights = operands(group, (5, 3, 70), "channel", True, torch.float32)
     weights[0].scale.requires_grad_()
-    with pytest.raises(ValueError, match="scale of an int8 weight wants a gradient"):
+    with pytest.raises(ValueError, match="scale of an int8 weight requires a gradient"):
         ops.matmul_all_reduce(x[0].float(), weights[0], group)
     return True
 

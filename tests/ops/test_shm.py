@@ -1,4 +1,4 @@
-"""The shared-memory kernel: every path against the truth, its bits, groups beside one another, and its choice."""
+"""The shared-memory kernel: every path against the truth, its bits, several groups, and its choice."""
 
 import itertools
 import random
@@ -38,8 +38,8 @@ def test_every_path_matches_the_truth(ranks, count, dtype):
     assert segments() == []
 
 
-# Rows per rank, K, N. Few rows, odd ones, one column, no rows; then, for small pieces, rows of several pieces, with and
-# without a tail, small 16-bit products, and fp32 ones whose bits a cut at such odd rows does change.
+# Rows per rank, K, N. Few rows, odd numbers of rows, one column, no rows; then, for small pieces, several pieces with
+# and without a remainder, small 16-bit products, and fp32 products whose bits a cut at odd rows does change.
 FEW_ROWS = [(5, 32, 48), (9, 96, 200), (177, 4, 24), (7, 1, 1), (300, 3, 129), (0, 8, 8), (3, 64, 2048)]
 MANY_ROWS = [(1024, 64, 96), (769, 96, 64), (785, 130, 130), (1024, 3, 5), (1023, 2, 40)]
 CHANGED_BY_CUTS = [(643, 73, 1), (715, 26, 10), (1217, 114, 10), (1211, 11, 11)]
@@ -64,7 +64,7 @@ def test_results_are_the_pieces_matmuls_summed_in_rank_order(ranks, count, dtype
 
 
 def threaded(group):
-    """Sums and copies shared out over threads."""
+    """Sums and copies on several threads."""
     torch.set_num_threads(3)
     try:
         for seed, operator in enumerate(OPERATORS):
@@ -98,9 +98,9 @@ def every_value(group, dtype):
     assert shm.reach(group) is None
     values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)[:, None]
     shuffled = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(1))]
-    one = torch.ones(1, 1, dtype=dtype)
-    parts = [torch.mm(x, one) for x in (values, shuffled)]
-    y = shm.matmul_all_reduce((values, shuffled)[group.rank()], one, group, (len(values),)).wait()
+    w = torch.ones(1, 1, dtype=dtype)
+    parts = [torch.mm(x, w) for x in (values, shuffled)]
+    y = shm.matmul_all_reduce((values, shuffled)[group.rank()], w, group, (len(values),)).wait()
     expected = (parts[0].float() + parts[1].float()).to(dtype)
     assert torch.equal(y.isnan(), expected.isnan())
     same(y.nan_to_num(0.0), expected.nan_to_num(0.0), "every value", dtype)
@@ -116,7 +116,7 @@ def test_every_16_bit_value_is_summed_and_rounded_as_by_torch(ranks, dtype):
 
 
 def grown(group):
-    """More than the segment has, then few again, then more still: all ranks make a larger one."""
+    """More rows than the segment holds, then few, then still more: all ranks make a larger segment."""
     shm._SHARED.pop(group, None)
     halves = []
     for seed, m in enumerate((16, 2400, 16, 6000)):  # 4 KiB a row

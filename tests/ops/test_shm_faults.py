@@ -1,4 +1,4 @@
-"""The shared-memory kernel when ranks die, fork, raise, or do not come: errors that name the rank, nothing left."""
+"""The shared-memory kernel when ranks die, fork, raise, or do not come: errors name the rank, no file is left."""
 
 import pytest
 from launch import launch
@@ -75,7 +75,7 @@ def test_a_forked_child_neither_takes_part_nor_hides_that_its_parent_died():
 RAISES = """
 shm.reach(group)
 call(group)
-call(group, torch.randn(7, 3) if rank == 1 else x)  # rows that do not fit w, which only the extension finds out
+call(group, torch.randn(7, 3) if rank == 1 else x)  # rows that do not fit w; only the extension notices
 call(group)
 dist.barrier()
 leave()
@@ -212,7 +212,7 @@ leave()
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_come_with_different_calls_are_told_what_each_came_with(count):
-    """Rows, columns, dtype, operator; where one rank, or each, needs a larger segment; and the number of pieces."""
+    """Calls that differ in rows, columns, dtype or operator, in the need for a larger segment, or in pieces."""
     usual, last = "matmul_all_reduce of 256 rows of 64 columns, float32", count - 1
     for rank in launch(START + DIFFERENT, [{}] * count, timeout=100):
         lines = rank.stdout.splitlines()
@@ -229,7 +229,7 @@ def test_ranks_that_come_with_different_calls_are_told_what_each_came_with(count
             usual.replace("256", "48000"),
             usual.replace("256", "64000"),
         ]
-        expected = [f"{one}; rank {last}: {other}" for one, other in zip(alike, theirs, strict=True)]
+        expected = [f"{most}; rank {last}: {different}" for most, different in zip(alike, theirs, strict=True)]
         assert found[:6] == expected
         gathered = [text.replace("matmul_all_reduce", "all_gather_matmul") for text in expected]
         assert found[6:-1] == gathered
@@ -239,7 +239,7 @@ def test_ranks_that_come_with_different_calls_are_told_what_each_came_with(count
 
 
 INTERRUPTED = """
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
 shm.reach(group)
 if rank == 0:
     threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -1,10 +1,10 @@
-"""The protocol of ops/csrc/communicator.h as a small model, tried in every order in which ranks can act.
+"""The protocol of ops/csrc/communicator.h as a small model, with every interleaving of the ranks.
 
-A rank is a list of actions; a state is how far each rank has come. What a counter says and what a stage
-holds follows from that, as each is written by one rank. In every state that can be reached, what a
-rank reads has to be what was written for that step, complete and not written again; and as long as not all
-ranks are done, one of them can go on. A rank that sees another call than its own beside a counter raises, when
-it has seen every rank's. The planted faults show that the model finds both kinds of error.
+A rank is a list of actions; a state is the position of each rank in its list. Each counter and stage is written by a
+single rank, so the state determines their values. Two properties must hold in every reachable state: a rank reads
+only cells that are complete and not yet overwritten; and unless all ranks are done, some rank can act. A rank that
+finds a different call beside a counter reads all ranks' calls and then raises. The planted faults show that the model
+finds violations of both properties.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def program(rank, ranks, calls, halves=2, call_halves=2, waits_for=None):
         for owner in others:
             actions += wait_for(owner)
             if calls[owner][step - 1] != kind:
-                return actions + [action for one in range(ranks) for action in wait_for(one)] + [("done",)]
+                return actions + [action for peer in range(ranks) for action in wait_for(peer)] + [("done",)]
             if kind == GATHER:  # reads each rank's rows as they come
                 actions += [("read", cells("rows", [owner])), ("done",)]
         if kind in (GATHER, GROW):
@@ -57,7 +57,7 @@ def program(rank, ranks, calls, halves=2, call_halves=2, waits_for=None):
 
 
 class Rank:
-    """What follows from how far a rank has come: its counters, its cells, and what it is reading."""
+    """The values that a rank's position determines: its counters, its cells, and the cells that it is reading."""
 
     def __init__(self, actions):
         self.actions = actions
@@ -79,7 +79,7 @@ class Rank:
 
 
 def states(programs, reached=lambda counter, step: counter >= step):
-    """Try every interleaving; return how many states there are, or raise on the first wrong one."""
+    """Try every interleaving; return the number of states, or raise on the first wrong state."""
     ranks = [Rank(actions) for actions in programs]
     end = tuple(len(actions) for actions in programs)
     seen, waiting = {(0,) * len(ranks)}, [(0,) * len(ranks)]
@@ -127,7 +127,7 @@ def programs(ranks, kinds, **faults):
 def test_every_interleaving_of_every_mixture_is_right(ranks, calls):
     found = [states(programs(ranks, kinds)) for kinds in itertools.product(KINDS, repeat=calls)]
     assert len(found) == len(KINDS) ** calls
-    assert min(found) > 10 * calls  # ranks do run ahead of one another
+    assert min(found) > 10 * calls  # ranks run ahead of each other
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -138,12 +138,12 @@ def test_a_step_for_a_larger_segment_may_come_between_any_others(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_come_with_different_calls_all_see_what_each_came_with(ranks):
-    """In the first step or after another one; every mixture of kinds (a scatter acts as a direct one does)."""
+    """Different calls in the first or a later step; every mixture of kinds (a scatter acts as a direct all-reduce)."""
     for before, last in itertools.product([(), (PARTS,), (GATHER,)], itertools.product(ACTING, repeat=ranks)):
         if len(set(last)) == 1:
             continue
         found = [program(rank, ranks, [(*before, own, own) for own in last]) for rank in range(ranks)]
-        states(found)  # all come to their ends, where each has read what all came with
+        states(found)  # every rank ends after it has read all ranks' calls
         step = len(before) + 1
         for actions in found:
             seen = [cells[0] for action, *rest in actions[-2 * ranks - 1 :] if action == "read" for cells in rest]
@@ -152,13 +152,13 @@ def test_ranks_that_come_with_different_calls_all_see_what_each_came_with(ranks)
 
 @pytest.mark.parametrize("kinds", sorted({*itertools.product(ACTING, repeat=2)} - {(PARTS, PARTS)}), ids=" then ".join)
 def test_one_place_for_a_call_instead_of_two_is_found(kinds):
-    """But where every step has two waits, which keep two ranks close enough together."""
+    """Except if every step has two waits, which keep two ranks close enough together."""
     with pytest.raises(AssertionError, match=r"reads \(\d, 0, 'call'\)"):
         states(programs(2, (*kinds, *kinds), call_halves=1))
 
 
 def test_a_rank_that_goes_for_a_larger_segment_alone_is_found():
-    """Without a step of its own the others, whose call is another, would wait for it."""
+    """Without a separate step, ranks with a different call would wait for the growing rank."""
     with pytest.raises(AssertionError, match="deadlock"):
         states([program(0, 2, [(DIRECT, DIRECT)] * 2), program(1, 2, [(DIRECT,)] * 2)])
 
@@ -180,6 +180,6 @@ def test_not_waiting_for_everyone_is_found(ranks, kind):
 
 
 def test_a_wait_for_the_very_number_is_found():
-    """A counter that has gone on before the reader looked would be missed by == instead of >=."""
+    """With == instead of >= a reader would miss a counter that has advanced further."""
     with pytest.raises(AssertionError, match="deadlock"):
         states(programs(2, (GATHER, DIRECT, GATHER, DIRECT)), reached=lambda counter, step: counter == step)

@@ -1,4 +1,4 @@
-"""COC_STRICT=1: what would be a warning is an error on every rank, before anything is communicated."""
+"""COC_STRICT=1: an unmet request is an error on every rank instead of a warning, before any communication."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ def layers_and_calls(group):
     with Layers(group.size()) as layers:
         ascend_parallel.configure(**STRICT)
         layer = layers.make("RowParallelLinear", (64, 96))
-        layer(torch.randn(128, 32))[0].sum().backward()  # what is covered runs
+        layer(torch.randn(128, 32))[0].sum().backward()  # a covered call runs
         expert = layers.make("RowParallelLinear", (64, 96), is_expert=True, skip_bias_add=True)
         expert.explicit_expert_comm = True
         for call in (lambda: layer(torch.randn(20, 32)), lambda: expert(torch.randn(64, 2, 32))):
             with pytest.raises(UnmetRequestError) as error:
                 call()
             messages.append(str(error.value))
-        layer(torch.randn(128, 32))[0].sum().backward()  # and goes on to run
+        layer(torch.randn(128, 32))[0].sum().backward()  # and still runs after an error
     with pytest.raises(UnmetRequestError) as error:
         row_linear(
             torch.ones(64, 8, dtype=torch.float64),

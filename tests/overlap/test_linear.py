@@ -27,7 +27,7 @@ def whole_layer(shape, n, dtype, seed=3):
 
 
 def part(tensor, group, dim):
-    """This rank's shard of a whole tensor, as a leaf of its own."""
+    """Return this rank's shard of a whole tensor, as a leaf."""
     return tensor.detach().chunk(group.size(), dim)[group.rank()].clone()
 
 
@@ -77,7 +77,7 @@ def test_every_path_matches_the_truth(ranks, count, dtype):
 
 
 def square_weights(group):
-    """A transposition guessed from sizes would go unnoticed with any other shape."""
+    """A square weight: only here a transposition guessed from sizes goes wrong."""
     settings = Settings(num_chunks=2)
     for sequence_parallel in (False, True):
         check_column(group, (96, 12), torch.float64, settings, sequence_parallel)
@@ -119,7 +119,7 @@ def test_operands_and_gradients_of_any_strides(ranks, count):
 
 
 def wanted_gradients(group):
-    """Whatever is wanted is right, whatever is not wanted is not computed, saved or communicated in vain."""
+    """Required gradients are right; others cost no computation, memory or communication."""
     settings = Settings(num_chunks=2)
     found = []
     for sequence_parallel, input_wanted, weight_wanted in itertools.product((False, True), repeat=3):
@@ -235,7 +235,7 @@ def test_activation_checkpointing(ranks, use_reentrant):
 
 
 def under_autocast(group):
-    """The same as torch's own linear under autocast, next to a collective."""
+    """The same numbers as torch's linear under autocast."""
     settings = Settings(num_chunks=2)
     torch.manual_seed(group.rank())
     found = []
@@ -257,7 +257,7 @@ def test_autocast(ranks):
 
 
 def planted(group):
-    """A bias added before the sum, on every rank, must not pass for one added after it."""
+    """The comparison detects a bias that every rank adds before the sum."""
     _, weight, bias, y, _ = whole_layer((64, 12 * group.size()), 20, torch.float32)
     x, *_ = whole_layer((64, 12 * group.size()), 20, torch.float32)
     x_r, w_r = (part(t, group, -1).float() for t in (x, weight))
@@ -275,7 +275,7 @@ def test_a_bias_added_on_every_rank_is_caught(ranks):
 
 
 def memory(group):
-    """Largest sum of tensors alive beyond the serial path, in rows of one chunk."""
+    """Return the largest memory of live tensors beyond the serial path, in rows of one chunk."""
     from allocations import peak_bytes
 
     x, weight = torch.randn(1024, 64), torch.randn(64, 64)

@@ -28,7 +28,7 @@ def whole_row_layer(group, shape, dtype, grain):
 
 
 def layers(group, dtype):
-    """Output and input gradient, with and without sequence parallelism; no gradient of anything else."""
+    """Output and input gradient, with and without sequence parallelism; there is no other gradient."""
     ranks, rank = group.size(), group.rank()
     cases = itertools.product([(12 * ranks, 70), (16 * ranks, 3, 70)], GRAINS, (1, 3), (False, True))
     for shape, grain, chunks, sequence_parallel in cases:
@@ -51,7 +51,7 @@ def test_the_layer_and_its_input_gradient(ranks, count, dtype):
     ranks(count).run(layers, dtype)
 
 
-def said(group):
+def logged_once(group):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -59,7 +59,7 @@ def said(group):
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    ascend_parallel.overlap.quantised._say_dequantised.cache_clear()
+    ascend_parallel.overlap.quantised._log_dequantised.cache_clear()
     x, w, *_ = whole_row_layer(group, (12, 70), torch.float32, "channel")
     for _ in range(2):
         quantised_row_linear(x, w, group=group, settings=Settings(num_chunks=2), sequence_parallel=True)
@@ -68,13 +68,13 @@ def said(group):
     return [line for line in lines if "sequence parallelism is dequantised" in line]
 
 
-def test_dequantising_for_sequence_parallelism_is_said_once(ranks):
-    first, second = ranks(2).run(said)
+def test_dequantising_for_sequence_parallelism_is_logged_once(ranks):
+    first, second = ranks(2).run(logged_once)
     assert (len(first), len(second)) == (1, 0)
 
 
 def megatron(group):
-    """A RowParallelLinear in int8, patched and not, against itself unquantised; all that differs, by case."""
+    """Return the differences of an int8 RowParallelLinear, patched and not, from the unquantised layer, by case."""
     wrong = {}
     with Layers(group.size()) as layers:
         cases = itertools.product(GRAINS, (True, False), (False, True), (False, True), (True, False))
@@ -122,7 +122,7 @@ def megatron(group):
 
 
 def x_bound(x, w, group, parallel, sequence_parallel):
-    """What the layer's output may be off by for the rounding of its weight, with the ranks' parts summed."""
+    """Return the bound of the output's error from the rounding of the weight, summed over ranks."""
     own = x if parallel else x.chunk(group.size(), -1)[group.rank()]
     part = (own.double().abs() @ (steps(w) * 0.5001)).float()
     torch.distributed.all_reduce(part, group=group)
@@ -134,7 +134,7 @@ def test_megatrons_row_layer_in_int8(ranks):
 
 
 def modules(group):
-    """state_dict, deepcopy, casts, moves and what is refused."""
+    """state_dict, deepcopy, casts, moves and refusals."""
     with Layers(group.size()) as layers:
         layer = layers.make("RowParallelLinear", (140, N))
         notes = dict(vars(layer.weight))

@@ -16,14 +16,14 @@ POLICIES = {
     "all": lambda *_, **__: CheckpointPolicy.MUST_SAVE,
     "all but views": lambda _, operator, *__, **___: (
         CheckpointPolicy.PREFER_RECOMPUTE
-        if any(one.alias_info is not None and not one.alias_info.is_write for one in operator._schema.returns)
+        if any(y.alias_info is not None and not y.alias_info.is_write for y in operator._schema.returns)
         else CheckpointPolicy.MUST_SAVE
     ),
 }
 
 
 def whole(bias, ranks, seed=5):
-    """A layer and what reads it, in float64: operands, truth of the result and of every gradient."""
+    """Return a whole layer in float64: operands, gradients and result."""
     torch.manual_seed(seed)
     x = torch.randn(64, 2, 16 * ranks, dtype=torch.float64) / 8
     weight, b = torch.randn(12 * ranks, 16 * ranks, dtype=torch.float64), torch.randn(12 * ranks, dtype=torch.float64)
@@ -38,7 +38,7 @@ def part(tensor, group, dim):
 
 
 def cuts(kind, sequence_parallel):
-    """Along which dimension x, the weight, the bias and y are cut; None: they are not."""
+    """Return the sharded dimension of x, the weight, the bias and y; None: not sharded."""
     rows = 0 if sequence_parallel else None
     return (rows, 0, 0, -1) if kind == "ColumnParallelLinear" else (-1, 1, None, rows)
 
@@ -56,8 +56,8 @@ def layers_under_policies(group, settings, dtype, verify_every=0):
             operands, gradients, y = whole(bias, group.size())
             along = cuts(kind, sequence_parallel)
             own = [
-                (one if dim is None else part(one, group, dim)).to(dtype)
-                for one, dim in zip(operands, along, strict=False)
+                (operand if dim is None else part(operand, group, dim)).to(dtype)
+                for operand, dim in zip(operands, along, strict=False)
             ]
             config = {"sequence_parallel": sequence_parallel}
             layer = layers.make(kind, tuple(reversed(operands[1].shape)), bias=bias, config=config)
@@ -84,7 +84,7 @@ def layers_under_policies(group, settings, dtype, verify_every=0):
                     close(result, truth if dim is None else part(truth, group, dim), dtype)
                 except AssertionError as error:
                     done.append(f"{what} {quantity}: {error}")
-        checked = sum(one.forwards for one in ascend_parallel.verification().layers) if verify_every else 0
+        checked = sum(layer.forwards for layer in ascend_parallel.verification().layers) if verify_every else 0
     return done, checked
 
 

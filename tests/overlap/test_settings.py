@@ -76,7 +76,7 @@ def test_how_what_is_on_behaves():
 
 
 def test_determinism_is_asked_of_one_chunk_too():
-    """One chunk has to have the bits of many, so it cannot be left to the original layer."""
+    """One chunk must have the same bits as many, so the original layer cannot run."""
     assert read_settings({"COC_DETERMINISTIC": "1"}).enabled
     assert not read_settings({"COC_DETERMINISTIC": "1", "COC_MODE": "0"}).enabled
 

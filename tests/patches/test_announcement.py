@@ -1,4 +1,4 @@
-"""What a run says of itself: once, on rank 0, and as its program has configured logging."""
+"""A run announces its overlap once, on rank 0, through the program's logging configuration."""
 
 import logging
 
@@ -33,12 +33,12 @@ print(root == (logging.root.handlers, logging.root.level))
 
 
 def run(before="", **variables):
-    """Train on two ranks; return what each wrote to its standard error."""
-    ended = launch(TRAIN.replace("{before}", before), [variables] * 2)
-    for one in ended:
-        assert one.returncode == 0, one.stderr
-        assert one.stdout.strip() == "True"  # the root logger is the program's
-    return [one.stderr.splitlines() for one in ended]
+    """Train on two ranks; return each rank's lines of standard error."""
+    processes = launch(TRAIN.replace("{before}", before), [variables] * 2)
+    for process in processes:
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.strip() == "True"  # the root logger is unchanged
+    return [process.stderr.splitlines() for process in processes]
 
 
 def test_a_run_says_once_that_it_is_overlapped():
@@ -66,7 +66,7 @@ def test_a_program_that_logs_gets_every_line_its_own_way():
 
 
 def announced(group):
-    """What is said of one layer by itself, for settings in turn, each twice."""
+    """Return the log of a single layer, called twice for each of several settings."""
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     OURS.addHandler(handler)

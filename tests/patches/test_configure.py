@@ -1,4 +1,4 @@
-"""configure() changes all or nothing, on the rank where it fails, and the other ranks are told."""
+"""A failing configure() changes nothing on its rank, and the other ranks learn of the failure."""
 
 import os
 from pathlib import Path
@@ -11,12 +11,12 @@ import ascend_parallel
 
 
 def half_way(group, folder):
-    """A recording that cannot be written, on rank 0 alone: everything is as it was there, and rank 1 hears of it."""
+    """A recording cannot be written on rank 0: rank 0 keeps its settings, and rank 1 learns of the error."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     mine = folder / str(group.rank())
     mine.mkdir()
-    os.chdir(mine)  # the same settings, and a folder of its own
+    os.chdir(mine)  # the same settings, but a separate folder for each rank
     with Layers(group.size()) as layers:
         layer = layers.make("RowParallelLinear")
         ascend_parallel.configure(num_chunks=2, timeline="timeline")
@@ -35,9 +35,9 @@ def half_way(group, folder):
         else:
             ascend_parallel.configure(num_chunks=4)
             torch.distributed.barrier(group)
-            with pytest.raises(ascend_parallel.DisagreementError) as told:
+            with pytest.raises(ascend_parallel.DisagreementError) as error:
                 layer(torch.randn(64, 48))
-            found = "configure() failed on rank 0, which kept what was in force" in str(told.value)
+            found = "configure() failed on rank 0, which kept what was in force" in str(error.value)
             torch.distributed.barrier(group)
         ascend_parallel.configure(num_chunks=4)
         layer(torch.randn(64, 48))

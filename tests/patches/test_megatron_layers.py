@@ -19,7 +19,7 @@ KERNELS = pytest.mark.parametrize(
 
 
 def every_option(group, settings):
-    """Differences of every option of both layers, by option; the counts show that overlap really ran."""
+    """Return the differences for every option of both layers, by option; the counts show that overlap ran."""
     found = {}
     with Layers(group.size(), settings) as layers:
         for sequence_parallel, skip, bias in itertools.product((False, True), repeat=3):
@@ -114,7 +114,7 @@ def test_frozen_weights_frozen_inputs_and_a_given_weight(ranks, settings):
 
 
 class Extension(types.ModuleType):
-    """What Megatron's CUDA extension computes, for a CPU; the real one adds in the same order of steps."""
+    """Megatron's CUDA extension on a CPU: the same additions in the same order of steps."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x, dy, main_grad):
@@ -162,7 +162,7 @@ def test_gradient_accumulation_fusion(ranks, hooks, zero_out):
 
 
 def deferred(group):
-    """defer_embedding_wgrad_compute: activations and gradients are put aside up to the limit."""
+    """defer_embedding_wgrad_compute: activations and gradients are kept up to the limit."""
     from megatron.core.tensor_parallel import layers as module
 
     module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension("extension"), True
@@ -203,7 +203,7 @@ def test_deferred_embedding_weight_gradient(ranks):
 
 
 def autocast_layers(group):
-    """Forward as Megatron's; its row layer fails in backward under CPU autocast, ours must not."""
+    """Forward equals Megatron's. Megatron's row layer fails in backward under CPU autocast; the patched layer runs."""
     results = []
     with Layers(group.size()) as layers:
         import ascend_parallel
@@ -227,7 +227,7 @@ def test_autocast_as_megatron(ranks):
 
 
 def uncovered(group, caplog=None):
-    """What is not covered runs wholly as it was, and is said once."""
+    """A call that is not covered runs the original forward, and the reason is logged once."""
     import logging
 
     import ascend_parallel
@@ -295,7 +295,7 @@ def test_conflicting_features_are_refused_by_name(ranks):
 
 
 def whole_modules(group):
-    """state_dict, deepcopy and pickling as unpatched: the layers carry nothing of ours."""
+    """state_dict, deepcopy and pickling as unpatched: the patch adds nothing to the layers."""
     import copy
 
     import ascend_parallel
@@ -325,7 +325,7 @@ def covered(group):
     import ascend_parallel
 
     class TELinear(torch.nn.Linear):
-        """Stands for a TransformerEngine layer, which derives from none of Megatron's."""
+        """Stands for a TransformerEngine layer, which derives from no layer of Megatron."""
 
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks=4)

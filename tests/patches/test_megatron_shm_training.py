@@ -8,11 +8,11 @@ from ascend_parallel.ops import shm
 pytestmark = pytest.mark.skipif(isinstance(shm.extension(), str), reason=str(shm.extension()))
 
 FUSED = {"fused": True, "enable_coc_in_column_backward": True}
-SMALL = {2: {}, 3: {"hidden": 96, "heads": 3, "vocab": 258}, 4: {}}  # what the ranks divide
+SMALL = {2: {}, 3: {"hidden": 96, "heads": 3, "vocab": 258}, 4: {}}  # sizes that the ranks divide
 
 
 def losses(group, options, variants):
-    """Train once with each of `variants`, from the same start."""
+    """Train once with each of `variants`, from the same initial weights."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
@@ -24,7 +24,7 @@ def losses(group, options, variants):
             model_parallel_cuda_manual_seed(1234)
             run, _, counts, coverage = train({**options, "settings": settings}, overlap=True)
             assert str(coverage).startswith("9 of 9 linear layers covered")
-            if "fused" in settings and "enable_coc_in_column_backward" in settings:  # fused calls are not cut
+            if "fused" in settings and "enable_coc_in_column_backward" in settings:  # fused calls have no chunks
                 assert all(count["chunks"] == count["calls"] for count in counts.values())
             found.append(run)
         end_model_parallel()
@@ -45,7 +45,7 @@ def test_losses_depend_neither_on_the_chunk_count_nor_on_the_run(ranks, count, s
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_deterministic_runs_have_the_same_losses_by_every_kernel(ranks, count):
-    """COC_DETERMINISTIC=1: fused, in any number of chunks, and in none."""
+    """COC_DETERMINISTIC=1: the same losses fused, with any number of chunks, and without chunks."""
     deterministic = {"deterministic": True, "mode": 2}
     variants = [{**deterministic, "num_chunks": chunks} for chunks in (1, 3, 4)] + [{**deterministic, **FUSED}]
     for found in ranks(count).run(losses, SMALL[count], variants):

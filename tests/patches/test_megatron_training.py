@@ -5,7 +5,7 @@ import torch
 
 
 def train(options, overlap):
-    """Train from scratch and return every loss, the last gradients and what was counted."""
+    """Train from scratch; return every loss, the last gradients and the operators' counts."""
     import ascend_parallel
     from ascend_parallel.patches.megatron.testing import finalize_gradients, next_token_loss, small_gpt
 
@@ -66,7 +66,7 @@ OPTIONS = {
 }
 
 
-# K of 1024 in the input gradients: there few rows are another routine of MKL's on AVX-512, with other bits.
+# K of 1024 in the input gradients: on AVX-512 MKL uses another routine for few rows there, with other bits.
 REAL_SIZES = {
     "hidden": 256,
     "heads": 8,
@@ -108,7 +108,7 @@ def test_two_ranks_train_with_the_same_bits(ranks, options):
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_train_alike(ranks, count):
-    """With more than two ranks sums change their order, so the bits may differ, and nothing more."""
+    """With more than two ranks the order of sums changes, so only the bits may differ."""
     options = {"hidden": 96 if count == 3 else 64, "heads": count, "vocab": 258 if count == 3 else 256, "steps": 1}
     for found in ranks(count).run(both, options):
         assert found["worst"] < 1e-5

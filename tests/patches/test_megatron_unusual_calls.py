@@ -1,4 +1,4 @@
-"""What others do to Megatron-core's layers, and unusual ways to run them."""
+"""Megatron-core's layers when other packages changed them, and unusual calls of them."""
 
 import functools
 import types
@@ -25,7 +25,7 @@ def plain_and_overlapped(layers, make, x, use=lambda layer, x: layer(x)):
 
 
 def replaced_below_forward(group):
-    """Quantisers (NVIDIA ModelOpt) replace what forward calls; a layer so changed must run as changed."""
+    """Quantisers (NVIDIA ModelOpt) replace functions that forward calls; the layer must run their replacements."""
     from megatron.core.tensor_parallel import layers as module
 
     original = module.linear_with_grad_accumulation_and_async_allreduce
@@ -63,7 +63,7 @@ def test_what_was_replaced_below_forward_stays_in_force(ranks):
 
 AUTOGRAD = "LinearWithGradAccumulationAndAsyncCommunication"
 
-# As MindSpeed's swap-attention and ripipe wrap both methods, to keep main_grad.
+# Wraps both methods as MindSpeed's swap-attention and ripipe do, to keep main_grad.
 KEEPS_MAIN_GRAD = """
 from functools import wraps
 
@@ -78,7 +78,7 @@ def linear_forward_main_grad_wrapper(forward_func):
 
 
 def replaced_in_autograd(group):
-    """MindSpeed's QAT replaces the autograd function's methods, its moe-fb-overlap the backward alone."""
+    """MindSpeed's QAT replaces the autograd function's methods; its moe-fb-overlap replaces only the backward."""
     from megatron.core.tensor_parallel import layers as module
     from megatron.core.tensor_parallel import mappings
 
@@ -87,7 +87,7 @@ def replaced_in_autograd(group):
     linear, reduce = getattr(module, AUTOGRAD), mappings._ReduceFromModelParallelRegion
     forward, backward = linear.forward, linear.backward
 
-    def rounded(ctx, x, weight, *args):  # a quantiser's idea: other numbers, the same shapes
+    def rounded(ctx, x, weight, *args):  # like a quantiser: other values, the same shapes
         return forward(ctx, x, (8 * weight).round() / 8, *args)
 
     def halved(ctx, dy):
@@ -144,7 +144,7 @@ def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
 
 
 def reduced_by_the_mapping(group):
-    """Where a layer does not reduce its input gradient by itself, Megatron's mapping of the input does."""
+    """If a layer does not reduce its input gradient itself, Megatron's mapping of the input does."""
     found = []
     with Layers(group.size()) as layers:
 
@@ -172,7 +172,7 @@ def test_input_gradients_that_the_mapping_reduces(ranks):
 
 
 def compiled(group):
-    """torch.compile of a patched layer breaks the graph as an unpatched one does, and computes the same."""
+    """torch.compile of a patched layer breaks the graph as for an unpatched layer, and computes the same."""
     warnings.simplefilter("ignore")
     with Layers(group.size()) as layers:
         torch.manual_seed(group.rank())
@@ -189,7 +189,7 @@ def test_compiled_layers(ranks):
 
 
 def one_rank_only(group):
-    """A forward that communicates nothing may be run by one rank alone."""
+    """A single rank can run a forward that communicates nothing."""
     import ascend_parallel
 
     with Layers(group.size()) as layers:
@@ -205,7 +205,7 @@ def test_a_column_layer_is_run_by_one_rank_alone(ranks):
 
 
 def one_rank_ahead(group):
-    """What one rank ran alone, or configured alone, is no settings that the others have to come to."""
+    """A run or a configure() of a single rank leaves no settings for which the other ranks must wait."""
     import ascend_parallel
 
     with Layers(group.size()) as layers:
@@ -244,7 +244,7 @@ def test_a_group_of_its_own(ranks):
 
 
 def experts(group):
-    """Expert layers with and without a tensor-parallel group of their own, as the configuration has them."""
+    """Expert layers with and without a separate tensor-parallel group, as configured."""
     found = {}
     with Layers(group.size()) as layers:
         for kind, k in (("ColumnParallelLinear", 96), ("RowParallelLinear", 96 // group.size())):
@@ -262,7 +262,7 @@ def test_expert_layers(ranks):
 
 
 def frozen_weight_with_a_bias(group):
-    """Megatron returns no gradient for it; ours does (docs/decisions/0008-bias-of-a-frozen-weight.md)."""
+    """Megatron returns no gradient for it; a patched layer does (docs/decisions/0008-bias-of-a-frozen-weight.md)."""
     import ascend_parallel
 
     with Layers(group.size()) as layers:
@@ -295,7 +295,7 @@ def odd_inputs(group):
                 y.sum().backward()
                 shapes.append((y.shape == x.shape, x.grad.shape == x.shape))
             for layer in (column, row):
-                with pytest.raises((ValueError, RuntimeError), match=r"no matmul|cannot be multiplied"):
+                with pytest.raises((ValueError, RuntimeError), match=r"not a matmul|cannot be multiplied"):
                     layer(torch.randn(64, 2, 7))
                 with pytest.raises((ValueError, RuntimeError), match="dtype"):
                     layer(torch.randn(64, 2, layer.weight.shape[1], dtype=torch.float64))
@@ -332,7 +332,7 @@ def test_no_grad_inference_mode_and_retain_graph(ranks):
 
 
 def shims(group):
-    """The CPU shims act inside their context alone."""
+    """The CPU shims act only inside their context."""
     from ascend_parallel.patches.megatron.testing import megatron_on_cpu
 
     before = torch.cuda.current_device, torch.cuda.get_rng_state

@@ -1,4 +1,4 @@
-"""The mechanics of patches, on a class of our own and on the real Megatron-core."""
+"""The mechanics of patches, on a test class and on the real Megatron-core."""
 
 import functools
 import subprocess
@@ -12,12 +12,12 @@ from ascend_parallel.patches.base import Patch, PatchError, PatchSet, in_range
 
 @pytest.fixture
 def module():
-    """A framework with one class, importable for the time of a test."""
-    made = types.ModuleType("framework_of_this_test")
-    exec("class Layer:\n    def forward(self, x):\n        return x\n    value = 3", made.__dict__)
-    sys.modules[made.__name__] = made
-    yield made
-    del sys.modules[made.__name__]
+    """A framework with one class, importable during a test."""
+    framework = types.ModuleType("framework_of_this_test")
+    exec("class Layer:\n    def forward(self, x):\n        return x\n    value = 3", framework.__dict__)
+    sys.modules[framework.__name__] = framework
+    yield framework
+    del sys.modules[framework.__name__]
 
 
 def patch(**changes):
@@ -91,9 +91,11 @@ def test_somebody_elses_replacement_is_refused(module):
     def foreign(self, x):
         return x
 
-    for replacement in (foreign, functools.wraps(module.Layer.forward)(foreign)):  # which takes over names
+    for replacement in (foreign, functools.wraps(module.Layer.forward)(foreign)):  # wraps copies the names
         module.Layer.forward = replacement
-        with pytest.raises(PatchError, match=r"expected the original, found one of .*test_patches.*MindSpeed"):
+        with pytest.raises(
+            PatchError, match=r"expected the original, found a replacement from .*test_patches.*MindSpeed"
+        ):
             patch_set().apply("0.16.1")
 
 
@@ -109,7 +111,7 @@ def test_versions(module, version, fits):
 
 
 def python(code, **environ):
-    """Run code in a fresh interpreter with only these variables of ours set."""
+    """Run code in a fresh interpreter; of this package's variables only `variables` are set."""
     import os
 
     kept = {name: value for name, value in os.environ.items() if "COC" not in name}

@@ -1,4 +1,4 @@
-"""Ranks that disagree, die or raise: a clear error within the time limit on those that are left."""
+"""Ranks that disagree, die or raise: the remaining ranks raise a clear error within the time limit."""
 
 import pytest
 from launch import launch
@@ -94,7 +94,7 @@ os._exit(0)
     "operator",
     [
         "matmul_all_reduce",
-        *(pytest.param(one, marks=pytest.mark.stress) for one in ("matmul_reduce_scatter", "all_gather_matmul")),
+        *(pytest.param(name, marks=pytest.mark.stress) for name in ("matmul_reduce_scatter", "all_gather_matmul")),
     ],
 )
 def test_a_rank_that_dies_is_named_by_the_others(operator):
@@ -105,12 +105,12 @@ def test_a_rank_that_dies_is_named_by_the_others(operator):
             f"{operator}, collective 1 of 4, on group 'default_pg' of ranks 0, 1, 2 failed on rank" in survivor.stdout
         )
         assert "no sign of rank 1 within 5 s: it has stopped or never called the collective" in survivor.stdout
-        assert "after" in survivor.stdout  # and launch() has a limit for all of it
+        assert "after" in survivor.stdout  # launch() limits the total time
 
 
 RAISES = """
 x, w = torch.randn(4096, 64), torch.randn(64, 512)
-ap.ops.matmul_all_reduce(x, w, group, num_chunks=4)  # which asks the machine about bits
+ap.ops.matmul_all_reduce(x, w, group, num_chunks=4)  # probes the bits first
 mm, calls = torch.mm, []
 def failing(*args, **kwargs):
     calls.append(1)
@@ -178,6 +178,6 @@ print("agreed")
 
 def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
     import_it = "\nimport ascend_parallel.consistency\n"
-    zero, one = launch(code(import_it, ALONE, limit=5), [{}] * 2)
-    assert "rank 1 of group" in zero.stdout and zero.stdout.endswith("agreed\n"), zero.stdout + zero.stderr
-    assert one.stdout == "agreed\n", one.stderr
+    rank_0, rank_1 = launch(code(import_it, ALONE, limit=5), [{}] * 2)
+    assert "rank 1 of group" in rank_0.stdout and rank_0.stdout.endswith("agreed\n"), rank_0.stdout + rank_0.stderr
+    assert rank_1.stdout == "agreed\n", rank_1.stderr

@@ -56,7 +56,7 @@ def check_call(group, operator, dtype, shape, seed=1):
     sizes, tile = cut(operator, dtype, m * ranks if gathers else m, k, n, ranks, tiled=seed % 2 == 0)
     if gathers:
         gathered = torch.cat([x for x, _ in every])
-        blocks = [torch.mm(gathered, w)] if not tile and shm.together(m) else None
+        blocks = [torch.mm(gathered, w)] if not tile and shm.gathers_before_matmul(m) else None
         blocks = blocks or [multiplied(x.contiguous(), w, sizes, tile) for x, _ in every]
         for keep in (True, False):
             y, kept = shm.all_gather_matmul(x, w, group, sizes, keep_gathered=keep, row_tile=tile)

@@ -266,7 +266,7 @@ def test_what_does_not_fit_megatrons_checkpoint_is_refused(megatron, tmp_path):
     with pytest.raises(CheckpointError, match="no distributed checkpoint of Megatron-core"):
         load_megatron(tmp_path, {})
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(CheckpointError, match="the format 'zarr'; torch_dist is read"):
+    with pytest.raises(CheckpointError, match="the format 'zarr'; only torch_dist is read"):
         load_megatron(tmp_path, {})
 
 

@@ -26,7 +26,7 @@ from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.choices import LayerOperator, backward_settings, column_passes, row_passes
+from ascend_parallel.overlap.choices import LayerOperator, backward_settings, column_operators, row_operators
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
@@ -57,7 +57,7 @@ class Case:
 
     def passes(self, ranks: int) -> list[LayerOperator]:
         """Return the operators of forward and backward that have a collective."""
-        make = column_passes if self.kind == "column" else row_passes
+        make = column_operators if self.kind == "column" else row_operators
         passes = make(self.rows, self.k, self.n, ranks, self.sequence_parallel)
         reduces = self.sequence_parallel or self.reduce_input_grad
         return [operator for operator in passes if operator.run == "forward" or self.kind == "row" or reduces]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.consistency import DisagreementError, exchange
-from ascend_parallel.ops.bits import unwatched
+from ascend_parallel.ops.bits import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
@@ -164,7 +164,7 @@ class Tuner:
         return plan
 
     def _entry(self, case: Case, operator: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
-        with unwatched():  # hide these matmuls from a selective checkpoint's policy
+        with without_grad_and_modes():  # hide these matmuls from a selective checkpoint's policy
             layer = Layer(case, group, self._settings, machine)
             parts = layer.parts(operator, ROUNDS)
             tune = measured if self._measure else confirmed
