@@ -47,7 +47,7 @@ def explain(planned: TrainingPlan, operators: bool = False, settings: Settings |
     return "\n".join(lines)
 
 
-def warned(planned: TrainingPlan) -> list[str]:
+def plan_warnings(planned: TrainingPlan) -> list[str]:
     """Return what a training is not meant to come to: `explain` has it too."""
     return list(_Explained(planned).warnings())
 
@@ -61,7 +61,7 @@ def as_dict(planned: TrainingPlan) -> dict[str, Any]:
         "mesh": dict(planned.strategy.mesh),
         "collectives": planned.plan.collectives(),
         "communication": planned.plan.seconds,
-        "spared": dict(planned.spared),
+        "ops_fused": dict(planned.ops_fused),
         "bubble": found.bubble,
         "stages": [
             vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in found.stages
@@ -126,8 +126,8 @@ class _Explained:
             if micro_batches > 1:  # the plan is of one of them
                 line = line.replace("collectives of a step", f"collectives of one of {micro_batches} micro-batches")
             yield "plan", line
-        for name, count in self._planned.spared.items():
-            yield "fused_passes", f"{name}: {count} operators and the tensors between them spared"
+        for name, count in self._planned.ops_fused.items():
+            yield "fused_passes", f"{name}: {count} operators and the tensors between them ops_fused"
         yield from self._pipeline()
         yield from self._recompute()
         yield from self._sharding()
@@ -176,12 +176,12 @@ class _Explained:
 
     def _sharding(self) -> Iterator[tuple[str, str]]:
         options = self._strategy.sharding
-        if options.level:
+        if options.zero_stage:
             without = sum(self._memory(one.plan, 0).total for one in self.stages)
             held = sum(one.memory.total for one in self.stages)
             yield (
                 "sharding",
-                f"level {options.level} over {options.dim} by {options.by}: {size_of(held)} of parameters, gradients "
+                f"zero_stage {options.zero_stage} over {options.dim} by {options.partition_by}: {size_of(held)} of parameters, gradients "
                 f"and optimizer instead of {size_of(without)}",
             )
         if self._strategy.max_norm is not None:
@@ -237,13 +237,13 @@ class _Explained:
         part = bool(self._planned.stages)
         saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))
         of_size = self._strategy.comm_fusion.bucket_bytes
-        memory = self._memory(plan, self._strategy.sharding.level)
+        memory = self._memory(plan, self._strategy.sharding.zero_stage)
         again = {node for one in regions(plan, schedule, self.recompute, part=part).values() for node in one.nodes}
         starts = start_ahead(schedule, plan, again, of_size) if self._strategy.pipeline.schedule not in SPLIT else {}
         ahead = tuple(one for found in starts.values() for one in found)
         return _Stage(name, plan, memory, (saved[0], saved[1]), live, schedule.fused, buckets(summed, of_size), ahead)
 
-    def _memory(self, plan: ShardingPlan, level: int) -> OptimizerMemory:
+    def _memory(self, plan: ShardingPlan, zero_stage: int) -> OptimizerMemory:
         amp, sizes = self._strategy.amp, self._strategy.mesh
         found = []
         for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
@@ -258,9 +258,9 @@ class _Explained:
                 found.append(
                     predicted_memory(
                         shapes,
-                        level=min(level, 2) if replicas > 1 else 0,
+                        zero_stage=min(zero_stage, 2) if replicas > 1 else 0,
                         ranks=replicas,
-                        by=self._strategy.sharding.by,
+                        partition_by=self._strategy.sharding.partition_by,
                         itemsize=mine[0].outputs[0].dtype.itemsize,
                         master_itemsize=masters,
                         grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if self._wide else None,
@@ -284,7 +284,7 @@ class _Explained:
     def _replicas(self, plan: ShardingPlan, name: str) -> int:
         """Return how many ranks of the divided dimension hold the same part of a parameter."""
         options = self._strategy.sharding
-        if not options.level or plan.graph.nodes[name].kind != PARAMETER:
+        if not options.zero_stage or plan.graph.nodes[name].kind != PARAMETER:
             return 1
         cut_there = plan.layouts[Value(name)][plan.mesh.dim(options.dim)].kind == "shard"
         return 1 if cut_there else self._strategy.mesh[options.dim]

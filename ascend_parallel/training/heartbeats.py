@@ -1,4 +1,4 @@
-"""What ranks leave in the job's store so that the others know of them: beats, who has stopped, and that it was said."""
+"""What ranks leave in the job's store so that the others know of them: heartbeats, who has stopped, and that it was said."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 import time
 from typing import Any
 
-# Beats that may be missed: a busy processor delays a thread, too.
+# Heartbeats that may be missed: a busy processor delays a thread, too.
 PATIENCE = 16
 LOST = "ascend_parallel/lost"
 
 
-class Beats:
+class Heartbeats:
     """One rank's view of a store, over a connection of its own: one waits while another is used.
 
     Everything raises `RuntimeError` (`torch.distributed.DistNetworkError`) once the store has ended with its host.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, interval: float) -> None:
-        """Look at the beats of `ranks` ranks, one every `interval` seconds, as `rank`."""
+        """Look at the heartbeats of `ranks` ranks, one every `interval` seconds, as `rank`."""
         self._store, self._rank, self._interval = store.clone(), rank, interval
         self._others = [other for other in range(ranks) if other != rank]
 
@@ -27,11 +27,11 @@ class Beats:
         self._store.add(_beat(self._rank), 1)
 
     def still(self, lost: dict[int, int]) -> dict[int, int]:
-        """Return those of `lost`, beats by rank, that have left none since."""
+        """Return those of `lost`, heartbeats by rank, that have left none since."""
         return {rank: count for rank, count in lost.items() if self._count(rank) == count}
 
     def heard(self) -> dict[int, int]:
-        """Return the ranks that some rank found stopped, with their beats; {} if none has, or if they beat again."""
+        """Return the ranks that some rank found stopped, with their heartbeats; {} if none has, or if they beat again."""
         if not self._store.check([LOST]):
             return {}
         told = {int(rank): count for rank, count in json.loads(self._store.get(LOST)).items()}
@@ -39,7 +39,7 @@ class Beats:
         return self.still(told)
 
     def stopped(self) -> dict[int, int]:
-        """Return the ranks that do not beat, with the beats they left, and let the others know; takes a few intervals.
+        """Return the ranks that do not beat, with the heartbeats they left, and let the others know; takes a few intervals.
 
         Sooner if another rank has found some.
         """
@@ -62,7 +62,7 @@ class Beats:
         self._store.set(_said(self._rank), "1")
 
     def stay(self, lost: dict[int, int]) -> None:
-        """Wait until all ranks but `lost` have said so, at most as long as a rank may miss beats.
+        """Wait until all ranks but `lost` have said so, at most as long as a rank may miss heartbeats.
 
         A launcher ends all ranks as soon as one has ended, and the store ends with its host.
         """

@@ -10,7 +10,7 @@ from ascend_parallel.training.pipeline.schedule import SCHEDULES, Simulated, Tim
 
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 DTYPES = ("bfloat16", "float16")
-BY = ("slices", "parameters")
+PARTITIONS = ("slices", "parameters")
 
 
 class StrategyOptionError(ValueError):
@@ -100,7 +100,7 @@ class PipelineOptions:
 class ShardingOptions:
     """Optimizer parallel (ZeRO, arXiv:1910.02054).
 
-    level
+    zero_stage
         0: every replica holds all. 1: the optimizer's state is divided. 2: the gradients too. 3: the parameters too.
     dim
         The mesh dimension whose ranks divide it.
@@ -108,16 +108,18 @@ class ShardingOptions:
         "slices" of each parameter (weights sharding), or whole "parameters" (weights grouping; levels 1 and 2).
     """
 
-    level: int = 0
+    zero_stage: int = 0
     dim: str = "dp"
-    by: str = "slices"
+    partition_by: str = "slices"
 
     def __post_init__(self) -> None:
         """Check each option."""
-        check_one_of("sharding.level", self.level, (0, 1, 2, 3))
-        check_one_of("sharding.by", self.by, BY)
-        if self.level == 3 and self.by == "parameters":
-            raise StrategyOptionError('sharding.by="parameters" with level 3: give "slices", or level 1 or 2')
+        check_one_of("sharding.zero_stage", self.zero_stage, (0, 1, 2, 3))
+        check_one_of("sharding.partition_by", self.partition_by, PARTITIONS)
+        if self.zero_stage == 3 and self.partition_by == "parameters":
+            raise StrategyOptionError(
+                'sharding.partition_by="parameters" with zero_stage 3: give "slices", or zero_stage 1 or 2'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

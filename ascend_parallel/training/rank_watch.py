@@ -1,7 +1,7 @@
-"""Which ranks are still there: every rank beats in the job's store, and one that ends names those that have stopped.
+"""Which ranks are still there: every rank heartbeats in the job's store, and one that ends names those that have stopped.
 
 A collective whose peer has died ends with an error of a connection, on another rank with a time-out, and under torchrun
-with SIGTERM from the agent. None of these says who died. The beats do. The first rank that finds out lets the others
+with SIGTERM from the agent. None of these says who died. The heartbeats do. The first rank that finds out lets the others
 know, each says so at once, also one whose main thread still waits, and none leaves before all have.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.training.heartbeats import Beats
+from ascend_parallel.training.heartbeats import Heartbeats
 
 log = logging.getLogger("ascend_parallel")
 
@@ -33,8 +33,8 @@ class RankLostError(RuntimeError):
     """Ranks of the job have stopped; the message names them and the step."""
 
 
-class Watch:
-    """Beats for this rank in a thread of its own, and looks at the others' beats."""
+class RankWatch:
+    """Heartbeats for this rank in a thread of its own, and looks at the others' heartbeats."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
         """Start to beat, every `interval` seconds, until `stop` or the process ends. Needs the default group."""
@@ -43,9 +43,9 @@ class Watch:
         group = dist.group.WORLD
         assert group is not None
         store: Any = c10d._get_process_group_store(group)
-        self._mine, self._theirs = (Beats(store, self._rank, self._ranks, interval) for _ in range(2))
+        self._mine, self._theirs = (Heartbeats(store, self._rank, self._ranks, interval) for _ in range(2))
         self._ended, self._saying, self._failing = threading.Event(), threading.Lock(), threading.Event()
-        self._found: dict[int, int] = {}  # the ranks that are known to have stopped, with the beats they left
+        self._found: dict[int, int] = {}  # the ranks that are known to have stopped, with the heartbeats they left
         self.step = 0
         self._thread = threading.Thread(target=self._beat, name="ascend_parallel beat", daemon=True)
         self._thread.start()
@@ -98,14 +98,14 @@ class Watch:
             if lost:
                 self._say(self._mine, lost)
 
-    def _say(self, beats: Beats, lost: dict[int, int]) -> None:
+    def _say(self, heartbeats: Heartbeats, lost: dict[int, int]) -> None:
         """Write who has stopped, once, and let the other ranks know that it was written."""
         with self._saying:
             if lost.keys() != self._found.keys():
                 _write(self._text(lost))
             self._found = lost
         with suppress(RuntimeError):
-            beats.said()
+            heartbeats.said()
 
     def _text(self, lost: dict[int, int]) -> str:
         which = ", ".join(map(str, sorted(lost)))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.runtime.sharded_module import is_modal
-from ascend_parallel.training.optimizer.factory import Recipe
+from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.training_plan import TrainingPlan
 
@@ -27,7 +27,7 @@ def check_training_mode(planned: TrainingPlan) -> None:
         )
 
 
-def check_all_updated(made: Recipe, model: nn.Module) -> None:
+def check_all_updated(made: OptimizerFactory, model: nn.Module) -> None:
     """Raise `ValueError` for a parameter that wants a gradient and is in no group of the optimizer."""
     updated = frozenset[str]().union(*(names for names, _ in made.groups))
     for name, parameter in model.named_parameters():

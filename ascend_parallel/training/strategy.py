@@ -164,7 +164,7 @@ class Strategy:
                 f"data_dim={self.data_dim!r}: the mesh has {names}; name one of those, or add a "
                 f"dimension of size 1 to the mesh, such as dp = 1 (in mode auto also None, if data do not differ)"
             )
-        if self.sharding.level and self.sharding.dim not in self.mesh:
+        if self.sharding.zero_stage and self.sharding.dim not in self.mesh:
             raise StrategyOptionError(f"sharding.dim={self.sharding.dim!r}: the mesh has {names}")
 
     def _check_mode(self) -> None:
@@ -187,8 +187,10 @@ class Strategy:
                         f'mode="hybrid" with {name}: the model runs as it is written and is not planned; leave {name} '
                         'out, or give mode "semi_auto" or "auto"'
                     )
-            if self.sharding.level == 3:
-                raise StrategyOptionError('mode="hybrid" with sharding.level=3, which needs a plan: give 0, 1 or 2')
+            if self.sharding.zero_stage == 3:
+                raise StrategyOptionError(
+                    'mode="hybrid" with sharding.zero_stage=3, which needs a plan: give 0, 1 or 2'
+                )
 
 
 PARTS: dict[str, type[Any]] = {

@@ -20,13 +20,13 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.batch_checks import EVERY, BatchesLike, SameBatches
 from ascend_parallel.training.checkpoint.loading import load
 from ascend_parallel.training.checkpoint.saving import Saving, save
-from ascend_parallel.training.explain import explain, warned
+from ascend_parallel.training.explain import explain, plan_warnings
 from ascend_parallel.training.loss import Divisor, Loss, mean_loss
-from ascend_parallel.training.optimizer.factory import recipe
+from ascend_parallel.training.optimizer.factory import optimizer_factory
 from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimizer
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.options import StrategyOptionError
-from ascend_parallel.training.rank_watch import Watch
+from ascend_parallel.training.rank_watch import RankWatch
 from ascend_parallel.training.runners.eager_runner import EagerRunner
 from ascend_parallel.training.runners.graph_runner import GraphRunner
 from ascend_parallel.training.runners.hybrid_runner import HybridRunner
@@ -65,7 +65,7 @@ def train_step(
     batch
         One like those to come, of all replicas together; its numbers do not matter.
     optimizer
-        Any that `recipe` takes, made over the model's parameters; it is not used itself (`TrainStep.optimizer` is).
+        Any that `optimizer_factory` takes, made over the model's parameters; it is not used itself (`TrainStep.optimizer` is).
     loss
         Called as ``loss(model, *batch)``; returns the mean loss, or ``(sum, count)`` of what it is the mean of: the
         step divides by the count of all micro-batches, replicas and merged batches. By default the model returns it.
@@ -102,7 +102,7 @@ def train_step(
             f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
             f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
         )
-    made = recipe(optimizer, model)
+    made = optimizer_factory(optimizer, model)
     check_all_updated(made, model)
     planned: TrainingPlan | None = None
     runner: Runner
@@ -112,7 +112,7 @@ def train_step(
     else:
         planned = plan_training(strategy, model, batch, loss)
         check_training_mode(planned)
-        for said in warned(planned) if dist.get_rank() == 0 else ():
+        for said in plan_warnings(planned) if dist.get_rank() == 0 else ():
             log.warning("train_step: %s", said)
         runner = (
             _runner(planned, settings, local_batches, timeout) if static else EagerRunner(planned, loss, local_batches)
@@ -121,8 +121,8 @@ def train_step(
     parallel = ParallelOptimizer(
         runner.targets(),
         made,
-        level=strategy.sharding.level,
-        by=strategy.sharding.by,
+        zero_stage=strategy.sharding.zero_stage,
+        partition_by=strategy.sharding.partition_by,
         max_norm=strategy.max_norm,
         master_dtype=master,
         unreduced=runner.unreduced,
@@ -169,7 +169,7 @@ class TrainStep:
         self.strategy, self.planned, self.optimizer = strategy, planned, optimizer
         self.modules = tuple(runner.modules)
         self.batches = 0
-        self._runner, self._watch, self._settings = runner, Watch(), settings
+        self._runner, self._watch, self._settings = runner, RankWatch(), settings
         self._saving: Saving | None = None
         self._divisor = Divisor(strategy.gradient_merge)
         self._like, self._same, self._unused, self._failed = like, same, StaleOptimizerGuard(unused), False
@@ -243,9 +243,9 @@ class TrainStep:
             return 'mode "hybrid": the model runs as it is written'
         return explain(self.planned, operators, self._settings)
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's part of the model's parameters and buffers."""
-        return self._runner.pieces()
+        return self._runner.tensor_shards()
 
     def save(
         self,
@@ -272,8 +272,8 @@ class TrainStep:
         self._saving = save(
             path,
             step=self.batches,
-            model=self.pieces(),
-            optimizer=self.optimizer.pieces(),
+            model=self.tensor_shards(),
+            optimizer=self.optimizer.tensor_shards(),
             values=mine,
             asynchronous=asynchronous,
             keep=keep,
@@ -283,9 +283,9 @@ class TrainStep:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, of any layout, or the latest in a folder of them; return the `values` saved with it."""
         self._clear()
-        state = self.optimizer.empty_pieces()
-        found = load(path, model=self.pieces(), optimizer=state).values
-        self.optimizer.load_pieces(state)
+        state = self.optimizer.empty_tensor_shards()
+        found = load(path, model=self.tensor_shards(), optimizer=state).values
+        self.optimizer.load_tensor_shards(state)
         self.optimizer.load_plain_state(found["optimizer"])
         randomness.load_plain_state(self.modules, found.get("random"))
         self.batches, self._failed = found["batches"], False

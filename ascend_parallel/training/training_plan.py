@@ -39,8 +39,8 @@ class TrainingPlan:
         Of one micro-batch, on the mesh of the first stage; the other stages' meshes are `meshes`.
     stages
         Stage of every node; empty without a pipeline.
-    spared
-        Operators that each of the fused passes spared.
+    ops_fused
+        Operators that each of the fused passes ops_fused.
     loss, batch
         What was traced beside the model; `batch` is one micro-batch.
     """
@@ -50,7 +50,7 @@ class TrainingPlan:
     plan: ShardingPlan
     meshes: tuple[ProcessMesh, ...]
     stages: Mapping[str, int] = field(default_factory=dict)
-    spared: Mapping[str, int] = field(default_factory=dict)
+    ops_fused: Mapping[str, int] = field(default_factory=dict)
     loss: Loss = mean_loss
     batch: tuple[Any, ...] = ()
 
@@ -97,11 +97,11 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
             'amp.dtype="float16" and a loss in float16, whose scale is above the largest float16: compute it in fp32, '
             "as from logits.float()"
         )
-    graph, spared = fuse_operators(graph, strategy.fused_passes)
+    graph, ops_fused = fuse_operators(graph, strategy.fused_passes)
     check_recompute(graph, strategy.recompute)
     meshes = strategy.meshes()
     plan = _sharded(strategy, graph, meshes[0], {**marked, **strategy.operators})
-    if strategy.sharding.level == 3:
+    if strategy.sharding.zero_stage == 3:
         plan = sharded_parameters(plan, strategy.sharding.dim)
     stages: Mapping[str, int] = {}
     if strategy.pipeline.degree > 1:
@@ -114,7 +114,7 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
         plan=plan,
         meshes=meshes,
         stages=stages,
-        spared=spared,
+        ops_fused=ops_fused,
         loss=loss,
         batch=traced,
     )

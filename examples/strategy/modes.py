@@ -45,7 +45,7 @@ class ParallelMLP(nn.Module):
         options = {"group": self._group, "settings": Settings(num_chunks=2)}
         return row_linear(F.gelu(column_linear(x, self.up, **options)), self.down, **options)
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Say what of the whole weights this rank has: for norms and checkpoints."""
         up, down, ranks, rank = self.up.detach(), self.down.detach(), self._group.size(), self._group.rank()
         return {

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_files import Reader, read_metadata, read_whole
-from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, kinds, saved_kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, kinds, saved_kinds
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences, in_words, refuse
-from ascend_parallel.training.checkpoint.storage import agree, everybody, names_of_all, told_alike
+from ascend_parallel.training.checkpoint.storage import agree, everybody, names_of_all, same_error_on_all_ranks
 
 CONFIG = "metadata.json"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.*)")
@@ -69,7 +69,7 @@ def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     path
         The directory with Megatron's metadata.json.
     model
-        Such as `pieces_of` gives for a whole GPTModel, or boxes of its tensors under the same names. Megatron's own
+        Such as `tensor_shards_of` gives for a whole GPTModel, or boxes of its tensors under the same names. Megatron's own
         slice of a gated ``linear_fc1`` is two boxes, so that name may not be cut along its first dimension.
 
     Raises `CheckpointError` on every rank when a tensor is missing here or there, or of another shape or dtype.
@@ -85,8 +85,8 @@ def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     agree(group, "load of a Megatron-core checkpoint", {"path": str(path)}, fault)
     asked = names_of_all(group, names)
     refuse([f"{name}: in the checkpoint, not here" for name in _unasked(saved, asked)], f"{path} is of another model")
-    with told_alike(group):
-        reader, planner = Reader(checkpoint), LoadPieces(wanted)
+    with same_error_on_all_ranks(group):
+        reader, planner = Reader(checkpoint), TensorShardLoadPlanner(wanted)
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from checkpoints import are_as_in, model_tensors, pieces
+from checkpoints import are_as_in, model_tensors, tensor_shards
 from launch import launch
 
 from ascend_parallel.training.checkpoint import CheckpointError, latest, load, save, steps, whole_state
@@ -17,13 +17,13 @@ ONE = "one process"
 
 
 def save_one(path, step, **options):
-    return save(path, step=step, model=pieces(model_tensors(), ONE, 0), **options)
+    return save(path, step=step, model=tensor_shards(model_tensors(), ONE, 0), **options)
 
 
 def load_one(path, **options):
-    model = pieces(model_tensors(), ONE, 0, blank=True)
+    model = tensor_shards(model_tensors(), ONE, 0, blank=True)
     step = load(path, model=model, **options).step
-    assert are_as_in(model, pieces(model_tensors(), ONE, 0))
+    assert are_as_in(model, tensor_shards(model_tensors(), ONE, 0))
     return step
 
 
@@ -123,11 +123,11 @@ def test_each_damaged_file_is_named_and_nothing_is_filled(tmp_path):
         flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
         for damaged in (None, b"", good[:-1], good + b"x", flipped):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            model = pieces(model_tensors(), ONE, 0, blank=True)
+            model = tensor_shards(model_tensors(), ONE, 0, blank=True)
             with pytest.raises(CheckpointError) as error:
                 load(tmp_path, model=model)
             assert path.name in str(error.value)
-            assert are_as_in(model, pieces(model_tensors(), ONE, 0, blank=True))
+            assert are_as_in(model, tensor_shards(model_tensors(), ONE, 0, blank=True))
             path.write_bytes(good)
     assert load_one(tmp_path) == 4
 
@@ -144,7 +144,7 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, tmp_path):
 
 def load_damaged(group, path):
     with pytest.raises(CheckpointError) as error:
-        load(path, model=pieces(model_tensors(), ONE, 0))
+        load(path, model=tensor_shards(model_tensors(), ONE, 0))
     return str(error.value)
 
 

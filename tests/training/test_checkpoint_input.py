@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from checkpoints import are_as_in, model_tensors, pieces
+from checkpoints import are_as_in, model_tensors, tensor_shards
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
@@ -22,7 +22,7 @@ ONE = "one process"
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint of step 4."""
-    return save(tmp_path, step=4, model=pieces(model_tensors(), ONE, 0)).path
+    return save(tmp_path, step=4, model=tensor_shards(model_tensors(), ONE, 0)).path
 
 
 def rewritten(checkpoint, change):
@@ -51,7 +51,7 @@ def rewritten(checkpoint, change):
 def test_a_manifest_of_wrong_content_is_refused_by_key(checkpoint, change, words):
     rewritten(checkpoint, change)
     with pytest.raises(CheckpointError) as error:
-        load(checkpoint, model=pieces(model_tensors(), ONE, 0))
+        load(checkpoint, model=tensor_shards(model_tensors(), ONE, 0))
     assert words in str(error.value)
     assert "manifest.json is damaged" in str(error.value)
     done = CliRunner().invoke(app, ["checkpoint", "show", str(checkpoint)])
@@ -79,16 +79,16 @@ def test_whatever_one_rank_meets_all_ranks_raise(ranks, checkpoint):
 def load_with_a_fault(group, path):
     """Errors that no list of expected ones has, while one rank reads or collects."""
     found = []
-    for fault in (lambda: load(path, model=pieces(model_tensors(), ONE, 0)),):
+    for fault in (lambda: load(path, model=tensor_shards(model_tensors(), ONE, 0)),):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:
             if group.rank() == 1:
                 patch.setattr("ascend_parallel.training.checkpoint.loading.verify", lambda *_: 1 / _planted())
             fault()
         found.append(str(error.value))
-    model = pieces(model_tensors(), ONE, 0)
+    model = tensor_shards(model_tensors(), ONE, 0)
     for call in (lambda model: load(path, model=model), lambda model: save(path, step=9, model=model)):
         with pytest.raises(CheckpointError) as error:
-            call(model if group.rank() == 0 else ["no", "pieces"] if not found[1:] else {"w": 3, 4: None})
+            call(model if group.rank() == 0 else ["no", "shards"] if not found[1:] else {"w": 3, 4: None})
         found.append(str(error.value))
     return found
 
@@ -195,11 +195,11 @@ def test_a_conversion_does_not_overwrite(checkpoint, tmp_path, to):
 
 
 def test_nothing_is_filled_where_what_is_no_tensor_cannot_be_read(checkpoint, monkeypatch):
-    """Values and random states are read before the first piece is filled."""
+    """Values and random states are read before the first shard is filled."""
     from ascend_parallel.training.checkpoint import dcp_files
 
     monkeypatch.setattr(dcp_files, "_from_bytes", lambda value: _planted())
-    model = pieces(model_tensors(), ONE, 0, blank=True)
+    model = tensor_shards(model_tensors(), ONE, 0, blank=True)
     with pytest.raises(CheckpointError, match=r"values, random\.0 cannot be read: ZeroDivisionError: planted"):
         load(checkpoint, model=model)
-    assert are_as_in(model, pieces(model_tensors(), ONE, 0, blank=True))
+    assert are_as_in(model, tensor_shards(model_tensors(), ONE, 0, blank=True))

@@ -6,14 +6,14 @@ import pickle
 
 import pytest
 import torch
-from checkpoints import model_tensors, pieces
+from checkpoints import model_tensors, tensor_shards
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
 from ascend_parallel.patches.megatron.checkpoint import load_megatron, megatron_state
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
-    Saved,
+    CheckpointReader,
     load,
     save,
     whole_state,
@@ -49,7 +49,7 @@ def poisoned(tmp_path):
     mark = tmp_path / "mark"
     found = []
     for name in ("ours", "megatron"):
-        path = save(tmp_path / name, step=1, model=pieces(model_tensors(), ONE, 0)).path
+        path = save(tmp_path / name, step=1, model=tensor_shards(model_tensors(), ONE, 0)).path
         metadata = pickle.loads((path / ".metadata").read_bytes())
         metadata.planner_data = OpCall(os.system, f"touch {mark}")
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -61,11 +61,11 @@ def poisoned(tmp_path):
 
 def test_no_way_of_reading_a_checkpoint_runs_what_its_metadata_names(poisoned, tmp_path):
     ours, megatron, mark = poisoned
-    model = pieces(model_tensors(), ONE, 0)
+    model = tensor_shards(model_tensors(), ONE, 0)
     for read in (
         lambda: load(ours, model=model),
         lambda: whole_state(ours),
-        lambda: Saved.open(ours).values,
+        lambda: CheckpointReader.open(ours).values,
         lambda: load_megatron(megatron, model),
         lambda: megatron_state(megatron),
     ):
@@ -92,7 +92,7 @@ def test_all_ranks_are_told_by_a_rank_that_meets_such_a_pickle(ranks, poisoned):
 
 def load_poisoned(group, path):
     with pytest.raises(CheckpointError) as error:
-        load(path, model=pieces(model_tensors(), ONE, 0))
+        load(path, model=tensor_shards(model_tensors(), ONE, 0))
     return str(error.value)
 
 

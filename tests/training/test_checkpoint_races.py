@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint import CheckpointError, Saved, load, lock, save, steps, whole_state
+from ascend_parallel.training.checkpoint import CheckpointError, CheckpointReader, load, lock, save, steps, whole_state
 from ascend_parallel.training.checkpoint.folder import prepare
 
 ROWS = 3000
@@ -90,7 +90,7 @@ def race(folder, rounds, asynchronous):
             won[winners[0]] += 1
             assert [file.name for file in path.iterdir()] == ["step-00000007"]
             found, wanted = whole_state(path), truth(winners[0])
-            assert Saved.open(path).values == {"seed": winners[0]}
+            assert CheckpointReader.open(path).values == {"seed": winners[0]}
             assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     finally:
         for job in jobs.values():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import model_tensors, pieces
+from checkpoints import model_tensors, tensor_shards
 from test_checkpoint import save_as
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -14,16 +14,16 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     load,
-    pieces_of,
     save,
     steps,
+    tensor_shards_of,
 )
 
 
 def refused(group, path, layout, change):
-    """Try to load with something changed; return what was said and whether the pieces were left alone."""
-    model = pieces(model_tensors(), layout, group.rank(), blank=True)
-    before = {name: replace(piece, local=piece.local.clone()) for name, piece in model.items()}
+    """Try to load with something changed; return what was said and whether the shards were left alone."""
+    model = tensor_shards(model_tensors(), layout, group.rank(), blank=True)
+    before = {name: replace(shard, local=shard.local.clone()) for name, shard in model.items()}
     options = {}
     if change == "names":
         model["one.wait"] = model.pop("one.weight")
@@ -37,8 +37,8 @@ def refused(group, path, layout, change):
         options["step"] = 11
     with pytest.raises(CheckpointError) as error:
         load(path, model=model, **options)
-    untouched = {name: piece for name, piece in model.items() if name in before and model[name].local.numel()}
-    same = all(torch.equal(piece.local, before[name].local) for name, piece in untouched.items() if change == "names")
+    untouched = {name: shard for name, shard in model.items() if name in before and model[name].local.numel()}
+    same = all(torch.equal(shard.local, before[name].local) for name, shard in untouched.items() if change == "names")
     return str(error.value), same
 
 
@@ -70,7 +70,7 @@ def test_tensors_that_no_rank_asks_for_are_refused(ranks, tmp_path):
 
 
 def load_less(group, path):
-    model = pieces(model_tensors(), "replicas on 1 x 2", group.rank(), blank=True)
+    model = tensor_shards(model_tensors(), "replicas on 1 x 2", group.rank(), blank=True)
     del model["two.scale"]
     if group.rank() == 1:
         del model["one.weight"]  # rank 0 asks for it
@@ -152,8 +152,8 @@ def refuse_partial(group):
     module = torch.nn.Module()
     distribute_module(module, mesh)
     module.register_buffer("w", whole.sum(0))
-    assert pieces_of(torch.nn.Linear(2, 2)).keys() == {"weight", "bias"}
+    assert tensor_shards_of(torch.nn.Linear(2, 2)).keys() == {"weight", "bias"}
     assert distribute_tensor(torch.ones(2), mesh, [Replicate()]).to_local().shape == (2,)
     with pytest.raises(ValueError, match="redistribute it first") as error:
-        pieces_of(module)
+        tensor_shards_of(module)
     return str(error.value)

@@ -32,9 +32,13 @@ class Tied(gpt.GPT):
 
 
 STRATEGIES = {
-    "zero 1": {**TP, "sharding": ShardingOptions(level=1), "max_norm": 0.5},
-    "zero 2 by parameters": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=2, by="parameters")},
-    "zero 3": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=3), "max_norm": 0.5},
+    "zero 1": {**TP, "sharding": ShardingOptions(zero_stage=1), "max_norm": 0.5},
+    "zero 2 by parameters": {
+        "mode": "data",
+        "mesh": {"dp": 4},
+        "sharding": ShardingOptions(zero_stage=2, partition_by="parameters"),
+    },
+    "zero 3": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(zero_stage=3), "max_norm": 0.5},
     "pipeline": {
         "mode": "data",
         "mesh": {"dp": 2},
@@ -45,7 +49,7 @@ STRATEGIES = {
         "mode": "data",
         "mesh": {"dp": 2},
         "pipeline": PipelineOptions(degree=2, micro_batches=4, schedule="interleaved_1f1b", virtual_stages=2),
-        "sharding": ShardingOptions(level=1),
+        "sharding": ShardingOptions(zero_stage=1),
     },
 }
 

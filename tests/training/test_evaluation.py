@@ -70,13 +70,14 @@ def noisy_run(_group, options, looking):
 
 def whole_of(step, model):
     """Return the model with this rank's state, which is whole."""
-    pieces = {name: piece.local for name, piece in step.pieces().items()}
-    model.load_state_dict(pieces)
+    shards = {name: shard.local for name, shard in step.tensor_shards().items()}
+    model.load_state_dict(shards)
     return model
 
 
 @pytest.mark.parametrize(
-    "options", [DATA, {**DATA, "sharding": ShardingOptions(level=1)}, {**DATA, "pipeline": PipelineOptions(degree=1)}]
+    "options",
+    [DATA, {**DATA, "sharding": ShardingOptions(zero_stage=1)}, {**DATA, "pipeline": PipelineOptions(degree=1)}],
 )
 def test_without_dropout_by_running_statistics_and_training_goes_on_as_if_nobody_had_looked(ranks, options):
     looking, alone = ranks(2).run(noisy_run, options, True), ranks(2).run(noisy_run, options, False)
@@ -101,7 +102,7 @@ def looked_at(_group, options, more):
         of_whole.step()
         of_whole.zero_grad()
         expected.append(loss.item())
-    worst = max(farthest(piece, whole.state_dict()[name]) for name, piece in step.pieces().items())
+    worst = max(farthest(shard, whole.state_dict()[name]) for name, shard in step.tensor_shards().items())
     step.close()
     return found, expected, worst
 
@@ -120,7 +121,7 @@ def pipeline(schedule, virtual=1):
         (2, pipeline("interleaved_1f1b", 2), {}),
         (2, pipeline("zero_bubble", 2), {}),
         (2, pipeline("zbv", 2), {}),
-        (4, {**TP, "sharding": ShardingOptions(level=3), "recompute": LAYERS}, {}),
+        (4, {**TP, "sharding": ShardingOptions(zero_stage=3), "recompute": LAYERS}, {}),
         (4, {**TP, "pipeline": PipelineOptions(micro_batches=2)}, {}),
         (2, DATA, {"static": False}),
         (2, {"mode": "hybrid", "mesh": {"dp": 2}}, {}),

@@ -40,11 +40,11 @@ def squared(model, *batch):
     return model(*batch).square().mean()
 
 
-def check(model, batch, name, spared):
+def check(model, batch, name, ops_fused):
     """Merge; compare value and every gradient with the model's own; return the merged operators' names."""
     graph = trace_with_loss(model, squared, batch)
     fused, found = fuse_operators(graph, (name,))
-    assert found == {name: spared}
+    assert found == {name: ops_fused}
     wants = [*model.parameters(), *(one for one in batch if one.requires_grad)]
     expected, got = squared(model, *batch), run(fused, model, batch)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
@@ -106,18 +106,18 @@ def qkv():
 
 
 @pytest.mark.parametrize(
-    ("how", "spared"), [("plain", 3), ("divided", 4), ("filled", 4), ("biased", 5), ("dropped", 4)]
+    ("how", "ops_fused"), [("plain", 3), ("divided", 4), ("filled", 4), ("biased", 5), ("dropped", 4)]
 )
-def test_attention_becomes_one_operator(how, spared):
-    names = check(Attention(how), qkv(), "attention", spared) if how == "biased" else unbiased(how, spared)
+def test_attention_becomes_one_operator(how, ops_fused):
+    names = check(Attention(how), qkv(), "attention", ops_fused) if how == "biased" else unbiased(how, ops_fused)
     assert (names.count("scaled_dot_product_attention"), names.count("matmul"), names.count("softmax")) == (1, 0, 0)
 
 
-def unbiased(how, spared):
+def unbiased(how, ops_fused):
     model = Attention(how)
     model.bias.requires_grad_(False)
     del model.bias
-    return check(model, qkv(), "attention", spared)
+    return check(model, qkv(), "attention", ops_fused)
 
 
 @pytest.mark.parametrize("how", ["kept", "almost", "over_queries", "broadcast", "wide_mask"])

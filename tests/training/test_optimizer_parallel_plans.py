@@ -12,7 +12,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
-from ascend_parallel.training.optimizer import ParallelOptimizer, module_targets, recipe, sharded_parameters
+from ascend_parallel.training.optimizer import ParallelOptimizer, module_targets, optimizer_factory, sharded_parameters
 
 STEPS = 10
 
@@ -24,7 +24,7 @@ def adamw(model):
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
 
 
-def prepared(name, mesh_shape, level):
+def prepared(name, mesh_shape, zero_stage):
     """Return a model, a batch and a plan: data parallel along dp, Megatron-core's layers along mp if that is there."""
     whole = made(getattr(small_models, name))
     if len(mesh_shape) == 2:
@@ -33,7 +33,7 @@ def prepared(name, mesh_shape, level):
     else:
         batch = [tokens_of(6, torch.Generator().manual_seed(7)) for _ in range(2)]
         plan = propagate(trace(whole, batch), ProcessMesh(list(range(*mesh_shape)), ["dp"]), {}, semi_auto="dp")
-    return whole, batch, sharded_parameters(plan, "dp") if level == 3 else plan
+    return whole, batch, sharded_parameters(plan, "dp") if zero_stage == 3 else plan
 
 
 def train_whole(model, batch, max_norm):
@@ -48,17 +48,17 @@ def train_whole(model, batch, max_norm):
     return found
 
 
-def train(group, name, mesh_shape, level, by="slices", unreduced=True, overlap=True):
+def train(group, name, mesh_shape, zero_stage, partition_by="slices", unreduced=True, overlap=True):
     max_norm = 0.7
-    whole, batch, plan = prepared(name, mesh_shape, level)
+    whole, batch, plan = prepared(name, mesh_shape, zero_stage)
     sharded = ShardedModule(whole, plan, overlap=overlap, settings=Settings(**CHUNKS))
-    made_of = recipe(adamw(whole), whole)
+    made_of = optimizer_factory(adamw(whole), whole)
     truth = train_whole(whole, batch, max_norm)
     optimizer = ParallelOptimizer(
         module_targets(sharded, "dp"),
         made_of,
-        level=level,
-        by=by,
+        zero_stage=zero_stage,
+        partition_by=partition_by,
         max_norm=max_norm,
         unreduced=unreduced,
         bucket_bytes=3000,
@@ -83,10 +83,10 @@ def train(group, name, mesh_shape, level, by="slices", unreduced=True, overlap=T
 
 
 @pytest.mark.parametrize(
-    ("level", "by", "unreduced"), [(1, "slices", False), (1, "parameters", True), (2, "slices", True)]
+    ("zero_stage", "partition_by", "unreduced"), [(1, "slices", False), (1, "parameters", True), (2, "slices", True)]
 )
-def test_gpt_on_a_plane(ranks, level, by, unreduced):
-    ranks(4).run(train, "GPT", (2, 2), level, by, unreduced)
+def test_gpt_on_a_plane(ranks, zero_stage, partition_by, unreduced):
+    ranks(4).run(train, "GPT", (2, 2), zero_stage, partition_by, unreduced)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])

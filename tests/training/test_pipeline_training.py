@@ -94,7 +94,7 @@ def train(group, name, case, mesh_shape, overlap):
             optimizer.zero_grad()
         losses.append((found.item(), expected.item()))
     at = [mesh.coordinate(group.rank()) is not None for mesh in meshes].index(True)
-    assert [slot.action for slot in pipeline.ran] == list(order(schedule, groups, groups * several, count)[at])
+    assert [slot.action for slot in pipeline.executed] == list(order(schedule, groups, groups * several, count)[at])
     fused = sum(bool(one.operator) for module in pipeline.modules for one in module.fused)
     return losses, fused, shared_copies(pipeline)
 
@@ -125,9 +125,9 @@ def check(results, name):
         assert losses[-1][1] < losses[0][1]
     copies = [one for _, _, found in results for one in found]
     assert len(copies) == (0 if name == "Llama" else 2 * len({place for _, place, _ in copies}))
-    pieces = {}
+    shards = {}
     for key, place, tensor in copies:
-        assert torch.equal(pieces.setdefault((key, place), tensor), tensor)
+        assert torch.equal(shards.setdefault((key, place), tensor), tensor)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -225,7 +225,7 @@ def weighted(group):
     power = torch.tensor(1.5, dtype=torch.float64)
     meshes = lines(2, 2)
     plan = propagate(trace(whole, (x[:2], weights), {"power": power}), meshes[0])
-    pipeline = Pipeline(whole, plan, 2, meshes, micro_batches=4, uncut=["weights"])
+    pipeline = Pipeline(whole, plan, 2, meshes, micro_batches=4, broadcast_inputs=["weights"])
     pipeline.factor = 0.5
     expected = whole(x, weights, power)
     (expected * 0.5).backward()
@@ -305,8 +305,8 @@ def unlike(group):
         Pipeline(whole, propagate(graph, meshes[0]), STAGES, meshes[:2], micro_batches=4)
     with pytest.raises(ValueError, match="rank 0 is in several meshes"):
         Pipeline(whole, propagate(graph, meshes[0]), STAGES, [*meshes[:2], meshes[0]], micro_batches=4)
-    with pytest.raises(ValueError, match="uncut: 'mask' is no input; there are x, present, targets"):
-        make(micro_batches=4, uncut=["mask"])
+    with pytest.raises(ValueError, match="broadcast_inputs: 'mask' is no input; there are x, present, targets"):
+        make(micro_batches=4, broadcast_inputs=["mask"])
     with pytest.raises(DisagreementError, match="micro_batches is 4 on rank 0, 4 on rank 1, 5 on rank 2"):
         make(micro_batches=4 + group.rank() // 2)
     with pytest.raises(DisagreementError, match="the model's parameters"):

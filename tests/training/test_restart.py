@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel.training.heartbeats import PATIENCE, Beats
+from ascend_parallel.training.heartbeats import PATIENCE, Heartbeats
 
 TRAIN = Path(__file__).parents[2] / "examples" / "strategy" / "train.py"
 STRATEGY = """
@@ -22,7 +22,7 @@ dp = 2
 degree = 2
 micro_batches = 4
 [sharding]
-level = 1
+zero_stage = 1
 """
 
 
@@ -53,30 +53,30 @@ def test_training_goes_on_after_a_rank_was_killed(tmp_path):
 
 def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
     store = dist.PrefixStore("job", dist.HashStore())
-    beats = [Beats(store, rank, 3, 0.05) for rank in range(3)]
+    heartbeats = [Heartbeats(store, rank, 3, 0.05) for rank in range(3)]
     ended = threading.Event()
 
     def beating():
         while not ended.wait(0.02):
-            beats[0].beat()
+            heartbeats[0].beat()
 
-    threads = [threading.Thread(target=beating), threading.Timer(0.01, beats[2].beat)]
+    threads = [threading.Thread(target=beating), threading.Timer(0.01, heartbeats[2].beat)]
     for thread in threads:
         thread.start()
-    found = beats[1].stopped()
+    found = heartbeats[1].stopped()
     ended.set()
     for thread in threads:
         thread.join()
-    assert found == {2: 1} == beats[0].heard()
-    beats[2].beat()
-    assert not beats[0].heard()
+    assert found == {2: 1} == heartbeats[0].heard()
+    heartbeats[2].beat()
+    assert not heartbeats[0].heard()
 
 
 WATCHED = """
 import os, signal, sys, time, datetime, torch, torch.distributed as dist
-from ascend_parallel.training.rank_watch import RankLostError, Watch
+from ascend_parallel.training.rank_watch import RankLostError, RankWatch
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-rank, watch = dist.get_rank(), Watch()
+rank, watch = dist.get_rank(), RankWatch()
 dist.barrier()
 """
 

@@ -47,7 +47,7 @@ def planned(**options):
         ),
         ({"pipeline": PipelineOptions(degree=2, micro_batches=4)}, r"stage 0 sends 4.1 KB a rank and micro-batch"),
         ({"recompute": Recompute(modules=["layers.*"])}, r"recompute: layers.*: \S+ KB kept for backward"),
-        ({"sharding": ShardingOptions(level=2)}, "sharding: level 2 over dp by slices: "),
+        ({"sharding": ShardingOptions(zero_stage=2)}, "sharding: zero_stage 2 over dp by slices: "),
         ({"max_norm": 0.5}, "max_norm: gradients are clipped to a global norm of 0.5"),
         ({"amp": AmpOptions(dtype="bfloat16")}, "amp: bfloat16, fp32 master weights"),
         (
@@ -110,13 +110,13 @@ def test_no_overlap_says_nothing_of_it():
 
 def test_the_levels_divide_what_they_say():
     held = {}
-    for level in range(4):
-        (stage,) = as_dict(planned(sharding=ShardingOptions(level=level)))["stages"]
-        held[level] = [stage[name] for name in ("parameters", "gradients", "optimizer")]
-    for level, (parameters, gradients, optimizer) in held.items():
-        assert optimizer == pytest.approx(held[0][2] / (2 if level >= 1 else 1), rel=0.02)
-        assert gradients == pytest.approx(held[0][1] / (2 if level >= 2 else 1), rel=0.02)
-        assert parameters == pytest.approx(held[0][0] / (2 if level >= 3 else 1), rel=0.02)
+    for zero_stage in range(4):
+        (stage,) = as_dict(planned(sharding=ShardingOptions(zero_stage=zero_stage)))["stages"]
+        held[zero_stage] = [stage[name] for name in ("parameters", "gradients", "optimizer")]
+    for zero_stage, (parameters, gradients, optimizer) in held.items():
+        assert optimizer == pytest.approx(held[0][2] / (2 if zero_stage >= 1 else 1), rel=0.02)
+        assert gradients == pytest.approx(held[0][1] / (2 if zero_stage >= 2 else 1), rel=0.02)
+        assert parameters == pytest.approx(held[0][0] / (2 if zero_stage >= 3 else 1), rel=0.02)
 
 
 def test_gradients_of_several_backwards_take_fp32():

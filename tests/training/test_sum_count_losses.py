@@ -81,7 +81,7 @@ def trained(_group, options, more):
         optimizer.step()
         optimizer.zero_grad()
     state = whole.state_dict()
-    worst = max(farthest(piece, state[name]) for name, piece in step.pieces().items())
+    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
     told = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
     step.close()
     return [*losses, told[0]], [*expected, told[1]], worst
@@ -100,14 +100,14 @@ def staged(schedule, virtual=1):
     ("options", "more"),
     [
         (MICRO, {}),
-        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(level=2)}, {}),
-        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(level=3)}, {}),
+        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=2)}, {}),
+        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=3)}, {}),
         (MICRO, {"static": False}),
         ({**MICRO, "gradient_merge": GradientMerge(steps=3)}, {"local_batches": True}),
         ({"mode": "auto", "mesh": {"dp": 2, "tp": 2}, "hardware": "cpu-gloo"}, {}),
-        ({**staged("1f1b"), "max_norm": 0.3, "sharding": ShardingOptions(level=1)}, {}),
+        ({**staged("1f1b"), "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=1)}, {}),
         (staged("zbv", 2), {}),
-        ({"mode": "hybrid", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=1), "max_norm": 0.3}, {}),
+        ({"mode": "hybrid", "mesh": {"dp": 4}, "sharding": ShardingOptions(zero_stage=1), "max_norm": 0.3}, {}),
     ],
 )
 def test_unequal_masks_train_as_one_process(ranks, options, more):

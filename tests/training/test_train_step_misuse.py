@@ -32,14 +32,14 @@ class Tied(gpt.GPT):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def tied(_group, schedule, virtual, level):
+def tied(_group, schedule, virtual, zero_stage):
     """Train with a clipped norm that counts the tied tensor once; return as `trained` does."""
     pipeline = PipelineOptions(degree=2, micro_batches=2, schedule=schedule, virtual_stages=virtual)
     strategy = Strategy(
         mode="data",
         pipeline=pipeline,
         overlap=OverlapOptions(operators=False),
-        sharding=ShardingOptions(level=level),
+        sharding=ShardingOptions(zero_stage=zero_stage),
         max_norm=0.1,
     )
     found, whole = [], []
@@ -56,14 +56,14 @@ def tied(_group, schedule, virtual, level):
         optimizer.zero_grad()
         whole.append(loss.item())
     state = model.state_dict()
-    worst = max(farthest(piece, state[name]) for name, piece in step.pieces().items())
+    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
     step.close()
     return found, whole, worst
 
 
-@pytest.mark.parametrize(("schedule", "virtual", "level"), [("1f1b", 1, 2), ("zbv", 2, 1)])
-def test_a_tied_head_counts_once_in_the_norm_also_where_both_stages_are_on_one_rank(ranks, schedule, virtual, level):
-    check(ranks(2).run(tied, schedule, virtual, level))
+@pytest.mark.parametrize(("schedule", "virtual", "zero_stage"), [("1f1b", 1, 2), ("zbv", 2, 1)])
+def test_a_tied_head_counts_once_in_the_norm_also_with_both_stages_on_one_rank(ranks, schedule, virtual, zero_stage):
+    check(ranks(2).run(tied, schedule, virtual, zero_stage))
 
 
 def disagreeing(group, what):

@@ -190,7 +190,7 @@ class ShardedModule(torch.nn.Module):
         """Sum what `no_sync` held back over these mesh dimensions, or over all. Every rank has to call it alike."""
         self.gradients.reduce(mesh_dims)
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return what this rank holds of each parameter and persistent buffer, by its name in the model."""
         state = self.state_dict(keep_vars=True)
         mesh_shape, place = self.plan.mesh.shape, self.coordinate

@@ -12,7 +12,7 @@ import torch
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences
 from ascend_parallel.training.checkpoint.folder import whole_file
-from ascend_parallel.training.checkpoint.reader import Saved
+from ascend_parallel.training.checkpoint.reader import CheckpointReader
 from ascend_parallel.training.checkpoint.safetensors import SafeTensors, write_safetensors
 from ascend_parallel.training.checkpoint.saving import save
 
@@ -53,7 +53,7 @@ def open_source(path: str | Path, step: int | None = None, others: Sequence[Othe
             state = {f"{MODEL}{name}": tensor for name, tensor in model.items()}
             kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
             return Source(kinds, state.__getitem__)
-    saved = Saved.open(path, step)
+    saved = CheckpointReader.open(path, step)
     return Source(saved.kinds, saved.read, saved.manifest["step"], saved.values)
 
 

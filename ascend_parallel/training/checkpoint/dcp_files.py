@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, saved_kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, saved_kinds
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import METADATA
 from ascend_parallel.training.checkpoint.unpickling import unpickle
@@ -62,13 +62,13 @@ def read_whole(checkpoint: Path, metadata: Metadata, name: str) -> torch.Tensor:
     """Return a whole tensor."""
     shape, dtype = saved_kinds(metadata)[name]
     whole = torch.empty(shape, dtype=dtype)
-    _read(checkpoint, metadata, LoadPieces({name: TensorShard(whole, shape, (0,) * len(shape))}))
+    _read(checkpoint, metadata, TensorShardLoadPlanner({name: TensorShard(whole, shape, (0,) * len(shape))}))
     return whole
 
 
 def read_values(checkpoint: Path, metadata: Metadata, names: Sequence[str]) -> dict[str, Any]:
     """Return what was saved beside tensors, on the CPU, by name: plain values alone are read."""
-    planner = LoadPieces({}, names)
+    planner = TensorShardLoadPlanner({}, names)
     _read(checkpoint, metadata, planner)
     try:
         return {name: _from_bytes(planner.blobs[name]) for name in names}
@@ -80,7 +80,7 @@ def _from_bytes(value: bytes) -> Any:
     return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
-def _read(checkpoint: Path, metadata: Metadata, planner: LoadPieces) -> None:
+def _read(checkpoint: Path, metadata: Metadata, planner: TensorShardLoadPlanner) -> None:
     reader = Reader(checkpoint)
     planner.set_up_planner({}, metadata, True)
     reader.set_up_storage_reader(metadata, True)

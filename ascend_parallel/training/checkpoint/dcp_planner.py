@@ -1,6 +1,6 @@
-"""Pieces as torch.distributed.checkpoint's items: what a rank writes and reads, and the check over all ranks.
+"""Shards as torch.distributed.checkpoint's items: what a rank writes and reads, and the check over all ranks.
 
-torch's own planner knows boxes by the type of a tensor (DTensor); a piece is a box whoever cut it, so the items are
+torch's own planner knows boxes by the type of a tensor (DTensor); a shard is a box whoever cut it, so the items are
 made here. Both global plans run on one rank, and what they raise, torch.distributed.checkpoint raises on all.
 """
 
@@ -35,20 +35,20 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences, refuse
 
 
-class SavePieces(DefaultSavePlanner):
-    """Writes pieces and bytes; a box that several ranks hold is written by one of them, the work spread."""
+class TensorShardSavePlanner(DefaultSavePlanner):
+    """Writes shards and bytes; a box that several ranks hold is written by one of them, the work spread."""
 
-    def __init__(self, pieces: Mapping[str, TensorShard], blobs: Mapping[str, bytes]) -> None:
-        """Take this rank's pieces and what else it writes; names that several ranks have are written once."""
+    def __init__(self, shards: Mapping[str, TensorShard], blobs: Mapping[str, bytes]) -> None:
+        """Take this rank's shards and what else it writes; names that several ranks have are written once."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
+        self._shards = shards
         self._blobs = blobs
 
     def create_local_plan(self) -> SavePlan:
         """List this rank's boxes, and tell the kinds of all, also of those of which it holds nothing."""
-        items = [_written(name, piece) for name, piece in self._pieces.items() if _has_bytes(piece)]
+        items = [_written(name, shard) for name, shard in self._shards.items() if _has_bytes(shard)]
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._blobs]
-        self.plan = SavePlan(items, planner_data=kinds(self._pieces))
+        self.plan = SavePlan(items, planner_data=kinds(self._shards))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -73,24 +73,24 @@ class SavePieces(DefaultSavePlanner):
         name = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._blobs[name])
-        return self._pieces[name].local.detach()
+        return self._shards[name].local.detach()
 
 
-class LoadPieces(DefaultLoadPlanner):
-    """Fills pieces in place, whatever the boxes of the checkpoint; and reads bytes."""
+class TensorShardLoadPlanner(DefaultLoadPlanner):
+    """Fills shards in place, whatever the boxes of the checkpoint; and reads bytes."""
 
     def __init__(
         self,
-        pieces: Mapping[str, TensorShard | Sequence[TensorShard]],
+        shards: Mapping[str, TensorShard | Sequence[TensorShard]],
         blobs: Sequence[str] = (),
         whole: Sequence[str] = (),
     ) -> None:
         """Take what to fill, names of bytes to read, and the beginnings of names that ranks have to ask for in full.
 
-        A name may have several pieces, of different places in the whole.
+        A name may have several shards, of different places in the whole.
         """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = {name: [held] if isinstance(held, TensorShard) else list(held) for name, held in pieces.items()}
+        self._shards = {name: [held] if isinstance(held, TensorShard) else list(held) for name, held in shards.items()}
         self._names = list(blobs)
         self._whole = tuple(whole)
         self.blobs: dict[str, bytes] = {}
@@ -99,11 +99,11 @@ class LoadPieces(DefaultLoadPlanner):
         """List what this rank reads, and tell what it asked for."""
         if self.metadata is None:
             raise AssertionError("torch.distributed.checkpoint gives the metadata")
-        asked = {name: _kind(held[0]) for name, held in self._pieces.items() if held}
+        asked = {name: _kind(held[0]) for name, held in self._shards.items() if held}
         saved = saved_kinds(self.metadata)
         here = {name: kind for name, kind in saved.items() if name in asked}
         refuse(differences(asked, here), "the checkpoint is of another model")
-        items = [item for name, held in self._pieces.items() for item in self._read(name, held)]
+        items = [item for name, held in self._shards.items() for item in self._read(name, held)]
         for name in self._names:
             at = MetadataIndex(name)
             items.append(ReadItem(LoadItemType.BYTE_IO, at, torch.Size([0]), at, torch.Size([0]), torch.Size([0])))
@@ -114,11 +114,11 @@ class LoadPieces(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata[name]
         assert isinstance(saved, TensorStorageMetadata)
         items: list[ReadItem] = []
-        for number, piece in enumerate(held):
-            found = create_read_items_for_chunk_list(name, saved, [_chunk(piece)]) if piece.local.numel() else []
-            if sum(prod(item.lengths) for item in found) != piece.local.numel():
-                raise CheckpointError(f"the checkpoint lacks a part of {name}: {_box(piece)} is not wholly in it")
-            items += [replace(item, dest_index=MetadataIndex(name, piece.offsets, number)) for item in found]
+        for number, shard in enumerate(held):
+            found = create_read_items_for_chunk_list(name, saved, [_chunk(shard)]) if shard.local.numel() else []
+            if sum(prod(item.lengths) for item in found) != shard.local.numel():
+                raise CheckpointError(f"the checkpoint lacks a part of {name}: {_box(shard)} is not wholly in it")
+            items += [replace(item, dest_index=MetadataIndex(name, shard.offsets, number)) for item in found]
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -136,21 +136,21 @@ class LoadPieces(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor to fill."""
         assert index.index is not None
-        return self._pieces[index.fqn][index.index].local.detach()
+        return self._shards[index.fqn][index.index].local.detach()
 
 
-def kinds(pieces: Mapping[str, TensorShard]) -> dict[str, Kind]:
+def kinds(shards: Mapping[str, TensorShard]) -> dict[str, Kind]:
     """Return each whole tensor's shape and dtype; raise `CheckpointError` for boxes outside of their tensors."""
-    for name, piece in pieces.items():
-        ends = [start + size for start, size in zip(piece.offsets, piece.local.shape, strict=False)]
-        level = len(piece.offsets) == piece.local.dim() == len(piece.shape)
+    for name, shard in shards.items():
+        ends = [start + size for start, size in zip(shard.offsets, shard.local.shape, strict=False)]
+        level = len(shard.offsets) == shard.local.dim() == len(shard.shape)
         if (
             not level
-            or any(end > size for end, size in zip(ends, piece.shape, strict=True))
-            or min((0, *piece.offsets)) < 0
+            or any(end > size for end, size in zip(ends, shard.shape, strict=True))
+            or min((0, *shard.offsets)) < 0
         ):
-            raise CheckpointError(f"{name}: {_box(piece)} is no box of a tensor of shape {tuple(piece.shape)}")
-    return {name: _kind(piece) for name, piece in pieces.items()}
+            raise CheckpointError(f"{name}: {_box(shard)} is no box of a tensor of shape {tuple(shard.shape)}")
+    return {name: _kind(shard) for name, shard in shards.items()}
 
 
 def saved_kinds(metadata: Metadata) -> dict[str, Kind]:
@@ -162,25 +162,25 @@ def saved_kinds(metadata: Metadata) -> dict[str, Kind]:
     }
 
 
-def _kind(piece: TensorShard) -> Kind:
-    return tuple(piece.shape), piece.local.dtype
+def _kind(shard: TensorShard) -> Kind:
+    return tuple(shard.shape), shard.local.dtype
 
 
-def _has_bytes(piece: TensorShard) -> bool:
-    # A tensor without elements is written, as itself; an empty piece of another is not.
-    return piece.local.numel() > 0 or prod(piece.shape) == 0
+def _has_bytes(shard: TensorShard) -> bool:
+    # A tensor without elements is written, as itself; an empty shard of another is not.
+    return shard.local.numel() > 0 or prod(shard.shape) == 0
 
 
-def _chunk(piece: TensorShard) -> ChunkStorageMetadata:
-    if prod(piece.shape) == 0:
-        return ChunkStorageMetadata(torch.Size([0] * len(piece.shape)), torch.Size(piece.shape))
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.local.shape)
+def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+    if prod(shard.shape) == 0:
+        return ChunkStorageMetadata(torch.Size([0] * len(shard.shape)), torch.Size(shard.shape))
+    return ChunkStorageMetadata(torch.Size(shard.offsets), shard.local.shape)
 
 
-def _written(name: str, piece: TensorShard) -> WriteItem:
-    chunk = _chunk(piece)
-    properties = TensorProperties(dtype=piece.local.dtype)
-    data = TensorWriteData(chunk, properties, torch.Size(piece.shape))
+def _written(name: str, shard: TensorShard) -> WriteItem:
+    chunk = _chunk(shard)
+    properties = TensorProperties(dtype=shard.local.dtype)
+    data = TensorWriteData(chunk, properties, torch.Size(shard.shape))
     return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -197,6 +197,6 @@ def _unlike_boxes(plans: Sequence[SavePlan]) -> list[str]:
     return found
 
 
-def _box(piece: TensorShard) -> str:
-    spans = zip(piece.offsets, piece.local.shape, strict=False)
+def _box(shard: TensorShard) -> str:
+    spans = zip(shard.offsets, shard.local.shape, strict=False)
     return "[" + ", ".join(f"{start}:{start + size}" for start, size in spans) + "]"

@@ -1,4 +1,4 @@
-"""Loading: the pieces that this rank holds now, whatever pieces were saved, after everything was found whole."""
+"""Loading: the shards that this rank holds now, whatever shards were saved, after everything was found whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_files import Reader, read_metadata, read_values
-from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, kinds
 from ascend_parallel.training.checkpoint.differences import in_words
 from ascend_parallel.training.checkpoint.folder import of_step, read_manifest, verify
 from ascend_parallel.training.checkpoint.random_state import set_random_state
 from ascend_parallel.training.checkpoint.saving import RANDOM, VALUES, fault_of_last, named
-from ascend_parallel.training.checkpoint.storage import agree, everybody, told_alike
+from ascend_parallel.training.checkpoint.storage import agree, everybody, same_error_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def load(
     step: int | None = None,
     random: bool = True,
 ) -> Loaded:
-    """Fill the pieces in place from the latest checkpoint of a folder, or that of `step`, or a checkpoint itself.
+    """Fill the shards in place from the latest checkpoint of a folder, or that of `step`, or a checkpoint itself.
 
     Every rank of the default process group calls it; without one, this process alone. Neither the mesh nor the number
     of ranks has to be that of the save.
@@ -68,8 +68,8 @@ def load(
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     mine = {"path": str(path), "optimizer": str(optimizer is not None), "random": str(random)}
     try:
-        pieces = named(model, optimizer)
-        kinds(pieces)
+        shards = named(model, optimizer)
+        kinds(shards)
         checkpoint = of_step(path, step)
         manifest = read_manifest(checkpoint)
         verify(checkpoint, manifest, sorted(manifest["files"])[rank::ranks])
@@ -79,8 +79,8 @@ def load(
     except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
         fault = in_words(error)
     agree(group, "load of a checkpoint", mine, fault)
-    planner = LoadPieces(pieces, whole=["model.", *(["optimizer."] if optimizer is not None else [])])
-    with told_alike(group):
+    planner = TensorShardLoadPlanner(shards, whole=["model.", *(["optimizer."] if optimizer is not None else [])])
+    with same_error_on_all_ranks(group):
         dcp.load({}, storage_reader=Reader(checkpoint), planner=planner, process_group=group, no_dist=group is None)
     if random:
         set_random_state(beside[drawn])

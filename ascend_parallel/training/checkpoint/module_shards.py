@@ -1,4 +1,4 @@
-"""The pieces that a module, and an optimizer of torch's, have on this rank: of DTensors and of plain tensors."""
+"""The shards that a module, and an optimizer of torch's, have on this rank: of DTensors and of plain tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
-def pieces_of(module: torch.nn.Module) -> dict[str, TensorShard]:
-    """Return this rank's piece of every parameter and persistent buffer, by name; sharing memory with them.
+def tensor_shards_of(module: torch.nn.Module) -> dict[str, TensorShard]:
+    """Return this rank's shard of every parameter and persistent buffer, by name; sharing memory with them.
 
     A plain tensor is held whole; a DTensor whose mesh this rank is not in is left out. Raises `ValueError` for state
     that is no tensor, and for a DTensor whose part here is no box of it.
@@ -31,8 +31,8 @@ def pieces_of(module: torch.nn.Module) -> dict[str, TensorShard]:
     return found
 
 
-def pieces_of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorShard]:
-    """Return this rank's piece of every tensor of the state, named ``<parameter>.<key>``; sharing memory with them.
+def optimizer_tensor_shards(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorShard]:
+    """Return this rank's shard of every tensor of the state, named ``<parameter>.<key>``; sharing memory with them.
 
     An optimizer that has made no step yet is given its state first, with a step of learning rate 0. Learning rates and
     other settings are not part of it. Raises `ValueError` for state that is no tensor.
@@ -42,14 +42,14 @@ def pieces_of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimize
     for parameter, entries in state.items():
         for key, value in entries.items():
             if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{parameter}.{key} is a {type(value).__name__}, which pieces cannot hold")
+                raise ValueError(f"{parameter}.{key} is a {type(value).__name__}, which shards cannot hold")
             if _is_here(value):
                 found[f"{parameter}.{key}"] = piece_of(f"{parameter}.{key}", value)
     return found
 
 
 def piece_of(name: str, tensor: torch.Tensor) -> TensorShard:
-    """Return this rank's piece of a tensor; `name` is for the `ValueError` if its part is no box of the whole."""
+    """Return this rank's shard of a tensor; `name` is for the `ValueError` if its part is no box of the whole."""
     if not isinstance(tensor, DTensor):
         return TensorShard(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     local = tensor.to_local().detach()

@@ -19,7 +19,7 @@ from ascend_parallel.training.checkpoint.saving import VALUES
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointReader:
     """A checkpoint of ours, opened: its files are of the size and checksum written.
 
     path
@@ -32,7 +32,7 @@ class Saved:
     manifest: dict[str, Any]
 
     @classmethod
-    def open(cls, path: str | Path, step: int | None = None) -> Saved:
+    def open(cls, path: str | Path, step: int | None = None) -> CheckpointReader:
         """Open the latest checkpoint of a folder, or that of `step`, or a checkpoint itself.
 
         Raises `CheckpointError` when there is none or a file is missing or damaged.
@@ -78,6 +78,6 @@ def whole_state(path: str | Path, *, step: int | None = None, space: str = "mode
     """
     if space not in ("model", "optimizer"):
         raise ValueError(f"space={space!r}: give 'model' or 'optimizer'")
-    saved = Saved.open(path, step)
+    saved = CheckpointReader.open(path, step)
     prefix = f"{space}."
     return {name.removeprefix(prefix): saved.read(name) for name in saved.kinds if name.startswith(prefix)}

@@ -152,7 +152,7 @@ def read_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def load_safetensors(path: str | Path, model: Mapping[str, TensorShard]) -> None:
-    """Fill the pieces of a model in place from a file of the full model; every rank of the default group calls it.
+    """Fill the shards of a model in place from a file of the full model; every rank of the default group calls it.
 
     Names, shapes and dtypes have to be those of the file, except that a rank may hold a part of the names. Raises
     `CheckpointError` on every rank, with what differs.
@@ -167,6 +167,6 @@ def load_safetensors(path: str | Path, model: Mapping[str, TensorShard]) -> None
     assert file is not None
     missing = sorted(set(file.kinds) - names_of_all(group, model))
     refuse([f"{name}: in the file, not here" for name in missing], f"{path} is of another model")
-    for name, piece in model.items():
-        box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.local.shape, strict=True))
-        piece.local.detach().copy_(file.view(name)[box])
+    for name, shard in model.items():
+        box = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
+        shard.local.detach().copy_(file.view(name)[box])

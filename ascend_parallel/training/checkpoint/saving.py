@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint.dcp_planner import SavePieces, kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardSavePlanner, kinds
 from ascend_parallel.training.checkpoint.differences import in_words
 from ascend_parallel.training.checkpoint.folder import new_token, step_folder
 from ascend_parallel.training.checkpoint.random_state import random_state
-from ascend_parallel.training.checkpoint.storage import StepWriter, agree, everybody, told_alike
+from ascend_parallel.training.checkpoint.storage import StepWriter, agree, everybody, same_error_on_all_ranks
 from ascend_parallel.version import __version__
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def save(
     path
         A folder on a file system that all ranks share.
     model, optimizer
-        This rank's boxes, such as ``module.pieces()`` gives. Together the ranks' boxes of a name make up its tensor
+        This rank's boxes, such as ``module.tensor_shards()`` gives. Together the ranks' boxes of a name make up its tensor
         exactly; a box that several ranks hold is written by one of them.
     values
         What else to continue with, alike on all ranks: data position, the state of a scheduler, ... Of it
@@ -107,13 +107,13 @@ def save(
     """
     fault = fault_of_last()
     group = everybody()
-    pieces: dict[str, TensorShard] = {}
+    shards: dict[str, TensorShard] = {}
     blobs: dict[str, bytes] = {}
     digests: dict[str, str] = {}
     try:
-        pieces = named(model, optimizer)
+        shards = named(model, optimizer)
         blobs, digests = _blobs(dict(values or {}), step, keep)
-        kinds(pieces)
+        kinds(shards)
         folder = Path(path)
     except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
         fault = in_words(error)
@@ -123,9 +123,9 @@ def save(
     about = {"step": step, "ranks": 1 if group is None else group.size(), "torch": torch.__version__}
     writer = StepWriter(folder, step, token, keep, {**about, "ascend_parallel": __version__})
     if not asynchronous:
-        _write(group, pieces, blobs, writer)
+        _write(group, shards, blobs, writer)
         return saving
-    copies = {name: replace(piece, local=_copy(piece.local)) for name, piece in pieces.items()}
+    copies = {name: replace(shard, local=_copy(shard.local)) for name, shard in shards.items()}
     saving._start(group, copies, blobs, writer)
     _LAST[:] = [saving]
     return saving
@@ -144,12 +144,16 @@ def fault_of_last() -> str:
 
 
 def _write(
-    group: dist.ProcessGroup | None, pieces: Mapping[str, TensorShard], blobs: Mapping[str, bytes], writer: StepWriter
+    group: dist.ProcessGroup | None, shards: Mapping[str, TensorShard], blobs: Mapping[str, bytes], writer: StepWriter
 ) -> None:
     try:
-        with told_alike(group):
+        with same_error_on_all_ranks(group):
             dcp.save(
-                {}, storage_writer=writer, planner=SavePieces(pieces, blobs), process_group=group, no_dist=group is None
+                {},
+                storage_writer=writer,
+                planner=TensorShardSavePlanner(shards, blobs),
+                process_group=group,
+                no_dist=group is None,
             )
     finally:
         writer.release()
@@ -157,8 +161,8 @@ def _write(
 
 def named(model: Mapping[str, TensorShard], optimizer: Mapping[str, TensorShard] | None) -> dict[str, TensorShard]:
     """Return both by the names that they have in a checkpoint."""
-    found = {f"model.{name}": piece for name, piece in model.items()}
-    return found | {f"optimizer.{name}": piece for name, piece in (optimizer or {}).items()}
+    found = {f"model.{name}": shard for name, shard in model.items()}
+    return found | {f"optimizer.{name}": shard for name, shard in (optimizer or {}).items()}
 
 
 def _blobs(values: dict[str, Any], step: int, keep: int | None) -> tuple[dict[str, bytes], dict[str, str]]:

@@ -170,7 +170,7 @@ def names_of_all(group: dist.ProcessGroup | None, names: Iterable[str]) -> set[s
 
 
 @contextmanager
-def told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
+def same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Turn torch.distributed.checkpoint's exception, which all ranks raise alike, into `CheckpointError`."""
     with warnings.catch_warnings() if group is None else nullcontext():
         if group is None:

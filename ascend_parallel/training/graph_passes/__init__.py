@@ -19,10 +19,10 @@ PASSES: dict[str, Callable[[Graph], Graph]] = {"matmul_add": matmul_add, "attent
 
 
 def fuse_operators(graph: Graph, names: tuple[str, ...]) -> tuple[Graph, dict[str, int]]:
-    """Run the passes of these names (PASSES); return the graph and how many operators each has spared."""
-    spared = {}
+    """Run the passes of these names (PASSES); return the graph and how many operators each has ops_fused."""
+    ops_fused = {}
     for name in names:
         before = len(graph.nodes)
         graph = PASSES[name](graph)
-        spared[name] = before - len(graph.nodes)
-    return graph, spared
+        ops_fused[name] = before - len(graph.nodes)
+    return graph, ops_fused

@@ -20,19 +20,26 @@ class Batch:
     """Checks a batch against what was traced, one micro-batch, and finds this rank's part of it."""
 
     def __init__(
-        self, plan: ShardingPlan, micro_batches: int, local: bool, uncut: Sequence[str], place: tuple[int, ...]
+        self,
+        plan: ShardingPlan,
+        micro_batches: int,
+        local: bool,
+        broadcast_inputs: Sequence[str],
+        place: tuple[int, ...],
     ) -> None:
         """Take the whole plan, what the ranks give, and this rank's place in its mesh.
 
-        Raises `ValueError` for a name in `uncut` that is no input's.
+        Raises `ValueError` for a name in `broadcast_inputs` that is no input's.
         """
         self._plan, self._micro_batches, self._local, self._place = plan, micro_batches, local, place
         self._nodes = [node for node in plan.graph.nodes.values() if node.kind == INPUT]
         names = [node.source for node in self._nodes]
-        for name in uncut:
+        for name in broadcast_inputs:
             if name not in names:
-                raise ValueError(f"uncut: {name!r} is no input; there are {', '.join(names)}")
-        self._uncut = {node.name for node in self._nodes if node.source in uncut or not node.outputs[0].shape}
+                raise ValueError(f"broadcast_inputs: {name!r} is no input; there are {', '.join(names)}")
+        self._broadcast = {
+            node.name for node in self._nodes if node.source in broadcast_inputs or not node.outputs[0].shape
+        }
 
     def inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Sequence[StagePlan], stages: Sequence[int]
@@ -51,15 +58,15 @@ class Batch:
         read = {name for stage in stages for name in parts[stage].inputs}
         pairs = [(node, tensor) for node, tensor in zip(self._nodes, given, strict=True) if node.name in read]
         found = {node.name: self._own(node, tensor) for node, tensor in pairs}
-        cut = {name: tensor for name, tensor in found.items() if name not in self._uncut}
-        return cut, {name: tensor for name, tensor in found.items() if name in self._uncut}
+        cut = {name: tensor for name, tensor in found.items() if name not in self._broadcast}
+        return cut, {name: tensor for name, tensor in found.items() if name in self._broadcast}
 
     def _check(self, node: Node, tensor: torch.Tensor) -> None:
         (meta,), shape, count = node.outputs, self._shape(node), self._micro_batches
         what = f"{node.source} is {list(tensor.shape)} of {tensor.dtype}"
         if tensor.requires_grad:
             raise ValueError(f"{node.source} wants a gradient, which a pipeline does not give")
-        if node.name in self._uncut:
+        if node.name in self._broadcast:
             if tuple(tensor.shape) != shape or tensor.dtype != meta.dtype:
                 raise ValueError(f"{what}; the plan is for {list(shape)} of {meta.dtype} in every micro-batch")
             return
@@ -70,7 +77,7 @@ class Batch:
         if tuple(tensor.shape) != (count * shape[0], *shape[1:]) or tensor.dtype != meta.dtype:
             raise ValueError(
                 f"{what}; the plan is for micro_batches={count} of {list(shape)} of {meta.dtype} each, one after "
-                f"another along dimension 0 (uncut={[node.source]} if it is the same for all)"
+                f"another along dimension 0 (broadcast_inputs={[node.source]} if it is the same for all)"
             )
 
     def _shape(self, node: Node) -> Shape:
@@ -83,7 +90,7 @@ class Batch:
         """Return this rank's part of all micro-batches."""
         if self._local:
             return tensor
-        ones = [tensor] if node.name in self._uncut else tensor.chunk(self._micro_batches)
+        ones = [tensor] if node.name in self._broadcast else tensor.chunk(self._micro_batches)
         own = [local_slice(one, self._layout(node), self._plan.mesh.shape, self._place) for one in ones]
         return own[0] if len(own) == 1 else torch.cat(own)
 

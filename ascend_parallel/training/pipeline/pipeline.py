@@ -67,7 +67,7 @@ class Pipeline:
         overlap: bool = True,
         settings: Settings | None = None,
         local_inputs: bool = True,
-        uncut: Sequence[str] = (),
+        broadcast_inputs: Sequence[str] = (),
         timeout: timedelta | None = None,
         **sharded: Any,
     ) -> None:
@@ -87,7 +87,7 @@ class Pipeline:
             "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble" or "zbv".
         local_inputs
             Every rank gives its part of the batch, laid out as the plan says, and not the whole of it.
-        uncut
+        broadcast_inputs
             Names of inputs that are the same for every micro-batch, such as a mask.
         timeout
             How long a rank waits for another in a step; by default as long as in the default group.
@@ -108,7 +108,7 @@ class Pipeline:
         self._at = stages_of(schedule, len(meshes), count)
         self.plan, self.parts = plan, cut(plan, assignment, [meshes[index] for index in self._at])
         self.schedule, self.micro_batches, self.factor = schedule, micro_batches, 1.0
-        batch = {"local_inputs": str(local_inputs), "uncut": ", ".join(sorted(uncut))}
+        batch = {"local_inputs": str(local_inputs), "broadcast_inputs": ", ".join(sorted(broadcast_inputs))}
         seed = _confirm(self, model, {**batch, "overlap": str(overlap), "assignment": _digest(assignment)})
         limit = timeout or time_limit(dist.group.WORLD)
         self._groups = make_groups(meshes, limit)
@@ -120,7 +120,7 @@ class Pipeline:
             module.randomness.restart(seed)
         own = [self.parts[stage] for stage in self.stages]
         self._wrapped = [StageModule(part, module) for part, module in zip(own, self.modules, strict=True)]
-        self._batch = Batch(plan, micro_batches, local_inputs, uncut, self.modules[0].coordinate)
+        self._batch = Batch(plan, micro_batches, local_inputs, broadcast_inputs, self.modules[0].coordinate)
         self.shared = SharedGradients(self.parts, self._at, self.modules, meshes, limit)
         self._ran: list[Slot] = []
         self._losses = Losses(micro_batches)
@@ -173,9 +173,9 @@ class Pipeline:
         for module in self.modules:
             module.zero_grad(set_to_none=True)
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and persistent buffers by the model's names."""
-        return {name: piece for module in reversed(self.modules) for name, piece in module.pieces().items()}
+        return {name: shard for module in reversed(self.modules) for name, shard in module.tensor_shards().items()}
 
     def measure(self, *args: Any, **kwargs: Any) -> Measured:
         """Run a step that all ranks begin together, and return where its time went. Every rank has to call it."""
@@ -197,13 +197,13 @@ class Pipeline:
 
     def _run(self, schedule: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchLoss:
         """Run one of the ways of torch's schedule, and return the loss."""
-        cut_inputs, uncut = self._batch.inputs(args, kwargs, self.parts, self.stages)
+        cut_inputs, broadcast_inputs = self._batch.inputs(args, kwargs, self.parts, self.stages)
         self._ran.clear()
         self._losses = Losses(self.micro_batches, self.factor)
         start = perf_counter()
         with ExitStack() as stack:
             for wrapped, module in zip(self._wrapped, self.modules, strict=True):
-                wrapped.uncut = uncut
+                wrapped.broadcast_inputs = broadcast_inputs
                 stack.enter_context(module.no_sync())
             try:
                 schedule(target=torch.zeros(self.micro_batches), return_outputs=False, **cut_inputs)

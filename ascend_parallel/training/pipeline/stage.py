@@ -25,11 +25,11 @@ class StageModule(torch.nn.Module):
         """Take the stage's plan, and this rank's part of it."""
         super().__init__()
         self.part, self.sharded = part, sharded
-        self.uncut: Mapping[str, torch.Tensor] = {}  # inputs that are the same for all micro-batches
+        self.broadcast_inputs: Mapping[str, torch.Tensor] = {}  # inputs that are the same for all micro-batches
 
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> Any:
         """Return what the next stage receives, or the loss."""
-        given = inputs | dict(self.uncut)
+        given = inputs | dict(self.broadcast_inputs)
         found = self.sharded(*map(_entered, received), *(given[name] for name in self.part.inputs))
         return tuple(map(_sendable, found)) if isinstance(found, tuple) else found
 

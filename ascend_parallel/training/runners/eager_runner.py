@@ -14,7 +14,7 @@ from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint.module_shards import pieces_of
+from ascend_parallel.training.checkpoint.module_shards import tensor_shards_of
 from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss
 from ascend_parallel.training.masked_means import MaskedMeans
 from ascend_parallel.training.optimizer.targets import Target
@@ -66,18 +66,18 @@ class EagerRunner:
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
-        pieces, mesh, dim, found = self.pieces(), self._mesh, divided_over(self._strategy), []
+        shards, mesh, dim, found = self.tensor_shards(), self._mesh, divided_over(self._strategy), []
         for path, parameter in self._local.items():
             placements = cast(DTensor, self._sharded[path]).placements
             whole = [name for name, one in zip(mesh.dim_names, placements, strict=True) if not one.is_shard()]
             group = mesh.group(dim) if dim is not None and dim in whole else None
             copies = prod(map(mesh.size, whole))
-            found.append(Target(path, parameter, pieces[path], group, copies))
+            found.append(Target(path, parameter, shards[path], group, copies))
         return found
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers."""
-        return pieces_of(self.modules[0])
+        return tensor_shards_of(self.modules[0])
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _check_eager(planned: TrainingPlan) -> None:
         ("pipeline.degree", planned.stages),
         ("recompute", strategy.recompute.modules or Recompute.of(planned.model).modules),
         ("fused_passes", strategy.fused_passes),
-        ("sharding.level=2", strategy.sharding.level == 2),
+        ("sharding.zero_stage=2", strategy.sharding.zero_stage == 2),
     ):
         if given:
             raise StrategyOptionError(f"{name} with static=False: only the graph can, which static=True runs")

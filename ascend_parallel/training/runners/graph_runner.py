@@ -36,7 +36,7 @@ class GraphRunner:
         )
         self._means = MaskedMeans(planned.plan, planned.strategy.pipeline.micro_batches)
         keep_gradients(self.module.parameters(), strategy)
-        self.modules, self.unreduced = (self.module,), strategy.sharding.level == 2
+        self.modules, self.unreduced = (self.module,), strategy.sharding.zero_stage == 2
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add the gradients of ``factor * loss``."""
@@ -57,7 +57,7 @@ class GraphRunner:
         return loss_of(self.module, self.modules, batch, self._strategy.pipeline.micro_batches)
 
     def finish(self) -> None:
-        """Sum what was held back; at level 2 the optimizer sums over its replicas."""
+        """Sum what was held back; at zero_stage 2 the optimizer sums over its replicas."""
         if not self.unreduced:
             self.module.reduce_gradients()
 
@@ -69,6 +69,6 @@ class GraphRunner:
         """Return this rank's parameters."""
         return module_targets(self.module, divided_over(self._strategy))
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers."""
-        return self.module.pieces()
+        return self.module.tensor_shards()

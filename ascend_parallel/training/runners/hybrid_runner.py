@@ -40,10 +40,10 @@ class HybridRunner:
             mine = {"the model's parameters": fingerprint(model)}
             cure = "Seed replicas alike, or load one checkpoint"
             confirm_same(self._group, "train_step", mine, "ranks call train_step differently", cure)
-        if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "pieces"):
+        if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "tensor_shards"):
             raise StrategyOptionError(
                 'mode="hybrid" with a mesh of more than the data dimension: the model has to tell what of each '
-                "parameter a rank holds, by a method pieces() -> dict[str, TensorShard]"
+                "parameter a rank holds, by a method tensor_shards() -> dict[str, TensorShard]"
             )
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
@@ -94,18 +94,18 @@ class HybridRunner:
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters; each is a replica along the data dimension."""
-        pieces, everybody = self.pieces(), dist.group.WORLD
+        shards, everybody = self.tensor_shards(), dist.group.WORLD
         assert everybody is not None
         wanted = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
-        boxes = {name: str((pieces[name].offsets, tuple(one.shape))) for name, one in wanted.items()}
+        boxes = {name: str((shards[name].offsets, tuple(one.shape))) for name, one in wanted.items()}
         told = exchange(everybody, "train_step", boxes, DisagreementError).values()
         copies = {name: sum(of_rank.get(name) == box for of_rank in told) for name, box in boxes.items()}
-        return [Target(name, one, pieces[name], self._group, copies[name]) for name, one in wanted.items()]
+        return [Target(name, one, shards[name], self._group, copies[name]) for name, one in wanted.items()]
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return what the model says it holds, or all of it."""
-        if hasattr(self._model, "pieces"):
-            found: dict[str, TensorShard] = self._model.pieces()  # type: ignore[operator]
+        if hasattr(self._model, "tensor_shards"):
+            found: dict[str, TensorShard] = self._model.tensor_shards()  # type: ignore[operator]
             return found
         return {
             name: TensorShard(one, tuple(one.shape), (0,) * one.ndim) for name, one in self._model.state_dict().items()

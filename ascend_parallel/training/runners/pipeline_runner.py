@@ -48,7 +48,7 @@ class PipelineRunner:
         self._unread = unread(planned.model, read)
         self._means = MaskedMeans(planned.plan, planned.strategy.pipeline.micro_batches)
         keep_gradients((one for module in self.pipeline.modules for one in module.parameters()), strategy)
-        self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.level == 2
+        self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.zero_stage == 2
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add the gradients of ``factor * loss``."""
@@ -64,7 +64,7 @@ class PipelineRunner:
             return self.pipeline.evaluate(*batch)
 
     def finish(self) -> None:
-        """Sum over ranks and, what several stages share, over stages; at level 2 the optimizer sums over replicas."""
+        """Sum over ranks and, what several stages share, over stages; at zero_stage 2 the optimizer sums over replicas."""
         self.pipeline.reduce_gradients(but=[self._strategy.sharding.dim] if self.unreduced else [])
 
     def targets(self) -> list[Target]:
@@ -79,9 +79,9 @@ class PipelineRunner:
         """Drop all gradients."""
         self.pipeline.zero_grad()
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers; what no stage reads is whole on every rank."""
-        return self._unread | self.pipeline.pieces()
+        return self._unread | self.pipeline.tensor_shards()
 
 
 def unread(model: nn.Module, read: Set[str]) -> dict[str, TensorShard]:

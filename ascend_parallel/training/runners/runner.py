@@ -44,7 +44,7 @@ class Runner(Protocol):
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's part of parameters and buffers."""
 
 
@@ -85,4 +85,4 @@ def keep_gradients(parameters: Iterable[nn.Parameter], strategy: Strategy) -> No
 
 def divided_over(strategy: Strategy) -> str | None:
     """Return the mesh dimension whose ranks share the optimizer's work; None if nobody does."""
-    return strategy.sharding.dim if strategy.sharding.level else None
+    return strategy.sharding.dim if strategy.sharding.zero_stage else None
