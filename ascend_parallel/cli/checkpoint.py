@@ -142,7 +142,7 @@ def _as_dict(saved: CheckpointReader, all_steps: list[int]) -> dict[str, Any]:
 
     tensors = {}
     for name, (shape, dtype) in saved.kinds.items():
-        boxes = saved.boxes(name)
+        boxes = saved.shard_bounds(name)
         tensors[name] = {
             "shape": list(shape),
             "dtype": dtype_name(dtype),

@@ -69,8 +69,8 @@ def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     path
         The directory with Megatron's metadata.json.
     model
-        Such as `tensor_shards_of` gives for a whole GPTModel, or boxes of its tensors under the same names. Megatron's own
-        slice of a gated ``linear_fc1`` is two boxes, so that name may not be cut along its first dimension.
+        As `tensor_shards_of` returns for a whole GPTModel, or shards of its tensors under the same names. Megatron's
+        own slice of a gated ``linear_fc1`` is two shards, so that name may not be cut along its first dimension.
 
     Raises `CheckpointError` on every rank when a tensor is missing here or there, or of another shape or dtype.
     """

@@ -110,7 +110,7 @@ def load_poisoned(group, path):
     ],
 )
 def test_calls_of_many_kinds_are_refused(call):
-    with pytest.raises(pickle.UnpicklingError, match="which no metadata needs and is not loaded"):
+    with pytest.raises(pickle.UnpicklingError, match="which no metadata needs; it is not loaded"):
         unpickle(pickle.dumps(call))
 
 

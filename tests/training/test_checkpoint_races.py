@@ -231,5 +231,5 @@ def test_checksums_are_of_what_was_written_not_of_what_is_read_back(tmp_path, mo
 
     monkeypatch.setattr(storage, "complete", corrupted)
     save(tmp_path, step=5, model=MODEL)
-    with pytest.raises(CheckpointError, match="its checksum differs from the one written"):
+    with pytest.raises(CheckpointError, match="its checksum differs from the manifest's"):
         load(tmp_path, model=MODEL)

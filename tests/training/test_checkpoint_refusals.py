@@ -48,7 +48,7 @@ def refused(group, path, layout, change):
         ("names", ["model.one.wait: here, not in the checkpoint"]),
         ("shape on one rank", ["model.one.weight: shape [9, 10] here, [6, 10] in the checkpoint"]),
         ("dtype", ["model.two.weight: float32 here, float64 in the checkpoint"]),
-        ("box", ["model.one.bias: [8:18] is no box of a tensor of shape (10,)"]),
+        ("box", ["model.one.bias: [8:18] is no shard of a tensor of shape (10,)"]),
         ("step", ["no whole checkpoint of step 11; steps: 12"]),
     ],
 )

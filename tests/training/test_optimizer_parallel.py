@@ -144,7 +144,7 @@ def failing(group):
     mine(1).backward()
     parallel.step()
     mine(1).backward()
-    with pytest.raises(RuntimeError, match=r"would be summed again: call zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"would be summed twice: call zero_grad\(\)"):
         parallel.step()
     mine.zero_grad()
     mine(1).backward()

@@ -27,11 +27,11 @@ class Kept(torch.optim.SGD):
 
 def test_recipes_that_are_refused():
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="LBFGS cannot be divided: it looks at all parameters at once"):
+    with pytest.raises(ValueError, match="LBFGS cannot be partitioned: it looks at all parameters at once"):
         optimizer_factory(torch.optim.LBFGS(model.parameters()), model)
     with pytest.raises(ValueError, match="Kept is not known: give optimizer_factory"):
         optimizer_factory(Kept(model.parameters()), model)
-    with pytest.raises(ValueError, match=r"Kept made again has factor=1.0 and not 2.0"):
+    with pytest.raises(ValueError, match=r"Kept rebuilt has factor=1.0 and not 2.0"):
         optimizer_factory(Kept(model.parameters(), factor=2.0), model, elementwise=True)
     assert optimizer_factory(Kept(model.parameters()), model, elementwise=True).states() == 0
     optimizer = torch.optim.Adam(model.parameters())

@@ -13,7 +13,7 @@ from ascend_parallel.sharding.layout import REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.tracing.trace import trace
-from ascend_parallel.training.pipeline.split_plan import cut, shared
+from ascend_parallel.training.pipeline.split_plan import shared_parameters, split_into_stages
 from ascend_parallel.training.pipeline.stage_assignment import StageError, assign
 
 R = (REPLICATE,)
@@ -23,7 +23,7 @@ def crossing(**plan):
     graph = trace(made(Crossing), crossing_batch(4, torch.Generator().manual_seed(1)))
     meshes = lines(6, 3)
     made_plan = by_hand(graph, meshes[0], **plan) if plan else propagate(graph, meshes[0])
-    return cut(made_plan, assign(graph, Crossing(), STAGES), meshes)
+    return split_into_stages(made_plan, assign(graph, Crossing(), STAGES), meshes)
 
 
 def test_tensors_across_borders():
@@ -50,12 +50,12 @@ def test_tensors_across_borders():
 
 
 def test_parameters_of_several_stages():
-    assert shared(crossing()) == {"frozen": (0, 1), "scale": (0, 1, 2)}
+    assert shared_parameters(crossing()) == {"frozen": (0, 1), "scale": (0, 1, 2)}
     graph = trace(made(small_models.GPT), [tokens_of(2, torch.Generator().manual_seed(1)) for _ in "xy"])
     meshes = lines(4, 2)
     stages = {"tokens": 0, "places": 0, "layers.0": 0, "layers.1": 1, "norm": 1}
-    parts = cut(planned("GPT", graph, meshes[0]), assign(graph, small_models.GPT(), stages), meshes)
-    assert shared(parts) == {"tokens.weight": (0, 1)}
+    parts = split_into_stages(planned("GPT", graph, meshes[0]), assign(graph, small_models.GPT(), stages), meshes)
+    assert shared_parameters(parts) == {"tokens.weight": (0, 1)}
     assert [part.plan.mesh for part in parts] == meshes
     assert parts[0].plan.digest != parts[1].plan.digest
 
@@ -102,7 +102,7 @@ def refused(model, batch, stages, match, meshes=None, **plan):
     graph = trace(model, batch)
     meshes = meshes or lines(4, 2)
     with pytest.raises(StageError, match=match):
-        cut(by_hand(graph, meshes[0], **plan), assign(graph, model, stages), meshes)
+        split_into_stages(by_hand(graph, meshes[0], **plan), assign(graph, model, stages), meshes)
 
 
 def test_what_cannot_be_is_refused():
@@ -145,4 +145,4 @@ def test_a_stage_behind_the_loss_is_refused():
     graph = trace(made(Aside), (x,))
     stages = dict.fromkeys((name for name, node in graph.nodes.items() if node.call), 0) | {"linear_1": 1}
     with pytest.raises(StageError, match="the loss is made in stage 0, after which stages up to 1"):
-        cut(by_hand(graph, lines(4, 2)[0]), stages, lines(4, 2))
+        split_into_stages(by_hand(graph, lines(4, 2)[0]), stages, lines(4, 2))

@@ -22,7 +22,7 @@ from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.pipeline.pipeline import Pipeline, PipelineError
 from ascend_parallel.training.pipeline.schedule import order, simulate
-from ascend_parallel.training.pipeline.split_plan import shared
+from ascend_parallel.training.pipeline.split_plan import shared_parameters
 from ascend_parallel.training.recompute import Recompute
 
 STEPS = 10
@@ -101,7 +101,7 @@ def train(group, name, case, mesh_shape, overlap):
 
 def shared_copies(pipeline):
     """Return what this rank has of parameters that several stages hold, by name and place in the mesh."""
-    names = list(shared(pipeline.parts))
+    names = list(shared_parameters(pipeline.parts))
     return [
         (name, module.coordinate, module.get_parameter(name).detach())
         for module in pipeline.modules
@@ -324,7 +324,7 @@ def unlike(group):
         pipeline.step(x[:8], present[:8], targets[:8])
     with pytest.raises(ValueError, match="missing a required argument: 'targets'"):
         pipeline.step(x, present)
-    with pytest.raises(ValueError, match="x wants a gradient"):
+    with pytest.raises(ValueError, match="x requires a gradient"):
         pipeline.step(x.clone().requires_grad_(), present, targets)
     assert pipeline.step(x, present, targets).item() == pytest.approx(whole(x, present, targets).item(), rel=1e-12)
 

@@ -67,9 +67,9 @@ def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
     ended.set()
     for thread in threads:
         thread.join()
-    assert found == {2: 1} == heartbeats[0].heard()
+    assert found == {2: 1} == heartbeats[0].reported()
     heartbeats[2].beat()
-    assert not heartbeats[0].heard()
+    assert not heartbeats[0].reported()
 
 
 WATCHED = """

@@ -1,18 +1,18 @@
-"""Checkpoints that load under another layout: other mesh, parallelism, number of ranks, or one process.
+"""Checkpoints that load under another layout: another mesh, parallelism, number of ranks, or a single process.
 
-planner          shards as torch.distributed.checkpoint's items, and the check over all ranks
-differences      what differs, in words; CheckpointError
-folder           whole, interrupted and removed checkpoints; manifest and checksums
-lock             one save of a step at a time, whichever jobs share the folder
-storage          files hashed as they are written, named when whole; ranks say together what went wrong
-unpickling       metadata unpickled without running what it names
-reading          metadata, values and tensors read by one process
+dcp_planner      tensor shards as items of torch.distributed.checkpoint, and the checks over all ranks
+dcp_files        files of torch.distributed.checkpoint's format, checked before they are read
+differences      descriptions of what differs; CheckpointError
+folder           complete, interrupted and removed checkpoints; manifest and checksums
+lock             only one save of a step at a time, whichever jobs share the folder
+storage          files hashed as they are written, renamed when complete; errors shared by all ranks
+unpickling       metadata unpickled without running the functions that it names
 saving, loading  save and load
-random_state     states of the generators
-modules          the shards of any module and of torch's optimizers
-saved            a checkpoint of ours opened by one process, without process groups
-safetensors      the format: full models written and read
-convert          one format to another
+random_state     states of the random number generators
+module_shards    the tensor shards of any module and of torch's optimizers
+reader           a checkpoint of ours opened by one process, without process groups
+safetensors      the safetensors format: full models written and read
+convert          conversion between formats
 """
 
 from ascend_parallel.training.checkpoint.differences import CheckpointError

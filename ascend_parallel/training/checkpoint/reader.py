@@ -20,7 +20,7 @@ from ascend_parallel.training.checkpoint.saving import VALUES
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """A checkpoint of ours, opened: its files are of the size and checksum written.
+    """An open checkpoint of ours; its files have the size and checksum of the manifest.
 
     path
         The checkpoint itself.
@@ -44,11 +44,11 @@ class CheckpointReader:
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:
-        """Shape and dtype of every tensor, by its name: ``model.<name>`` or ``optimizer.<name>``."""
+        """Shape and dtype of every tensor, by name: ``model.<name>`` or ``optimizer.<name>``."""
         return saved_kinds(self._metadata)
 
-    def boxes(self, name: str) -> list[tuple[Shape, Shape]]:
-        """Return offsets and sizes of the boxes that a tensor was written in."""
+    def shard_bounds(self, name: str) -> list[tuple[Shape, Shape]]:
+        """Return offsets and sizes of the shards in which a tensor was written."""
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
         return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
@@ -59,7 +59,7 @@ class CheckpointReader:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The values saved beside tensors."""
+        """The `values` that were saved."""
         found: dict[str, Any] = read_values(self.path, self._metadata, [VALUES])[VALUES]
         return found
 
@@ -69,12 +69,12 @@ class CheckpointReader:
 
 
 def whole_state(path: str | Path, *, step: int | None = None, space: str = "model") -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint whole, in one process and without process groups.
+    """Return every whole tensor of a checkpoint, in one process and without process groups.
 
     path, step
         As for `load`.
     space
-        "model" or "optimizer": whose tensors, under their own names.
+        "model" or "optimizer": whose tensors to return, under their own names.
     """
     if space not in ("model", "optimizer"):
         raise ValueError(f"space={space!r}: give 'model' or 'optimizer'")

@@ -87,7 +87,7 @@ class OwnedShard:
     """The part of a target that this rank updates.
 
     inner
-        The tensor that the inner optimizer updates: a view of the parameter, or a copy in another dtype (master weights).
+        What the inner optimizer updates: a view of the parameter, or a copy in another dtype (master weights).
     num_owners
         The tensor that the inner optimizer updates: a view of the parameter, or a copy in another dtype (master).
     """
