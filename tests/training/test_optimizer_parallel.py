@@ -13,12 +13,17 @@ from torch.optim import lr_scheduler
 from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_targets, optimizer_factory
 
 
-def compare(group, zero_stage, by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
+def compare(group, zero_stage, partition_by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
     """Train beside the whole optimizer on the same gradients: parameters have to come out bit for bit."""
     whole, mine = Odd(dtype), Odd(dtype)
     optimizer = OPTIMIZERS[name](groups(whole))
     parallel = made(
-        mine, OPTIMIZERS[name], zero_stage=zero_stage, partition_by=by, unreduced=unreduced, bucket_bytes=bucket_bytes
+        mine,
+        OPTIMIZERS[name],
+        zero_stage=zero_stage,
+        partition_by=partition_by,
+        unreduced=unreduced,
+        bucket_bytes=bucket_bytes,
     )
     for step in range(steps):
         ranks = range(group.size())
@@ -31,7 +36,9 @@ def compare(group, zero_stage, by, unreduced, name, dtype=torch.float64, bucket_
         optimizer.step()
         parallel.step()
         for (key, one), other in zip(whole.named_parameters(), mine.parameters(), strict=True):
-            assert torch.equal(one, other), f"{name} {zero_stage} {by} {unreduced}: {key} differs in step {step}"
+            assert torch.equal(one, other), (
+                f"{name} {zero_stage} {partition_by} {unreduced}: {key} differs in step {step}"
+            )
             if zero_stage < 2 and one.grad is not None:
                 assert torch.equal(one.grad, other.grad), f"gradient of {key}"
         optimizer.zero_grad()
@@ -39,10 +46,10 @@ def compare(group, zero_stage, by, unreduced, name, dtype=torch.float64, bucket_
 
 
 def all_ways(group):
-    for zero_stage, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         for unreduced in (True, False) if zero_stage < 2 else (True,):
-            compare(group, zero_stage, by, unreduced, "AdamW")
-            compare(group, zero_stage, by, unreduced, "AdamW", torch.float32, 25 << 20)
+            compare(group, zero_stage, partition_by, unreduced, "AdamW")
+            compare(group, zero_stage, partition_by, unreduced, "AdamW", torch.float32, 25 << 20)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -64,11 +71,16 @@ def test_elementwise_optimizers(ranks):
 
 def accumulated(group):
     """Terms of several backwards, also held back, are one gradient; what is dropped leaves no trace."""
-    for zero_stage, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["AdamW"](groups(whole))
         parallel = made(
-            mine, OPTIMIZERS["AdamW"], zero_stage=zero_stage, partition_by=by, unreduced=True, bucket_bytes=150
+            mine,
+            OPTIMIZERS["AdamW"],
+            zero_stage=zero_stage,
+            partition_by=partition_by,
+            unreduced=True,
+            bucket_bytes=150,
         )
         for step in range(3):
             mine(9).backward()
@@ -99,11 +111,16 @@ def test_gradients_accumulate(ranks):
 
 def partly(group):
     """Some ranks reach a parameter that others do not; what none reaches is not even decayed."""
-    for zero_stage, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["AdamW"](groups(whole))
         parallel = made(
-            mine, OPTIMIZERS["AdamW"], zero_stage=zero_stage, partition_by=by, unreduced=True, bucket_bytes=150
+            mine,
+            OPTIMIZERS["AdamW"],
+            zero_stage=zero_stage,
+            partition_by=partition_by,
+            unreduced=True,
+            bucket_bytes=150,
         )
         mine(1, group.rank() == 1).backward()
         for rank in range(group.size()):
@@ -207,12 +224,12 @@ class Matrices(nn.Module):
 def of_matrices(group):
     """Optimizers that look at whole matrices, with whole parameters as shares."""
     for kind in (partial(torch.optim.Muon, lr=0.01), partial(torch.optim.Adafactor, lr=0.01)):
-        for zero_stage, by in ((0, "slices"), (1, "parameters"), (2, "parameters")):
+        for zero_stage, partition_by in ((0, "slices"), (1, "parameters"), (2, "parameters")):
             whole, mine = Matrices(), Matrices()
             optimizer = kind(whole.parameters())
             its = optimizer_factory(kind(mine.parameters()), mine)
             parallel = ParallelOptimizer(
-                data_parallel_targets(mine), its, zero_stage=zero_stage, partition_by=by, unreduced=True
+                data_parallel_targets(mine), its, zero_stage=zero_stage, partition_by=partition_by, unreduced=True
             )
             for step in range(3):
                 mine(seeds(step, group.rank())).backward()

@@ -21,14 +21,14 @@ def backward(model, step, group, rank=None):
 
 
 def clipped(group, norm_type, limit):
-    for zero_stage, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["momentum"](groups(whole))
         parallel = made(
             mine,
             OPTIMIZERS["momentum"],
             zero_stage=zero_stage,
-            partition_by=by,
+            partition_by=partition_by,
             max_norm=limit,
             norm_type=norm_type,
             unreduced=True,
@@ -100,11 +100,17 @@ def test_clipping_and_shards_where_parameters_are_cut(ranks):
 def with_masters(group, dtype):
     """A 16-bit model with fp32 masters, against an fp32 model that gives the same gradients, then rounded."""
     kind = OPTIMIZERS["AdamW"]
-    for zero_stage, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         low, master = Odd(dtype), Odd(dtype).float()
         optimizer = kind(groups(master))
         parallel = made(
-            low, kind, zero_stage=zero_stage, partition_by=by, master_dtype=torch.float32, max_norm=90.0, unreduced=True
+            low,
+            kind,
+            zero_stage=zero_stage,
+            partition_by=partition_by,
+            master_dtype=torch.float32,
+            max_norm=90.0,
+            unreduced=True,
         )
         for step in range(4):
             backward(low, step, group, group.rank())
@@ -137,9 +143,14 @@ def test_master_weights(ranks, dtype):
 
 def scaled(group):
     """An overflow on one rank leaves the step out on all; else scaling by a power of two changes nothing."""
-    for zero_stage, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         low, twin = Odd(torch.float16), Odd(torch.float16)
-        options = {"zero_stage": zero_stage, "partition_by": by, "master_dtype": torch.float32, "unreduced": True}
+        options = {
+            "zero_stage": zero_stage,
+            "partition_by": partition_by,
+            "master_dtype": torch.float32,
+            "unreduced": True,
+        }
         scale = LossScale(scale=16.0, interval=2)
         parallel = made(low, OPTIMIZERS["AdamW"], loss_scale=scale, **options)
         unscaled = made(twin, OPTIMIZERS["AdamW"], **options)
@@ -175,13 +186,15 @@ def test_loss_scaling(ranks):
     ranks(2).run(scaled)
 
 
-def kept(group, kind, steps, zero_stage, by, dtype, given=None, states=None):
+def kept(group, kind, steps, zero_stage, partition_by, dtype, given=None, states=None):
     """Train for some steps from a given state; return the model's state and this rank's part of the optimizer's."""
     mine = Odd(dtype)
     if given is not None:
         mine.load_state_dict(given)
     master = torch.float32 if dtype == torch.bfloat16 else None
-    parallel = made(mine, OPTIMIZERS[kind], zero_stage=zero_stage, partition_by=by, unreduced=True, master_dtype=master)
+    parallel = made(
+        mine, OPTIMIZERS[kind], zero_stage=zero_stage, partition_by=partition_by, unreduced=True, master_dtype=master
+    )
     if states is not None:
         targets = parallel.empty_tensor_shards()
         for name, shard in targets.items():
@@ -223,8 +236,8 @@ def test_state_goes_to_other_numbers_of_ranks_and_levels(ranks, kind, dtype):
     assert (states["unused.stepped"], states["sometimes.stepped"], states["row.stepped"]) == (0, 0, 1)
     more = ranks(3).run(kept, kind, steps[1:2], 1, "parameters", dtype, halfway[0][0], states)
     states = together([one[1] for one in more])
-    for zero_stage, by in WAYS:
-        rest = ranks(2).run(kept, kind, steps[2:], zero_stage, by, dtype, more[0][0], states)
+    for zero_stage, partition_by in WAYS:
+        rest = ranks(2).run(kept, kind, steps[2:], zero_stage, partition_by, dtype, more[0][0], states)
         torch.testing.assert_close(rest[0][0], straight[0][0], rtol=0, atol=0)
         torch.testing.assert_close(
             together([one[1] for one in rest]), together([one[1] for one in straight]), rtol=0, atol=0
@@ -256,11 +269,16 @@ def test_states_that_are_not_this_ranks(ranks):
     ranks(2).run(mismatched)
 
 
-def held(group, zero_stage, by):
+def held(group, zero_stage, partition_by):
     """Return the bytes of parameters, gradients and state between backward and step, by counting tensors."""
     mine = Odd(torch.bfloat16)
     parallel = made(
-        mine, OPTIMIZERS["AdamW"], zero_stage=zero_stage, partition_by=by, unreduced=True, master_dtype=torch.float32
+        mine,
+        OPTIMIZERS["AdamW"],
+        zero_stage=zero_stage,
+        partition_by=partition_by,
+        unreduced=True,
+        master_dtype=torch.float32,
     )
     for step in range(2):
         mine(seeds(step, group.rank()), True).backward()
@@ -274,13 +292,13 @@ def held(group, zero_stage, by):
 
 
 @pytest.mark.parametrize(("zero_stage", "partition_by"), WAYS)
-def test_memory_is_as_predicted(ranks, zero_stage, by):
+def test_memory_is_as_predicted(ranks, zero_stage, partition_by):
     shapes = [*SHAPES.values(), (3,), (5,)]
-    found = ranks(3).run(held, zero_stage, by)
+    found = ranks(3).run(held, zero_stage, partition_by)
     options = {
         "zero_stage": zero_stage,
         "ranks": 3,
-        "partition_by": by,
+        "partition_by": partition_by,
         "itemsize": 2,
         "master_itemsize": 4,
         "states": 2,
