@@ -64,7 +64,7 @@ class Heartbeats:
     def wait_for_others(self, lost: dict[int, int]) -> None:
         """Wait until all ranks but `lost` have recorded their announcement, at most `PATIENCE` intervals.
 
-        A launcher ends all ranks as soon as one has ended, and the store ends with its host.
+        A launcher ends all ranks as soon as any rank has ended, and the store ends with its host.
         """
         keys = [_announced(rank) for rank in self._others if rank not in lost]
         end = time.monotonic() + PATIENCE * self._interval

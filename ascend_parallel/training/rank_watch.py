@@ -110,7 +110,7 @@ class RankWatch:
 
     def _text(self, lost: dict[int, int]) -> str:
         ranks = ", ".join(map(str, sorted(lost)))
-        return f"rank {ranks} stopped in step {self.step} of the training (told on rank {self._rank})"
+        return f"rank {ranks} stopped in step {self.step} of the training (reported by rank {self._rank})"
 
     def _terminated(self) -> None:
         """Write the lost ranks and end the process, whatever the main thread waits for."""

@@ -44,7 +44,7 @@ def told_apart(_group, options, more, stray):
     def batch_of(number):
         whole = gpt.batch_of(number + 50 * (number > 0 and rank == stray))
         place = strategy.data_rank(rank)
-        return tuple(one.chunk(2)[place] for one in whole) if more.get("local_batches") else whole
+        return tuple(tensor.chunk(2)[place] for tensor in whole) if more.get("local_batches") else whole
 
     if strategy.mode == "hybrid":
         torch.manual_seed(0)
@@ -74,13 +74,13 @@ def told_apart(_group, options, more, stray):
     ],
 )
 def test_a_batch_that_differs_inside_a_replica_is_an_error_on_all_ranks(ranks, options, more, stray, replica):
-    for kind, said, number in ranks(4).run(told_apart, options, more, stray):
+    for kind, message, number in ranks(4).run(told_apart, options, more, stray):
         assert (kind, number) == ("DisagreementError", 1)
         first, second = replica.split("; * ")
-        assert "differently: argument 0 of the batch is [" in said
-        assert f" on {first}; [" in said
-        assert f" {second} (batch 1 of this run" in said
-        assert "num_replicas=" in said
+        assert "differently: argument 0 of the batch is [" in message
+        assert f" on {first}; [" in message
+        assert f" {second} (batch 1 of this run" in message
+        assert "num_replicas=" in message
 
 
 def sampled(_group, by_data):
@@ -95,10 +95,10 @@ def sampled(_group, by_data):
 
 
 def test_a_sampler_of_the_global_rank_is_refused_and_one_of_the_data_rank_is_not(ranks):
-    for rank, (kind, said, number) in enumerate(ranks(4).run(sampled, False)):
+    for rank, (kind, message, number) in enumerate(ranks(4).run(sampled, False)):
         assert (kind, number) == ("DisagreementError", 0), rank
-        assert "num_replicas=2, rank=strategy.data_rank(rank)), which is 0 on rank 0" in said
-    assert all(said == ("", "", -1) for said in ranks(4).run(sampled, True))
+        assert "num_replicas=2, rank=strategy.data_rank(rank)), which is 0 on rank 0" in message
+    assert all(message == ("", "", -1) for message in ranks(4).run(sampled, True))
 
 
 def trained_on_parts(_group, options, more):
@@ -107,7 +107,7 @@ def trained_on_parts(_group, options, more):
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, strategy, local_batches=True, check_batches=3, **more)
     place = strategy.data_rank(dist.get_rank())
-    parts = [tuple(one.chunk(2)[place] for one in gpt.batch_of(number)) for number in range(steps)]
+    parts = [tuple(tensor.chunk(2)[place] for tensor in gpt.batch_of(number)) for number in range(steps)]
     losses = [step(*part).item() for part in parts]
     step.close()
     model, optimizer = small()
@@ -146,7 +146,7 @@ def misshapen(_group):
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}))
     rows = 8 if dist.get_rank() else 16
-    return said_by(step, [gpt.batch_of(0), tuple(one[:rows] for one in gpt.batch_of(1))])
+    return said_by(step, [gpt.batch_of(0), tuple(tensor[:rows] for tensor in gpt.batch_of(1))])
 
 
 def test_what_one_rank_alone_finds_wrong_with_its_batch_the_others_are_told(ranks):
@@ -166,7 +166,7 @@ def refused(_group, every):
 
 @pytest.mark.parametrize("every", [-1, 1.5, True])
 def test_a_number_of_batches_that_is_none_is_refused_by_name(ranks, every):
-    assert all(f"check_batches={every!r}: give a whole number" in one for one in ranks(2).run(refused, every))
+    assert all(f"check_batches={every!r}: give a whole number" in message for message in ranks(2).run(refused, every))
 
 
 def test_the_data_rank_is_the_place_along_the_data_dimension():

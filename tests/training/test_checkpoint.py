@@ -30,11 +30,11 @@ def load_as(group, path, layout):
     rank = 0 if group is None else group.rank()
     sources = (model_tensors(), False), (optimizer_tensors(), True)
     filled = [tensor_shards(tensors, layout, rank, optimizer=own, blank=True) for tensors, own in sources]
-    wanted = [tensor_shards(tensors, layout, rank, optimizer=own) for tensors, own in sources]
-    assert not are_as_in(filled[0], wanted[0])
+    expected = [tensor_shards(tensors, layout, rank, optimizer=own) for tensors, own in sources]
+    assert not are_as_in(filled[0], expected[0])
     loaded = load(path, model=filled[0], optimizer=filled[1])
     assert (loaded.step, loaded.values) == (12, VALUES)
-    return all(map(are_as_in, filled, wanted))
+    return all(map(are_as_in, filled, expected))
 
 
 @pytest.mark.parametrize("saved", [layout for layout in LAYOUTS if ranks_of(layout) > 1])
@@ -97,9 +97,9 @@ def save_and_change(group, path):
 
 
 def test_the_error_of_an_asynchronous_save_is_raised_by_wait_and_by_the_next_call(ranks, tmp_path):
-    told = ranks(2).run(fail_in_background, tmp_path)
-    assert told[0] == told[1]
-    by_wait, by_save = told[0]
+    messages = ranks(2).run(fail_in_background, tmp_path)
+    assert messages[0] == messages[1]
+    by_wait, by_save = messages[0]
     assert "rank 1: OSError: the disk is full" in by_wait
     assert by_save.count("the asynchronous save to") == 2
     assert "the disk is full" in by_save

@@ -136,10 +136,10 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, tmp_path):
     save_one(tmp_path, 4)
     path = latest(tmp_path) / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    told = ranks(3).run(load_damaged, tmp_path)
-    assert len(set(told)) == 1
-    assert "__0_0.distcp: its checksum differs" in told[0]
-    assert told[0].count("rank ") == 1
+    messages = ranks(3).run(load_damaged, tmp_path)
+    assert len(set(messages)) == 1
+    assert "__0_0.distcp: its checksum differs" in messages[0]
+    assert messages[0].count("rank ") == 1
 
 
 def load_damaged(group, path):

@@ -47,15 +47,15 @@ def command(*arguments, code=0):
 
 
 def test_show_tells_step_values_and_tensors(saved):
-    told = json.loads(command("show", saved, "--json").stdout)
-    assert (told["step"], told["ranks"], told["steps"]) == (12, 1, [12])
-    assert told["values"] == {"position": "7", "rate": "0.5"}
-    assert told["tensors"].keys() == {f"model.{name}" for name in model_tensors()} | {
+    shown_values = json.loads(command("show", saved, "--json").stdout)
+    assert (shown_values["step"], shown_values["ranks"], shown_values["steps"]) == (12, 1, [12])
+    assert shown_values["values"] == {"position": "7", "rate": "0.5"}
+    assert shown_values["tensors"].keys() == {f"model.{name}" for name in model_tensors()} | {
         f"optimizer.{name}" for name in optimizer_tensors()
     }
     box = {"offsets": [0, 0], "sizes": [6, 10]}
     shown = {"shape": [6, 10], "dtype": "float32", "bytes": 240, "boxes": [box]}
-    assert told["tensors"]["model.one.weight"] == shown
+    assert shown_values["tensors"]["model.one.weight"] == shown
     words = command("show", saved).stdout
     for word in ("step 12", "position = 7", "model: 7 tensors", "one.weight", "6 x 10", "bfloat16"):
         assert word in words
@@ -79,8 +79,8 @@ def test_safetensors_are_as_the_format_says_and_go_back_into_shards(ranks, saved
     assert length % 8 == 0
     assert header.pop("__metadata__") == {"format": "pt", "step": "12"}
     at = 0
-    for (name, entry), (wanted, tensor) in zip(header.items(), model_tensors().items(), strict=True):
-        assert (name, entry["shape"], entry["data_offsets"][0]) == (wanted, list(tensor.shape), at)
+    for (name, entry), (expected, tensor) in zip(header.items(), model_tensors().items(), strict=True):
+        assert (name, entry["shape"], entry["data_offsets"][0]) == (expected, list(tensor.shape), at)
         at = entry["data_offsets"][1]
     assert len(raw) == 8 + length + at
     start, stop = header["two.weight"]["data_offsets"]
@@ -133,13 +133,13 @@ def test_convert_to_dcp_and_diff(saved, tmp_path):
     other["one.weight"][2, 3] += 0.25
     other["two.count"] = other["two.count"].int()
     save(tmp_path / "other", step=12, model=tensor_shards(other, ONE, 0), values={"position": 8, "rate": 0.5})
-    told = json.loads(command("diff", saved, tmp_path / "other", "--json", code=1).stdout)
-    told = {line["name"]: line["differs"] for line in told}
-    assert told["model.one.weight"] == "1 of 60 elements, by 0.25 at most"
-    assert told["model.two.count"] == "int64 in the first, int32 in the second"
-    assert told["optimizer.two.scale.step"] == "in the first, not in the second"
-    assert told["values['position']"] == "7 and 8"
-    assert len(told) == 3 + len(optimizer_tensors())
+    shown_values = json.loads(command("diff", saved, tmp_path / "other", "--json", code=1).stdout)
+    shown_values = {line["name"]: line["differs"] for line in shown_values}
+    assert shown_values["model.one.weight"] == "1 of 60 elements, by 0.25 at most"
+    assert shown_values["model.two.count"] == "int64 in the first, int32 in the second"
+    assert shown_values["optimizer.two.scale.step"] == "in the first, not in the second"
+    assert shown_values["values['position']"] == "7 and 8"
+    assert len(shown_values) == 3 + len(optimizer_tensors())
 
 
 def test_safetensors_become_a_checkpoint(saved, tmp_path):
@@ -207,12 +207,12 @@ def megatron(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "options"), [("plain", PLAIN), ("gated", GATED)])
 def test_a_model_of_megatron_loads_whole_and_in_other_slices(ranks, megatron, kind, options):
-    wanted = ranks(1).run(load_gpt, megatron[kind], options)[0]
-    for state in ranks(2).run(load_rows, megatron[kind], wanted):
+    expected = ranks(1).run(load_gpt, megatron[kind], options)[0]
+    for state in ranks(2).run(load_rows, megatron[kind], expected):
         assert state
     fused = megatron_state(megatron[kind])
-    assert len(fused) == len(wanted)
-    for name, tensor in wanted.items():
+    assert len(fused) == len(expected)
+    for name, tensor in expected.items():
         name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
         assert torch.equal(fused[name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")], tensor)
 
@@ -224,16 +224,16 @@ def load_gpt(group, path, options):
         truth, model = small_gpt(**options), small_gpt(**options, seed=99)
         fewer = small_gpt(**{**options, "num_layers": 1})
         end_model_parallel()
-    loaded, wanted = tensor_shards_of(model), tensor_shards_of(truth)
-    assert not are_as_in(loaded, wanted)
+    loaded, expected = tensor_shards_of(model), tensor_shards_of(truth)
+    assert not are_as_in(loaded, expected)
     load_megatron(path, loaded)
-    assert are_as_in(loaded, wanted)
+    assert are_as_in(loaded, expected)
     with pytest.raises(CheckpointError, match=r"\.weight\[1\]: in the checkpoint, not here"):
         load_megatron(path, tensor_shards_of(fewer))
-    return {name: shard.local for name, shard in wanted.items()}
+    return {name: shard.local for name, shard in expected.items()}
 
 
-def load_rows(group, path, wanted):
+def load_rows(group, path, expected):
     from ascend_parallel.sharding.tensor_shard import TensorShard
 
     def rows(name, tensor):
@@ -243,11 +243,11 @@ def load_rows(group, path, wanted):
             torch.full_like(tensor[start:stop], -1), tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1)
         )
 
-    model = {name: rows(name, tensor) for name, tensor in wanted.items()}
+    model = {name: rows(name, tensor) for name, tensor in expected.items()}
     load_megatron(path, model)
     starts = {name: shard.offsets[0] for name, shard in model.items()}
     return all(
-        torch.equal(shard.local, wanted[name][starts[name] : starts[name] + len(shard.local)])
+        torch.equal(shard.local, expected[name][starts[name] : starts[name] + len(shard.local)])
         for name, shard in model.items()
     )
 
@@ -272,6 +272,6 @@ def test_what_does_not_fit_megatrons_checkpoint_is_refused(megatron, tmp_path):
 
 def test_a_megatron_directory_becomes_a_checkpoint(megatron, tmp_path):
     command("convert", megatron["plain"], tmp_path / "ours", "--to", "dcp")
-    found, wanted = whole_state(tmp_path / "ours"), megatron_state(megatron["plain"])
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    found, expected = whole_state(tmp_path / "ours"), megatron_state(megatron["plain"])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -28,24 +28,26 @@ def checkpoint(tmp_path):
 def rewritten(checkpoint, change):
     """Change a manifest, and give it the digest that belongs to what it says now."""
     path = checkpoint / "manifest.json"
-    told = json.loads(path.read_text())
-    told.pop("digest")
-    told = change(told) or told
-    path.write_text(json.dumps({**told, "digest": folders._digest(told)} if isinstance(told, dict) else told))
+    content = json.loads(path.read_text())
+    content.pop("digest")
+    content = change(content) or content
+    path.write_text(
+        json.dumps({**content, "digest": folders._digest(content)} if isinstance(content, dict) else content)
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda told: [1], "it is no table with a digest"),
-        (lambda told: {"format": folders.FORMAT}, "step=None"),
-        (lambda told: told.pop("files") and None, "files=None"),
-        (lambda told: told.update(step="x"), "step='x'"),
-        (lambda told: told.update(step=True), "step=True"),
-        (lambda told: told.update(ranks=0), "ranks=0"),
-        (lambda told: told.update(files={}), "files={}"),
-        (lambda told: told["files"].update({".metadata": "x"}), "files="),
-        (lambda told: told["files"].update({"../elsewhere": [1, "x"]}), "files="),
+        (lambda content: [1], "it is no table with a digest"),
+        (lambda content: {"format": folders.FORMAT}, "step=None"),
+        (lambda content: content.pop("files") and None, "files=None"),
+        (lambda content: content.update(step="x"), "step='x'"),
+        (lambda content: content.update(step=True), "step=True"),
+        (lambda content: content.update(ranks=0), "ranks=0"),
+        (lambda content: content.update(files={}), "files={}"),
+        (lambda content: content["files"].update({".metadata": "x"}), "files="),
+        (lambda content: content["files"].update({"../elsewhere": [1, "x"]}), "files="),
     ],
 )
 def test_a_manifest_of_wrong_content_is_refused_by_key(checkpoint, change, words):
@@ -69,11 +71,11 @@ def test_names_of_steps_are_ascii_digits_of_directories(tmp_path):
 
 
 def test_whatever_one_rank_meets_all_ranks_raise(ranks, checkpoint):
-    told = ranks(2).run(load_with_a_fault, checkpoint)
-    assert told[0] == told[1]
-    assert "rank 1: ZeroDivisionError: planted" in told[0][0]
-    assert "rank 1: AttributeError" in told[0][1]
-    assert "rank 1: AttributeError" in told[0][2]
+    content = ranks(2).run(load_with_a_fault, checkpoint)
+    assert content[0] == content[1]
+    assert "rank 1: ZeroDivisionError: planted" in content[0][0]
+    assert "rank 1: AttributeError" in content[0][1]
+    assert "rank 1: AttributeError" in content[0][2]
 
 
 def load_with_a_fault(group, path):

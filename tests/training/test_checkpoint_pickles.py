@@ -37,10 +37,10 @@ class PickledCall:
 def signed(checkpoint):
     """Give a checkpoint of ours the manifest of the metadata that it has."""
     path = checkpoint / "manifest.json"
-    told = json.loads(path.read_text())
-    told.pop("digest")
-    told["files"][".metadata"] = list(folders.checksum(checkpoint / ".metadata"))
-    path.write_text(json.dumps({**told, "digest": folders._digest(told)}))
+    content = json.loads(path.read_text())
+    content.pop("digest")
+    content["files"][".metadata"] = list(folders.checksum(checkpoint / ".metadata"))
+    path.write_text(json.dumps({**content, "digest": folders._digest(content)}))
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ def test_no_way_of_reading_a_checkpoint_runs_what_its_metadata_names(poisoned, t
 
 
 def test_all_ranks_are_told_by_a_rank_that_meets_such_a_pickle(ranks, poisoned):
-    told = ranks(2).run(load_poisoned, poisoned[0])
-    assert told[0] == told[1]
-    assert "system" in told[0]
+    content = ranks(2).run(load_poisoned, poisoned[0])
+    assert content[0] == content[1]
+    assert "system" in content[0]
     assert not poisoned[2].exists()
 
 

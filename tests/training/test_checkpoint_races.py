@@ -82,16 +82,16 @@ def race(folder, rounds, asynchronous):
             for seed in sorted(jobs, reverse=number % 2 == 1):
                 jobs[seed].tell(path)
             answers = {seed: job.answers() for seed, job in jobs.items()}
-            winners = [seed for seed, told in answers.items() if told == ["saved", "saved"]]
+            winners = [seed for seed, answer in answers.items() if answer == ["saved", "saved"]]
             assert len(winners) == 1, answers
-            (loser,) = (told for seed, told in answers.items() if seed != winners[0])
+            (loser,) = (answer for seed, answer in answers.items() if seed != winners[0])
             assert loser[0] == loser[1]
             assert "is being saved by another job, process" in loser[0] or "is there already" in loser[0]
             won[winners[0]] += 1
             assert [file.name for file in path.iterdir()] == ["step-00000007"]
-            found, wanted = whole_state(path), truth(winners[0])
+            found, expected = whole_state(path), truth(winners[0])
             assert CheckpointReader.open(path).values == {"seed": winners[0]}
-            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     finally:
         for job in jobs.values():
             job.end()
@@ -120,8 +120,8 @@ def owned(path, **changes):
     made.acquire()
     owner = lock.owner_of(lock.read(path))
     made.release()
-    told = lock.json.dumps({**lock.asdict(owner), **changes}) + "\n"
-    path.write_text(told)
+    answer = lock.json.dumps({**lock.asdict(owner), **changes}) + "\n"
+    path.write_text(answer)
 
 
 def test_a_lock_is_held_by_one_and_says_by_whom(tmp_path):
@@ -156,11 +156,11 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path):
     assert steps(tmp_path) == [5]
 
 
-@pytest.mark.parametrize("told", [None, "", "{", '{"token": 1}\n'])
-def test_a_lock_of_another_host_is_taken_once_it_stands_still(tmp_path, monkeypatch, told):
+@pytest.mark.parametrize("answer", [None, "", "{", '{"token": 1}\n'])
+def test_a_lock_of_another_host_is_taken_once_it_stands_still(tmp_path, monkeypatch, answer):
     monkeypatch.setattr(lock, "STILL", 1.5)
     path = tmp_path / "step-00000005.lock"
-    path.write_text(told) if told is not None else owned(path, place="elsewhere", host="elsewhere")
+    path.write_text(answer) if answer is not None else owned(path, place="elsewhere", host="elsewhere")
     save(tmp_path, step=5, model=MODEL)
     assert steps(tmp_path) == [5]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]

@@ -54,19 +54,19 @@ def refused(group, path, layout, change):
 )
 def test_a_load_that_does_not_fit_is_refused_alike_on_all_ranks(ranks, tmp_path, change, words):
     ranks(2).run(save_as, tmp_path, "replicas on 1 x 2")
-    told = ranks(2).run(refused, tmp_path, "replicas on 1 x 2", change)
-    assert told[0] == told[1]
-    assert told[0][1]
+    results = ranks(2).run(refused, tmp_path, "replicas on 1 x 2", change)
+    assert results[0] == results[1]
+    assert results[0][1]
     for word in words:
-        assert word in told[0][0]
+        assert word in results[0][0]
 
 
 def test_tensors_that_no_rank_asks_for_are_refused(ranks, tmp_path):
     ranks(2).run(save_as, tmp_path, "replicas on 1 x 2")
-    told = ranks(2).run(load_less, tmp_path)
-    assert told[0] == told[1]
-    assert "model.two.scale: in the checkpoint, not here" in told[0]
-    assert "model.one.weight" not in told[0]
+    results = ranks(2).run(load_less, tmp_path)
+    assert results[0] == results[1]
+    assert "model.two.scale: in the checkpoint, not here" in results[0]
+    assert "model.one.weight" not in results[0]
 
 
 def load_less(group, path):
@@ -101,9 +101,9 @@ def test_more_than_ten_differences_are_counted(tmp_path):
     ],
 )
 def test_a_save_that_does_not_fit_is_refused_alike_on_all_ranks(ranks, tmp_path, fault, words):
-    told = ranks(2).run(save_wrongly, tmp_path, fault)
-    assert told[0] == told[1]
-    assert words in told[0]
+    results = ranks(2).run(save_wrongly, tmp_path, fault)
+    assert results[0] == results[1]
+    assert words in results[0]
     assert steps(tmp_path) == []
 
 
@@ -142,8 +142,8 @@ def test_a_step_is_not_saved_over(tmp_path):
 
 
 def test_what_is_no_box_is_refused_by_name(ranks):
-    for told in ranks(2).run(refuse_partial):
-        assert "w is placed as" in told
+    for results in ranks(2).run(refuse_partial):
+        assert "w is placed as" in results
 
 
 def refuse_partial(group):

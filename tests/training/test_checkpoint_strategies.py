@@ -57,7 +57,7 @@ STRATEGIES = {
 def made(options):
     torch.manual_seed(0)
     model = Tied().double()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     return model, optimizer, Strategy(**{**options, "max_norm": 0.5})
 
 

@@ -76,11 +76,11 @@ def test_training_goes_on_bit_for_bit(tmp_path):
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     train(module, optimizer, 6, 0)
     save(tmp_path, step=6, model=tensor_shards_of(module), optimizer=optimizer_tensor_shards(module, optimizer))
-    wanted = train(module, optimizer, 10, 6)
+    expected = train(module, optimizer, 10, 6)
     again = Small()
     fresh = torch.optim.AdamW(again.parameters(), lr=0.02)
     step = load(tmp_path, model=tensor_shards_of(again), optimizer=optimizer_tensor_shards(again, fresh)).step
-    assert train(again, fresh, 10, step) == wanted
+    assert train(again, fresh, 10, step) == expected
     assert torch.equal(again.first.weight, module.first.weight)
 
 
@@ -88,14 +88,14 @@ def test_fully_sharded_training_goes_on_in_one_process_and_on_other_ranks(ranks,
     module = Small().eval()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     train(module, optimizer, 6, 0)
-    wanted = train(module, optimizer, 10, 6)
+    expected = train(module, optimizer, 10, 6)
     ranks(3).run(train_sharded, tmp_path, 0, None)  # 8 rows on 3 ranks: 3, 3, 2
     for losses in ranks(2).run(train_sharded, tmp_path, 10, "fsdp") + ranks(4).run(train_sharded, tmp_path, 10, "2d"):
-        torch.testing.assert_close(losses, wanted, rtol=1e-11, atol=0)
+        torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
     again = Small().eval()
     fresh = torch.optim.AdamW(again.parameters(), lr=0.02)
     load(tmp_path, model=tensor_shards_of(again), optimizer=optimizer_tensor_shards(again, fresh))
-    torch.testing.assert_close(train(again, fresh, 10, 6), wanted, rtol=1e-11, atol=0)
+    torch.testing.assert_close(train(again, fresh, 10, 6), expected, rtol=1e-11, atol=0)
 
 
 def train_sharded(group, path, count, load_as):

@@ -30,9 +30,9 @@ def run(graph, model, batch):
             (tuple(node.call.args), dict(node.call.kwargs)),
         )
         found = node.call.target(*args, **kwargs)
-        found = [one for one in (found if isinstance(found, (list, tuple)) else [found]) if one is not None]
-        assert [tuple(one.shape) for one in found] == [meta.shape for meta in node.outputs]
-        values |= {(node.name, index): one for index, one in enumerate(found)}
+        found = [value for value in (found if isinstance(found, (list, tuple)) else [found]) if value is not None]
+        assert [tuple(value.shape) for value in found] == [meta.shape for meta in node.outputs]
+        values |= {(node.name, index): value for index, value in enumerate(found)}
     return values[graph.outputs.node, graph.outputs.index]
 
 
@@ -45,11 +45,11 @@ def check(model, batch, name, ops_fused):
     graph = trace_with_loss(model, squared, batch)
     fused, found = fuse_operators(graph, (name,))
     assert found == {name: ops_fused}
-    wants = [*model.parameters(), *(one for one in batch if one.requires_grad)]
+    wants = [*model.parameters(), *(tensor for tensor in batch if tensor.requires_grad)]
     expected, got = squared(model, *batch), run(fused, model, batch)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
-    for one, other in zip(torch.autograd.grad(got, wants), torch.autograd.grad(expected, wants), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    for gradient, truth in zip(torch.autograd.grad(got, wants), torch.autograd.grad(expected, wants), strict=True):
+        torch.testing.assert_close(gradient, truth, rtol=1e-9, atol=1e-12)
     return [node.call.name.split(".")[1] for node in fused.nodes.values() if node.call]
 
 

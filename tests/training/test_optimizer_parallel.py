@@ -32,15 +32,15 @@ def compare(group, zero_stage, partition_by, unreduced, name, dtype=torch.float6
         for rank in [group.rank()] if unreduced else ranks:
             mine(seeds(step, rank), step % 2).backward()
         if zero_stage == 2:
-            assert all(one.grad is None for one in mine.parameters()) or group.size() == 1
+            assert all(param.grad is None for param in mine.parameters()) or group.size() == 1
         optimizer.step()
         parallel.step()
-        for (key, one), other in zip(whole.named_parameters(), mine.parameters(), strict=True):
-            assert torch.equal(one, other), (
+        for (key, truth), param in zip(whole.named_parameters(), mine.parameters(), strict=True):
+            assert torch.equal(truth, param), (
                 f"{name} {zero_stage} {partition_by} {unreduced}: {key} differs in step {step}"
             )
-            if zero_stage < 2 and one.grad is not None:
-                assert torch.equal(one.grad, other.grad), f"gradient of {key}"
+            if zero_stage < 2 and truth.grad is not None:
+                assert torch.equal(truth.grad, param.grad), f"gradient of {key}"
         optimizer.zero_grad()
         parallel.zero_grad()
 
@@ -53,7 +53,7 @@ def all_ways(group):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_levels_and_ways_of_dividing(ranks, count):
+def test_zero_stages_and_partitions(ranks, count):
     ranks(count).run(all_ways)
 
 
@@ -193,12 +193,12 @@ def scheduled(group):
 
             optimizer.step()
             assert parallel.step(closure) is not None
-            for one in (optimizer, parallel, *rates):
-                one.step() if one in rates else one.zero_grad()
+            for part in (optimizer, parallel, *rates):
+                part.step() if part in rates else part.zero_grad()
             assert rates[0].get_last_lr() == rates[1].get_last_lr()
             if step == 1:
                 for model in (whole, mine):
-                    model.load_state_dict({name: one + 1 for name, one in model.state_dict().items()})
+                    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
             if step == 2:
                 for model in (whole, mine):
                     model.late.data = model.late.data * 2
@@ -218,7 +218,7 @@ class Matrices(nn.Module):
 
     def forward(self, seed):
         generator = torch.Generator().manual_seed(seed)
-        return sum((one * torch.randint(-4, 5, one.shape, generator=generator)).sum() for one in self.all)
+        return sum((param * torch.randint(-4, 5, param.shape, generator=generator)).sum() for param in self.all)
 
 
 def of_matrices(group):
@@ -252,8 +252,8 @@ def alone(queue):
     model, whole = Odd(), Odd()
     parallel = made(model, OPTIMIZERS["AdamW"], max_norm=1.0, unreduced=True, zero_stage=2)
     optimizer = OPTIMIZERS["AdamW"](groups(whole))
-    for one in (model, whole):
-        one(1).backward()
+    for module in (model, whole):
+        module(1).backward()
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     optimizer.step()
     parallel.step()

@@ -41,7 +41,7 @@ def test_recipes_that_are_refused():
     assert optimizer_factory(optimizer, model).states() == 2
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="has made steps: give a new one"):
+    with pytest.raises(ValueError, match="has made steps: give a new optimizer"):
         optimizer_factory(optimizer, model)
 
 
@@ -90,8 +90,10 @@ def refused(group):
     with pytest.raises(ValueError, match="copies=1 on groups of 2 replicas"):
         ParallelOptimizer([Target("bias", model.bias, TensorShard(model.bias, (7,), (0,)), group)], its)
     whole = TensorShard(model.bias, (7,), (0,))
-    wrong, said = (targets, "rank 1: other") if group.rank() == 0 else ([Target("other", model.bias, whole)], "^other")
-    with pytest.raises(ValueError, match=said):  # on both, and nobody waits
+    wrong, expected = (
+        (targets, "rank 1: other") if group.rank() == 0 else ([Target("other", model.bias, whole)], "^other")
+    )
+    with pytest.raises(ValueError, match=expected):  # on both, and nobody waits
         ParallelOptimizer(wrong, its)
     with pytest.raises(
         DisagreementError, match=r"ranks make different optimizers: options is .*zero_stage=1.*on rank 0"

@@ -16,8 +16,8 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 
 
 def backward(model, step, group, rank=None):
-    for one in range(group.size()) if rank is None else [rank]:
-        model(seeds(step, one), step % 2).backward()
+    for seed in range(group.size()) if rank is None else [rank]:
+        model(seeds(step, seed), step % 2).backward()
 
 
 def clipped(group, norm_type, limit):
@@ -82,12 +82,14 @@ def cut(group):
         assert parallel.norm == pytest.approx(norm.item(), rel=1e-13)
         torch.testing.assert_close(part.weight, whole.weight[:, at[1][0] : at[1][1]], **CLOSE)
         torch.testing.assert_close(part.bias, whole.bias, **CLOSE)
-    return {name: (tuple(one.local.shape), one.offsets, one.shape) for name, one in parallel.tensor_shards().items()}
+    return {
+        name: (tuple(held.local.shape), held.offsets, held.shape) for name, held in parallel.tensor_shards().items()
+    }
 
 
 def test_clipping_and_shards_where_parameters_are_cut(ranks):
     found = ranks(4).run(cut)
-    assert [one["weight.exp_avg"] for one in found] == [
+    assert [bounds["weight.exp_avg"] for bounds in found] == [
         ((3, 3), (0, 0), (5, 6)),
         ((3, 3), (0, 3), (5, 6)),
         ((2, 3), (3, 0), (5, 6)),
@@ -120,11 +122,11 @@ def with_masters(group, dtype):
             parallel.step()
             optimizer.zero_grad()
             parallel.zero_grad()
-            for (name, one), truth in zip(low.named_parameters(), master.parameters(), strict=True):
-                assert one.dtype == dtype
+            for (name, param), truth in zip(low.named_parameters(), master.parameters(), strict=True):
+                assert param.dtype == dtype
                 # fp32 steps agree up to the norm's last bits, which may fall on either side of a rounding to 16 bits
-                torch.testing.assert_close(one.float(), truth.to(dtype).float(), rtol=2**-7, atol=0, msg=name)
-                assert (one != truth.to(dtype)).sum() <= 1
+                torch.testing.assert_close(param.float(), truth.to(dtype).float(), rtol=2**-7, atol=0, msg=name)
+                assert (param != truth.to(dtype)).sum() <= 1
         shards = parallel.tensor_shards()
         for name, held in shards.items():
             if name.endswith(".master"):
@@ -167,7 +169,7 @@ def scaled(group):
                 parallel.zero_grad()
                 with parallel.no_sync():
                     parallel.scale(low(step)).backward()
-            before = {name: one.clone() for name, one in low.state_dict().items()}
+            before = {name: tensor.clone() for name, tensor in low.state_dict().items()}
             parallel.step()
             assert parallel.skipped == (step == 1)
             if step == 1:
@@ -207,7 +209,7 @@ def kept(group, kind, steps, zero_stage, partition_by, dtype, given=None, states
                 mine(seeds(step, rank), step % 2).backward()
         parallel.step()
         parallel.zero_grad()
-    shards = {name: (one.local, one.shape, one.offsets) for name, one in parallel.tensor_shards().items()}
+    shards = {name: (held.local, held.shape, held.offsets) for name, held in parallel.tensor_shards().items()}
     return dict(mine.state_dict()), shards
 
 
@@ -220,27 +222,27 @@ def together(parts):
             seen = filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
             at = tuple(slice(a, a + b) for a, b in zip(offsets, local.shape, strict=True))
             whole[at], seen[at] = local, True
-    assert all(bool(one.all()) for one in filled.values())
+    assert all(bool(mask.all()) for mask in filled.values())
     return found
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("AdamW", torch.float64), ("NAdam", torch.bfloat16), ("momentum", torch.float32)]
 )
-def test_state_goes_to_other_numbers_of_ranks_and_levels(ranks, kind, dtype):
+def test_state_goes_to_other_numbers_of_ranks_and_stages(ranks, kind, dtype):
     steps = range(4)
     straight = ranks(2).run(kept, kind, steps, 1, "slices", dtype)
     halfway = ranks(4).run(kept, kind, steps[:1], 2, "slices", dtype)
-    states = together([one[1] for one in halfway])
+    states = together([state for _, state in halfway])
     assert set(states) >= {"unused.stepped", "sometimes.stepped", "row.stepped"}
     assert (states["unused.stepped"], states["sometimes.stepped"], states["row.stepped"]) == (0, 0, 1)
     more = ranks(3).run(kept, kind, steps[1:2], 1, "parameters", dtype, halfway[0][0], states)
-    states = together([one[1] for one in more])
+    states = together([state for _, state in more])
     for zero_stage, partition_by in WAYS:
         rest = ranks(2).run(kept, kind, steps[2:], zero_stage, partition_by, dtype, more[0][0], states)
         torch.testing.assert_close(rest[0][0], straight[0][0], rtol=0, atol=0)
         torch.testing.assert_close(
-            together([one[1] for one in rest]), together([one[1] for one in straight]), rtol=0, atol=0
+            together([state for _, state in rest]), together([state for _, state in straight]), rtol=0, atol=0
         )
 
 
@@ -250,7 +252,7 @@ def mismatched(group):
     shards = parallel.empty_tensor_shards()
     name = next(iter(shards))
     with pytest.raises(ValueError, match=f"{name} is missing among the shards given"):
-        parallel.load_tensor_shards({other: one for other, one in shards.items() if other != name})
+        parallel.load_tensor_shards({key: held for key, held in shards.items() if key != name})
     with pytest.raises(ValueError, match="elsewhere is of another rank"):
         parallel.load_tensor_shards({**shards, "elsewhere": shards[name]})
     wrong = TensorShard(torch.zeros(1), (1,), (0,))
@@ -283,12 +285,12 @@ def held(group, zero_stage, partition_by):
     for step in range(2):
         mine(seeds(step, group.rank()), True).backward()
         mine.unused.grad = None if zero_stage == 2 else torch.zeros_like(mine.unused)
-        gradients = [one.grad for one in mine.parameters()] + [one.inner.grad for one in parallel._owned]
-        sizes = sum(one.nbytes for one in gradients if one is not None)
+        gradients = [param.grad for param in mine.parameters()] + [owned.inner.grad for owned in parallel._owned]
+        sizes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         parallel.step()
         parallel.zero_grad()
-    named = [one for name, one in parallel.tensor_shards().items() if not name.endswith((".step", ".stepped"))]
-    return sum(one.nbytes for one in mine.parameters()), sizes, sum(one.local.nbytes for one in named)
+    named = [held for name, held in parallel.tensor_shards().items() if not name.endswith((".step", ".stepped"))]
+    return sum(param.nbytes for param in mine.parameters()), sizes, sum(held.local.nbytes for held in named)
 
 
 @pytest.mark.parametrize(("zero_stage", "partition_by"), WAYS)
@@ -304,17 +306,17 @@ def test_memory_is_as_predicted(ranks, zero_stage, partition_by):
         "states": 2,
     }
     for rank, counted in enumerate(found):
-        told = predicted_memory(shapes, rank=rank, **options)
-        assert (told.parameters, told.gradients, told.optimizer) == counted
+        memory = predicted_memory(shapes, rank=rank, **options)
+        assert (memory.parameters, memory.gradients, memory.optimizer) == counted
 
 
 def test_the_formula_of_zero():
     """With sizes that divide: arXiv:1910.02054, 16 bytes per element of which 12 are the optimizer's."""
     shapes, ranks = [(8, 16), (32,)], 4
     elements = sum(prod(shape) for shape in shapes)
-    told = partial(predicted_memory, shapes, ranks=ranks, itemsize=2, master_itemsize=4)
-    assert told(zero_stage=0).total == 16 * elements
-    assert told(zero_stage=1).total == (2 + 2 + 12 / ranks) * elements
-    assert told(zero_stage=2).total == (2 + (4 + 12) / ranks) * elements  # gradients add up in fp32
-    assert told(zero_stage=3).total == 16 / ranks * elements
+    memory = partial(predicted_memory, shapes, ranks=ranks, itemsize=2, master_itemsize=4)
+    assert memory(zero_stage=0).total == 16 * elements
+    assert memory(zero_stage=1).total == (2 + 2 + 12 / ranks) * elements
+    assert memory(zero_stage=2).total == (2 + (4 + 12) / ranks) * elements  # gradients add up in fp32
+    assert memory(zero_stage=3).total == 16 / ranks * elements
     assert predicted_memory(shapes, zero_stage=2, ranks=ranks).total == (4 + (4 + 8) / ranks) * elements

@@ -56,7 +56,7 @@ MODELS = {
 def meshes_of(ranks, groups, mesh_shape):
     names = {0: ["mp"], 1: ["mp"], 2: ["dp", "mp"]}[len(mesh_shape)]
     shape = mesh_shape or (1,)
-    return [ProcessMesh(one.reshape(shape), names) for one in torch.arange(ranks).chunk(groups)]
+    return [ProcessMesh(tensor.reshape(shape), names) for tensor in torch.arange(ranks).chunk(groups)]
 
 
 def train(group, name, case, mesh_shape, overlap):
@@ -95,7 +95,7 @@ def train(group, name, case, mesh_shape, overlap):
         losses.append((found.item(), expected.item()))
     at = [mesh.coordinate(group.rank()) is not None for mesh in meshes].index(True)
     assert [slot.action for slot in pipeline.executed] == list(order(schedule, groups, groups * several, count)[at])
-    fused = sum(bool(one.operator) for module in pipeline.modules for one in module.fused)
+    fused = sum(bool(fusion.operator) for module in pipeline.modules for fusion in module.fused)
     return losses, fused, shared_copies(pipeline)
 
 
@@ -123,7 +123,7 @@ def check(results, name):
         assert len(losses) == STEPS
         assert [ours for ours, _ in losses] == pytest.approx([theirs for _, theirs in losses], rel=1e-9)
         assert losses[-1][1] < losses[0][1]
-    copies = [one for _, _, found in results for one in found]
+    copies = [copy for _, _, found in results for copy in found]
     assert len(copies) == (0 if name == "Llama" else 2 * len({place for _, place, _ in copies}))
     shards = {}
     for key, place, tensor in copies:
@@ -166,7 +166,9 @@ def crossing(group, schedule):
         pipeline = Pipeline(
             whole, plan, STAGES, meshes, schedule=schedule, micro_batches=4, overlap=False, local_inputs=local
         )
-        given = [own_part(pipeline, name, one) for name, one in zip(INPUTS, batch, strict=True)] if local else batch
+        given = (
+            [own_part(pipeline, name, tensor) for name, tensor in zip(INPUTS, batch, strict=True)] if local else batch
+        )
         whole.zero_grad()
         for _ in range(2):  # gradients of two steps add up
             losses.append((pipeline.step(*given).item(), whole(*batch).item()))
@@ -196,7 +198,7 @@ def own_part(pipeline, name, whole):
     """A rank's part of each micro-batch, one after another."""
     plan, place = pipeline.plan, pipeline.modules[0].coordinate
     layout = plan.layouts[Value(name)]
-    return torch.cat([local_slice(one, layout, plan.mesh.shape, place) for one in whole.chunk(4)])
+    return torch.cat([local_slice(tensor, layout, plan.mesh.shape, place) for tensor in whole.chunk(4)])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])

@@ -43,12 +43,12 @@ def test_training_goes_on_after_a_rank_was_killed(tmp_path):
     for folder in folders:
         folder.mkdir()
     _, expected = train(folders[0], "--steps", "12")
-    told, found = train(folders[1], "--steps", "12", "--kill", "2:6")
+    output, found = train(folders[1], "--steps", "12", "--kill", "2:6")
     assert [int(step) for step, _ in found] == [*range(6), *range(4, 12)]
     assert dict(found) == dict(expected)  # bit for bit: all digits
     assert found[:6] == expected[:6]
     for rank in (0, 1, 3):
-        assert re.search(rf"rank 2 stopped in step 6 of the training \(told on rank {rank}\)", told), told
+        assert re.search(rf"rank 2 stopped in step 6 of the training \(reported by rank {rank}\)", output), output
 
 
 def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
@@ -116,7 +116,7 @@ os._exit(0)
 def test_a_terminated_rank_says_who_is_gone_whatever_it_waits_for():
     _, _, terminated = launch(WATCHED + TERMINATED, [{}] * 3, timeout=90)
     assert terminated.returncode == 128 + signal.SIGTERM
-    assert "ascend_parallel: rank 1 stopped in step 7 of the training (told on rank 2)" in terminated.stderr
+    assert "ascend_parallel: rank 1 stopped in step 7 of the training (reported by rank 2)" in terminated.stderr
     assert PATIENCE >= 8
 
 
@@ -141,11 +141,11 @@ except RankLostError as error:
 
 
 def test_no_survivor_leaves_before_all_have_said_who_died():
-    zero, one, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)
-    assert one.stdout == "rank 2 stopped in step 5 of the training (told on rank 1)\n"
+    zero, first, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)
+    assert first.stdout == "rank 2 stopped in step 5 of the training (reported by rank 1)\n"
     for rank, survivor in ((0, zero), (3, three)):
         assert survivor.returncode == -signal.SIGKILL
-        assert f"rank 2 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr
+        assert f"rank 2 stopped in step 5 of the training (reported by rank {rank})" in survivor.stderr
 
 
 HOST_DIES = """
@@ -159,4 +159,4 @@ with watch.naming(5):
 def test_every_survivor_says_so_if_the_host_of_the_store_died():
     _, *survivors = launch(WATCHED + HOST_DIES, [{}] * 3, timeout=90)
     for rank, survivor in enumerate(survivors, 1):
-        assert f"RankLostError: rank 0 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr
+        assert f"RankLostError: rank 0 stopped in step 5 of the training (reported by rank {rank})" in survivor.stderr

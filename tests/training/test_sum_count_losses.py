@@ -66,7 +66,7 @@ def trained(_group, options, more):
     if strategy.mode == "hybrid" or more.get("local_batches"):
         place, rows = strategy.data_rank(dist.get_rank()), gpt.BATCH // replicas
         own = slice(place * rows, (place + 1) * rows)
-    given = [tuple(one[own] for one in masked_batch(number)) for number in range(STEPS * merge)]
+    given = [tuple(tensor[own] for tensor in masked_batch(number)) for number in range(STEPS * merge)]
     like = given[0] if strategy.mode == "hybrid" else masked_batch(0)
     step = train_step(model, like, optimizer, strategy, loss=summed, **more)
     losses = [step(*batch).item() for batch in given]
@@ -82,9 +82,9 @@ def trained(_group, options, more):
         optimizer.zero_grad()
     state = whole.state_dict()
     worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
-    told = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
+    evaluated = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
     step.close()
-    return [*losses, told[0]], [*expected, told[1]], worst
+    return [*losses, evaluated[0]], [*expected, evaluated[1]], worst
 
 
 MICRO = {**TP, "pipeline": PipelineOptions(micro_batches=4)}
@@ -137,7 +137,7 @@ def wrong(_group, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "messages"),
     [
         ("nothing", "with a count of 0 in all: give a number above 0"),
         ("sum of means", "gradient_merge.average=False with steps=2 and a loss that returns (sum, count)"),
@@ -145,8 +145,8 @@ def wrong(_group, what):
         ("vector", "or (sum, count), two of them"),
     ],
 )
-def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, said):
-    assert all(said in one for one in ranks(2).run(wrong, what))
+def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, messages):
+    assert all(messages in message for message in ranks(2).run(wrong, what))
 
 
 def masked_by_hand(model, tokens, targets):
@@ -164,13 +164,13 @@ def warned(_group, options, more, loss, equal):
     strategy, (model, optimizer) = Strategy(**options), made()
     batch = gpt.batch_of(0) if equal else masked_batch(0)
     if strategy.mode == "hybrid" or more.get("local_batches"):
-        local = tuple(one.chunk(2)[strategy.data_rank(dist.get_rank())] for one in batch)
+        local = tuple(tensor.chunk(2)[strategy.data_rank(dist.get_rank())] for tensor in batch)
     else:
         local = batch
-    like, said = (local if strategy.mode == "hybrid" else batch), []
+    like, messages = (local if strategy.mode == "hybrid" else batch), []
     step = train_step(model, like, optimizer, strategy, loss=LOSSES[loss], **more)
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("ascend_parallel")
     logger.addHandler(handler)
     try:
@@ -179,7 +179,7 @@ def warned(_group, options, more, loss, equal):
     finally:
         logger.removeHandler(handler)
         step.close()
-    return [one for one in said if "the loss is a mean" in one]
+    return [message for message in messages if "the loss is a mean" in message]
 
 
 DATA = {"mode": "data", "mesh": {"dp": 2}}
@@ -189,7 +189,7 @@ COUNTS = "micro-batches count 10, 26, 42, 58: the mean of their means is not the
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "loss", "said"),
+    ("options", "more", "loss", "messages"),
     [
         (SEVERAL, {}, "cross_entropy", COUNTS),
         (SEVERAL, {}, "by hand", COUNTS),
@@ -199,10 +199,10 @@ COUNTS = "micro-batches count 10, 26, 42, 58: the mean of their means is not the
         ({**DATA, "mode": "hybrid"}, {}, "cross_entropy", "of which replicas have between 36 and 100: "),
     ],
 )
-def test_a_mean_over_unequal_counts_is_said_once_on_rank_0(ranks, options, more, loss, said):
+def test_a_mean_over_unequal_counts_is_said_once_on_rank_0(ranks, options, more, loss, messages):
     first, second = ranks(2).run(warned, options, more, loss, False)
     assert len(first) == 1
-    assert said in first[0]
+    assert messages in first[0]
     assert second == []
 
 

@@ -234,7 +234,7 @@ def refused(_group, options, more):
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "said"),
+    ("options", "more", "message"),
     [
         ({"mode": "data", "mesh": {"dp": 4}}, {}, "the strategy is for 4 ranks"),
         ({"mode": "semi_auto", "mesh": {"dp": 2}}, {}, "without any operator's strategy"),
@@ -244,5 +244,5 @@ def refused(_group, options, more):
         ({"mode": "data", "mesh": {"dp": 2}, "amp": AmpOptions(dtype="float16")}, {}, "a loss in float16"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(ranks, options, more, said):
-    assert all(said in one for one in ranks(2).run(refused, options, more))
+def test_what_cannot_be_is_refused_by_name(ranks, options, more, message):
+    assert all(message in message for message in ranks(2).run(refused, options, more))

@@ -91,7 +91,7 @@ def disagreeing(group, what):
 
 @pytest.mark.parametrize("what", ["gradient_merge", "mesh", "static", "argument 0"])
 def test_ranks_that_come_with_something_else_are_told_so_on_all(ranks, what):
-    assert all(f"differently: {what}" in one for one in ranks(2).run(disagreeing, what))
+    assert all(f"differently: {what}" in message for message in ranks(2).run(disagreeing, what))
 
 
 def interrupted(_group, merge):
@@ -125,13 +125,13 @@ def interrupted(_group, merge):
 def test_what_a_failed_batch_left_is_not_trained_on(ranks):
     for found, expected in ranks(2).run(interrupted, 1):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-    assert all("batch 1 failed before" in one for one in ranks(2).run(interrupted, 2))
+    assert all("batch 1 failed before" in message for message in ranks(2).run(interrupted, 2))
 
 
 def misused(_group):
     """Do what trains otherwise than it looks; return what is said."""
     model, optimizer = model_and_optimizer()
-    strategy, said = Strategy(mode="data", mesh={"dp": 2}), []
+    strategy, messages = Strategy(mode="data", mesh={"dp": 2}), []
     dropping = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
     of_dropping = torch.optim.SGD(dropping.parameters(), lr=0.1)
     for made, its, batch in (
@@ -140,11 +140,11 @@ def misused(_group):
     ):
         with pytest.raises((ValueError, TypeError)) as error:
             train_step(made, batch, its, strategy, loss=lambda model, *batch: model(*batch).mean())
-        said.append(str(error.value))
+        messages.append(str(error.value))
     step = train_step(model, gpt.batch_of(0), optimizer, strategy)
     with pytest.raises(ValueError, match="argument 0") as error:
-        step(*(one[:8] for one in gpt.batch_of(0)))
-    said.append(str(error.value))
+        step(*(tensor[:8] for tensor in gpt.batch_of(0)))
+    messages.append(str(error.value))
     scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda number: 1 / (number + 1))
     step(*gpt.batch_of(0))
     scheduler.step()  # over the step's own: fine
@@ -152,7 +152,7 @@ def misused(_group):
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(RuntimeError) as error:
         step(*gpt.batch_of(2))
-    said.append(str(error.value))
+    messages.append(str(error.value))
     step.close()
     model, _ = model_and_optimizer()
     of_model = torch.optim.Adagrad(model.parameters())  # which has a state from the first
@@ -162,18 +162,18 @@ def misused(_group):
     of_model.step()
     with pytest.raises(RuntimeError) as error:
         step(*gpt.batch_of(1))
-    said.append(str(error.value))
+    messages.append(str(error.value))
     step.close()
-    return said
+    return messages
 
 
 def test_what_would_train_otherwise_than_it_looks_is_refused(ranks):
-    for said in ranks(2).run(misused):
-        assert "is in evaluation mode, in which aten.dropout.default would be trained without dropout" in said[0]
-        assert "batch is a dict: give the loss's arguments as a tuple" in said[1]
-        assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in said[2]
-        assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in said[3]
-        assert "was stepped since, which trains nothing" in said[4]
+    for messages in ranks(2).run(misused):
+        assert "is in evaluation mode: aten.dropout.default would be trained without dropout" in messages[0]
+        assert "batch is a dict: give the loss's arguments as a tuple" in messages[1]
+        assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in messages[2]
+        assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in messages[3]
+        assert "was stepped since, which trains nothing" in messages[4]
 
 
 def with_an_argument_less(_group):

@@ -162,7 +162,7 @@ def prune(folder: Path, keep: int | None) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Rename a directory before removing it, so that a half-removed one never counts as complete; safe in parallel."""
+    """Rename a directory before removing it, so that a half-removed checkpoint never counts as complete."""
     away = path.with_name(f"{path.name.partition('.')[0]}.{new_token()}.removing")
     with suppress(FileNotFoundError):
         path.rename(away)
@@ -233,7 +233,7 @@ _CONTENT: dict[str, Callable[[Any], bool]] = {
 
 
 def verify(checkpoint: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise `CheckpointError` naming the files that are missing, or whose size or checksum is not the one written."""
+    """Raise `CheckpointError` naming files that are missing, or whose size or checksum differs from the manifest."""
     damaged = []
     for name in names:
         size, written = manifest["files"][name]

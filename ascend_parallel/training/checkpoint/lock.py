@@ -5,7 +5,7 @@ names its holder and gets a heartbeat byte from time to time. A holder on this h
 A holder on another host is dead when the file does not grow for `STILL` seconds by this process's own clock.
 
 Taking the lock of a live job that was stopped for longer mixes nothing: each save has a directory of its own, and only
-one can be renamed to the step's name.
+one directory can be renamed to the step's name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """Return the generator states of torch, the current accelerator if there is one, Python and numpy."""
+    """Return the generator states of torch, the current accelerator (if any), Python and numpy."""
     kind, keys, *rest = np.random.get_state()
     found: State = {
         "torch": torch.get_rng_state(),

@@ -90,7 +90,7 @@ class StepWriter(FileSystemWriter):
             self._lock = prepare(self._folder, self._step, self._token)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan; ranks make the directory when they write, as a rank may still be removing an older one."""
+        """Return the plan; ranks make the directory when they write, as a rank may still be removing old ones."""
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

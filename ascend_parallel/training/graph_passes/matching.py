@@ -1,4 +1,4 @@
-"""Find operators of a graph from their results backwards, and replace several by one; used by the passes."""
+"""Find operators of a graph from their results backwards, and replace them; used by the passes."""
 
 from __future__ import annotations
 

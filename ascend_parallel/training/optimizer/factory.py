@@ -28,7 +28,7 @@ class OptimizerFactory:
     """An optimizer's class and hyperparameters.
 
     groups
-        For each parameter group, the parameters' names (all names of a tied one) and the hyperparameters.
+        For each parameter group, the parameters' names (all names of a tied parameter) and the hyperparameters.
     settings
         The class's arguments beside the groups.
     elementwise
@@ -97,7 +97,7 @@ def optimizer_factory(
         )
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ValueError(
-            f"this {kind.__name__} has made steps: give a new one, and load its state with load_tensor_shards"
+            f"this {kind.__name__} has made steps: give a new optimizer, and load its state with load_tensor_shards"
         )
     names: dict[torch.Tensor, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

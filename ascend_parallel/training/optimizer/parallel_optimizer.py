@@ -243,7 +243,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if factor == 1:
             return
         for target, _, owned in self._shares:
-            # An owned gradient that is a view of the whole one: multiply the whole, so that replicas stay equal.
+            # If the owned gradient is a view of the whole gradient, multiply the whole: replicas stay equal.
             is_view = self._reduce_scatter is None or target.group is None
             whole = target.parameter.grad
             same_dtype = (self._options.master_dtype or target.parameter.dtype) == grad_dtype(target.parameter)

@@ -53,7 +53,7 @@ class GradientReduceScatter:
             self._paused = before
 
     def finish(self) -> None:
-        """Reduce gradients still in parameters, if any rank has one; drop gradients that no rank has reached."""
+        """Reduce gradients still in parameters, if any rank has any; drop gradients that no rank has reached."""
         reached, left = set(self._reached), set()
         for group, indices in by_group([target for target, _, _ in self._shares]):
             assert group is not None

@@ -47,7 +47,7 @@ def by_group(targets: Sequence[Target]) -> Iterator[tuple[dist.ProcessGroup | No
 def all_reduce_gradients(shares: Sequence[Share], bucket_bytes: int) -> None:
     """Sum the targets' gradients over their replicas, in place.
 
-    A missing gradient counts as zeros if any replica has a gradient; if no replica has one, it stays missing.
+    A missing gradient counts as zeros if any replica has the gradient, and stays missing otherwise.
     """
     for group, indices in by_group([target for target, _, _ in shares]):
         if group is None:

@@ -1,7 +1,7 @@
 """Convert the optimizer's state to `TensorShard`s of whole parameters, so that any layout can save and load it.
 
-A parameter's state has the same names before and after its first gradient: `STEPPED` tells whether there was one.
-Before it, the other tensors mean nothing. So a checkpoint's names do not depend on the step at which it was saved.
+A parameter's state has the same names before and after its first gradient: `STEPPED` tells whether it came.
+Before, the other tensors mean nothing. So a checkpoint's names do not depend on the step at which it was saved.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class Pipeline:
         return self._losses.add(returned)
 
     def _broadcast_loss(self) -> BatchLoss:
-        """Return the mean loss, and the count if there is one, broadcast from the last stage to all stages."""
+        """Return the mean loss, and the count if the model returns it, broadcast from the last stage to all stages."""
         last = self.parts[-1]
         loss = self._losses.batch() if last.stage in self.stages else self._empty(last)
         for tensor in (loss.total, loss.count):
