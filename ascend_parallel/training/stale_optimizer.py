@@ -54,6 +54,7 @@ class StaleOptimizerGuard:
             f"{name} from {before[name]!r} to {value!r}"
             for before, current in zip(self._before, _settings(optimizer), strict=False)
             for name, value in current.items()
+            if name in before and before[name] != value
         ]
         if changed or _steps(optimizer) != self._steps:
             change = f"changed ({', '.join(dict.fromkeys(changed))})" if changed else "stepped"

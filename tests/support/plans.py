@@ -8,7 +8,7 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import LinkCosts, MeshCosts
 
 
-def by_hand(graph, mesh, given=None, calls=None, via=None, inputs_have_gradients=False):
+def by_hand(graph, mesh, given=None, calls=None, shared_layouts=None, inputs_have_gradients=False):
     """Return a plan; layouts are tuples of states.
 
     given: layout of inputs and parameters by the model's names; calls: (layouts of inputs, layout of the output) by
@@ -33,7 +33,7 @@ def by_hand(graph, mesh, given=None, calls=None, via=None, inputs_have_gradients
         objective="redistribution",
         layouts=layouts,
         inputs=inputs,
-        shared_layouts={Value(name): layout for name, layout in (via or {}).items()},
+        shared_layouts={Value(name): layout for name, layout in (shared_layouts or {}).items()},
         differentiable=frozenset(differentiable),
         configured={},
         single=set(),

@@ -80,7 +80,7 @@ def test_the_layout_in_which_a_tensor_travels(made_as, read_as, travels):
     assert all(part.plan.conversions is not None for part in (first, second, third))
 
 
-def test_a_hub_goes_with_its_readers():
+def test_a_shared_layout_goes_with_its_readers():
     """chunk is read by all stages, converted once in each of them that has it as it was made."""
     parts = crossing(shared_layouts={"chunk": C}, calls={"chunk": ([R], S0)})
     assert [part.plan.shared_layouts.get(Value("chunk")) for part in parts] == [C, C, C]
@@ -144,5 +144,5 @@ def test_a_stage_behind_the_loss_is_refused():
     x = torch.randn(4, 4, dtype=torch.float64)
     graph = trace(made(Aside), (x,))
     stages = dict.fromkeys((name for name, node in graph.nodes.items() if node.call), 0) | {"linear_1": 1}
-    with pytest.raises(StageError, match="the loss is made in stage 0, after which stages up to 1"):
+    with pytest.raises(StageError, match="the loss is made in stage 0, and stages up to 1 come after it"):
         split_into_stages(by_hand(graph, lines(4, 2)[0]), stages, lines(4, 2))
