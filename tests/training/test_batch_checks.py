@@ -1,4 +1,4 @@
-"""Batches that have to be the same on ranks of one replica, and are not: an error on all ranks, in every mode."""
+"""Batches that differ within a replica: an error on all ranks, in every mode."""
 
 import gpt
 import modes
@@ -24,7 +24,7 @@ def small():
 
 
 def said_by(step, batches):
-    """Train on batches until one is refused; return what was said and which batch it was."""
+    """Train on batches until a batch is refused; return the error and the batch's number."""
     number = 0
     try:
         for batch in batches:
@@ -84,7 +84,7 @@ def test_a_batch_that_differs_inside_a_replica_is_an_error_on_all_ranks(ranks, o
 
 
 def sampled(_group, by_data):
-    """Read local batches by a DistributedSampler of the global rank, or of the place along dp; return what was said."""
+    """Read local batches by a DistributedSampler of the global rank, or of the place along dp; return the error."""
     strategy, rank = Strategy(**TP), dist.get_rank()
     data = TensorDataset(*map(torch.cat, zip(*(gpt.batch_of(number) for number in range(4)), strict=True)))
     among = (2, strategy.data_rank(rank)) if by_data else (4, rank)
@@ -102,7 +102,7 @@ def test_a_sampler_of_the_global_rank_is_refused_and_one_of_the_data_rank_is_not
 
 
 def trained_on_parts(_group, options, more):
-    """Train on local batches past the first that are all compared; return as `trained` does."""
+    """Train on more local batches than the first ones, which are all compared; return as `trained` does."""
     strategy, steps = Strategy(**options), 12
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, strategy, local_batches=True, check_batches=3, **more)
@@ -127,7 +127,7 @@ def test_parts_that_differ_between_replicas_train(ranks, more):
 
 
 def late(_group, every):
-    """Give rank 1 another batch number 10; return what was said."""
+    """Give rank 1 a different batch number 10; return the error."""
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}), check_batches=every)
     stray = dist.get_rank() == 1
@@ -142,7 +142,7 @@ def test_after_the_first_eight_every_nth_batch_is_compared(ranks):
 
 
 def misshapen(_group):
-    """Give rank 1 alone half a batch; return what was said."""
+    """Give only rank 1 half a batch; return the error."""
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}))
     rows = 8 if dist.get_rank() else 16

@@ -1,4 +1,4 @@
-"""Checkpoints that are interrupted by SIGKILL, damaged on disk, or waited for by ranks that never come."""
+"""Checkpoints interrupted by SIGKILL, damaged on disk, or waiting for ranks that never come."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def kill(*_, **__):
 
 
 def killed_in(target, name, path, **options):
-    """Save step 2 in a process that is killed when it comes to ``target.name``."""
+    """Save step 2 in a process that is killed when it calls ``target.name``."""
     child = os.fork()
     if child == 0:
         setattr(target, name, kill)
@@ -44,11 +44,11 @@ def killed_in(target, name, path, **options):
 @pytest.mark.parametrize(
     ("target", "name", "whole"),
     [
-        (folders, "prepare", [1]),  # stands for: before anything; imported by name where it is called
+        (folders, "prepare", [1]),  # before any write; patched where it is called
         (torch, "save", [1]),  # the first tensor's file is open
-        (folders.json, "dump", [1]),  # all is written but the manifest
-        (folders.Path, "rename", [1]),  # ... but the name
-        (folders.shutil, "rmtree", [2]),  # the new one is whole, the old one half removed
+        (folders.json, "dump", [1]),  # everything but the manifest is written
+        (folders.Path, "rename", [1]),  # everything but the final name
+        (folders.shutil, "rmtree", [2]),  # the new checkpoint is complete, the old one half removed
     ],
 )
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, target, name, whole, monkeypatch):

@@ -218,7 +218,7 @@ def test_a_model_of_megatron_loads_whole_and_in_other_slices(ranks, megatron, ki
 
 
 def load_gpt(group, path, options):
-    """Load into a GPTModel of one rank; its tensors have to be those that the same seed gives."""
+    """Load into a GPTModel of one rank; its tensors must be those of the same seed."""
     with megatron_on_cpu():
         start_model_parallel(tensor_parallel=1)
         truth, model = small_gpt(**options), small_gpt(**options, seed=99)

@@ -1,4 +1,4 @@
-"""Checkpoints and files that are wrong in themselves, and disks that are full: an error of our own, on all ranks."""
+"""Invalid checkpoints and files, and full disks: `CheckpointError` on all ranks."""
 
 import json
 import struct
@@ -26,7 +26,7 @@ def checkpoint(tmp_path):
 
 
 def rewritten(checkpoint, change):
-    """Change a manifest, and give it the digest that belongs to what it says now."""
+    """Change a manifest and update its digest."""
     path = checkpoint / "manifest.json"
     content = json.loads(path.read_text())
     content.pop("digest")
@@ -67,7 +67,7 @@ def test_names_of_steps_are_ascii_digits_of_directories(tmp_path):
     assert steps(tmp_path) == []
 
 
-# What one rank alone meets
+# Errors on a single rank
 
 
 def test_whatever_one_rank_meets_all_ranks_raise(ranks, checkpoint):
@@ -79,7 +79,7 @@ def test_whatever_one_rank_meets_all_ranks_raise(ranks, checkpoint):
 
 
 def load_with_a_fault(group, path):
-    """Errors that no list of expected ones has, while one rank reads or collects."""
+    """Unexpected errors, while a rank reads or collects."""
     found = []
     for fault in (lambda: load(path, model=tensor_shards(model_tensors(), ONE, 0)),):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:
@@ -150,7 +150,7 @@ def test_a_safetensors_file_whose_tensors_stand_in_another_order_is_read(tmp_pat
     }
 
 
-# Full disks, and what is there already
+# Full disks, and existing files
 
 
 CONVERT = textwrap.dedent("""
@@ -175,7 +175,7 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path, to):
     assert "Traceback" not in done.stderr
     if to == "dcp":
         assert steps(out) == []
-        save(out, step=4, model=whole)  # which clears up
+        save(out, step=4, model=whole)  # save removes the leftovers
         assert [left.name for left in out.iterdir()] == ["step-00000004"]
     else:
         assert list(out.parent.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The pickle inside a checkpoint runs nothing, on whichever way it is read."""
+"""The pickle inside a checkpoint runs no code, whichever function reads it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ONE = "one process"
 
 
 class PickledCall:
-    """Pickles as a call."""
+    """Pickles as a call of a function."""
 
     def __init__(self, function, *arguments):
         self.made = function, arguments
@@ -35,7 +35,7 @@ class PickledCall:
 
 
 def signed(checkpoint):
-    """Give a checkpoint of ours the manifest of the metadata that it has."""
+    """Update the manifest of a checkpoint of ours for its changed metadata."""
     path = checkpoint / "manifest.json"
     content = json.loads(path.read_text())
     content.pop("digest")
@@ -45,7 +45,7 @@ def signed(checkpoint):
 
 @pytest.fixture
 def poisoned(tmp_path):
-    """Checkpoints of ours and of Megatron-core's layout whose metadata makes a file when it is unpickled; the file."""
+    """Checkpoints, ours and Megatron-core's, whose metadata creates a file when unpickled; and this file."""
     mark = tmp_path / "mark"
     found = []
     for name in ("ours", "megatron"):
@@ -80,7 +80,7 @@ def test_no_way_of_reading_a_checkpoint_runs_what_its_metadata_names(poisoned, t
     assert CliRunner().invoke(app, ["checkpoint", "show", str(ours)]).exit_code == 2
     assert not mark.exists()
     pickle.loads((ours / ".metadata").read_bytes())
-    assert mark.exists()  # the attack is one
+    assert mark.exists()  # the attack works
 
 
 def test_all_ranks_are_told_by_a_rank_that_meets_such_a_pickle(ranks, poisoned):

@@ -1,4 +1,4 @@
-"""Two jobs that save the same step into one folder: one of them has it, wholly, and the other is told."""
+"""Two jobs save the same step into one folder: one job's save is complete, and the other job gets an error."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from ascend_parallel.training.checkpoint.folder import prepare
 
 ROWS = 3000
 
-# A job of two ranks that saves a step in every round's folder, when it is told to, and says how each went.
+# A job of two ranks that saves a step in each folder read from standard input, and prints each result.
 JOB = textwrap.dedent("""
     import sys
     import torch, torch.distributed as dist
@@ -41,7 +41,7 @@ JOB = textwrap.dedent("""
 
 
 class Job:
-    """Two processes, of which both read the next folder from their standard input."""
+    """Two processes that read the next folder from their standard input."""
 
     def __init__(self, store, seed, asynchronous):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -115,7 +115,7 @@ MODEL = {"w": TensorShard(torch.arange(6.0), (6,), (0,))}
 
 
 def owned(path, **changes):
-    """Leave a lock as a job of another host, or one that ended, would have."""
+    """Leave the lock of a job on another host, or of an ended job."""
     made = lock.StepLock(path, "0123abcd")
     made.acquire()
     owner = lock.owner_of(lock.read(path))
@@ -191,13 +191,13 @@ def test_directories_of_saves_under_way_are_left_and_all_others_removed(tmp_path
         "step-00000005.dd.saving",
         "step-00000005.lock",
         "step-00000006",
-        "step-00000009.lock",  # of another host, for all that is known
+        "step-00000009.lock",  # of another host, as far as is known
     ]
     held.release()
 
 
 def test_a_save_whose_lock_was_taken_cannot_overwrite_the_others(tmp_path, monkeypatch):
-    """What two savers that both believe to hold the lock leave is of one of them."""
+    """Two savers that both believe to hold the lock: the result is entirely one saver's."""
     from ascend_parallel.training.checkpoint import storage
 
     real, ones = storage.complete, {"w": TensorShard(torch.ones(6), (6,), (0,))}
@@ -217,7 +217,7 @@ def test_a_save_whose_lock_was_taken_cannot_overwrite_the_others(tmp_path, monke
 
 
 def test_checksums_are_of_what_was_written_not_of_what_is_read_back(tmp_path, monkeypatch):
-    """A disk that gives back something else: the load says so."""
+    """A disk that returns other bytes than were written: the load fails."""
     from ascend_parallel.training.checkpoint import storage
 
     real = storage.complete

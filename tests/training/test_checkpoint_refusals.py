@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded is refused alike on all ranks, and says what differs."""
+"""Impossible saves and loads are refused on all ranks, with the same list of differences."""
 
 import random
 from dataclasses import replace
@@ -21,7 +21,7 @@ from ascend_parallel.training.checkpoint import (
 
 
 def refused(group, path, layout, change):
-    """Try to load with something changed; return what was said and whether the shards were left alone."""
+    """Load with a change; return the error and whether the shards stayed unchanged."""
     model = tensor_shards(model_tensors(), layout, group.rank(), blank=True)
     before = {name: replace(shard, local=shard.local.clone()) for name, shard in model.items()}
     options = {}

@@ -1,4 +1,4 @@
-"""Training saved under one strategy goes on under another, with the losses of the whole model throughout."""
+"""Training saved under one strategy continues under another, with the whole model's losses throughout."""
 
 import gpt
 import pytest
@@ -14,7 +14,7 @@ TP = {"mode": "semi_auto", "mesh": {"dp": 2, "tp": 2}, "operators": MEGATRON}
 
 
 class Tied(gpt.GPT):
-    """With a second name for the embedding, a parameter that nobody reads, and a frozen norm."""
+    """A GPT with a second name for the embedding, a parameter without readers, and a frozen norm."""
 
     def __init__(self):
         super().__init__()

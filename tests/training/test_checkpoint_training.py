@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint: random states, plain modules, modules of torch's own parallelism."""
+"""Training that continues from a checkpoint: random states, plain modules, modules of torch's own parallelism."""
 
 import random
 

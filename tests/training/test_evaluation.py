@@ -1,4 +1,4 @@
-"""TrainStep.evaluate: the loss in evaluation mode, which leaves training alone."""
+"""TrainStep.evaluate: the loss in evaluation mode; training stays unchanged."""
 
 import copy
 
@@ -24,7 +24,7 @@ DATA = {"mode": "data", "mesh": {"dp": 2}}
 
 
 class Noisy(nn.Module):
-    """Dropout by a module and by a function, in attention, and batch norm."""
+    """A model with dropout by a module and by a function, in attention, and with batch norm."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def of_noise(number):
 
 
 def noisy_run(_group, options, looking):
-    """Train three batches, and look at a fourth in between or not; return the losses."""
+    """Train three batches, evaluating a fourth in between or not; return the losses."""
     model, optimizer = noisy()
     step, other = train_step(model, of_noise(0), optimizer, Strategy(**options)), copy.deepcopy(model).eval()
     torch.manual_seed(1)
@@ -69,7 +69,7 @@ def noisy_run(_group, options, looking):
 
 
 def whole_of(step, model):
-    """Return the model with this rank's state, which is whole."""
+    """Return the model with this rank's state, which must be whole."""
     shards = {name: shard.local for name, shard in step.tensor_shards().items()}
     model.load_state_dict(shards)
     return model
@@ -88,7 +88,7 @@ def test_without_dropout_by_running_statistics_and_training_goes_on_as_if_nobody
 
 
 def looked_at(_group, options, more):
-    """Return what is evaluated before and after a step, and by one process, and the state's distance after it."""
+    """Return the losses evaluated before and after a step, by the ranks and by one process; and the state's error."""
     model, optimizer = model_and_optimizer()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **more)
     whole, of_whole = model_and_optimizer()
@@ -135,7 +135,7 @@ def test_every_way_to_run_evaluates_as_one_process_and_trains_on(ranks, count, o
 
 
 class Branching(nn.Module):
-    """Does otherwise in evaluation mode, and not by dropout."""
+    """Runs other operators in evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ class Branching(nn.Module):
 
 
 class Partly(nn.Module):
-    """A norm and dropout in a part that trains while the root does not say so."""
+    """A norm and dropout in a submodule in training mode under a root in evaluation mode."""
 
     def __init__(self, times=1):
         super().__init__()
@@ -161,7 +161,7 @@ class Partly(nn.Module):
 
 
 def partly(_group):
-    """Evaluate a model whose root is in evaluation mode and whose parts train; return losses, truth, and modes."""
+    """Evaluate a model, its root in evaluation mode, its submodules training; return losses, truth, and modes."""
     torch.manual_seed(0)
     model = Partly().double().eval()
     model.body.train()
@@ -190,7 +190,7 @@ def test_a_norm_that_runs_twice_is_refused_by_name():
 
 
 class Merging(nn.Module):
-    """Changes its weights as its mode changes, as adapters do that are merged for evaluation."""
+    """Changes its weights with its mode, like adapters merged for evaluation."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gradients of many micro-batches in 16 bits: they add up in fp32, in every way to run, against float64."""
+"""16-bit gradients of many micro-batches accumulate in fp32, with every runner, against float64."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Scale(nn.Module):
 
 
 class Two(nn.Module):
-    """Two products with the input: the gradient of each weight is the mean of the rows."""
+    """Two products with the input: each weight's gradient is the mean of the rows."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Two(nn.Module):
 
 
 def rows():
-    """Return a batch whose numbers bf16 has exactly, of which 1/1024 at a time adds up to 1/4 in bf16."""
+    """Return a batch of exact bf16 numbers; adding 1/1024 at a time stops at 1/4 in bf16."""
     return 1 + torch.randint(-8, 9, (2 * MANY, WIDTH), generator=torch.Generator().manual_seed(0)) / 64
 
 

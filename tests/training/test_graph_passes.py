@@ -1,4 +1,4 @@
-"""Passes that merge operators: which they merge, and that the merged graph computes the same."""
+"""Passes that fuse operators: what they fuse, and that the fused graph computes the same."""
 
 import math
 
@@ -17,7 +17,7 @@ B, H, L, S, E = 2, 4, 5, 6, 8
 
 
 def run(graph, model, batch):
-    """Run a graph's operators one after the other."""
+    """Run a graph's operators in order."""
     inputs, values = iter(batch), {}
     for node in graph.nodes.values():
         if node.call is None:

@@ -1,4 +1,4 @@
-"""ParallelOptimizer: a parameter's updates divided among ranks, against the whole optimizer in one process."""
+"""ParallelOptimizer: updates partitioned among ranks, against the unpartitioned optimizer in one process."""
 
 import warnings
 from functools import partial
@@ -14,7 +14,7 @@ from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_
 
 
 def compare(group, zero_stage, partition_by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
-    """Train beside the whole optimizer on the same gradients: parameters have to come out bit for bit."""
+    """Train beside the unpartitioned optimizer on the same gradients: parameters must be bitwise equal."""
     whole, mine = Odd(dtype), Odd(dtype)
     optimizer = OPTIMIZERS[name](groups(whole))
     parallel = made(
@@ -70,7 +70,7 @@ def test_elementwise_optimizers(ranks):
 
 
 def accumulated(group):
-    """Terms of several backwards, also held back, are one gradient; what is dropped leaves no trace."""
+    """Gradients of several backwards, also under no_sync, add up; dropped gradients leave no trace."""
     for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["AdamW"](groups(whole))
@@ -110,7 +110,7 @@ def test_gradients_accumulate(ranks):
 
 
 def partly(group):
-    """Some ranks reach a parameter that others do not; what none reaches is not even decayed."""
+    """Only some ranks reach a parameter; a parameter that no rank reaches is not even decayed."""
     for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["AdamW"](groups(whole))

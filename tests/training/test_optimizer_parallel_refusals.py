@@ -1,4 +1,4 @@
-"""What ParallelOptimizer refuses, and in which words."""
+"""Arguments that ParallelOptimizer refuses, and the messages."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from ascend_parallel.training.optimizer import (
 
 
 class Kept(torch.optim.SGD):
-    """Keeps a setting where its groups do not have it."""
+    """Keeps a setting outside its parameter groups."""
 
     def __init__(self, params, lr=0.1, factor=1.0):
         super().__init__(params, lr)
@@ -93,7 +93,7 @@ def refused(group):
     wrong, expected = (
         (targets, "rank 1: other") if group.rank() == 0 else ([Target("other", model.bias, whole)], "^other")
     )
-    with pytest.raises(ValueError, match=expected):  # on both, and nobody waits
+    with pytest.raises(ValueError, match=expected):  # on both ranks; neither waits
         ParallelOptimizer(wrong, its)
     with pytest.raises(
         DisagreementError, match=r"ranks make different optimizers: options is .*zero_stage=1.*on rank 0"

@@ -1,4 +1,4 @@
-"""ParallelOptimizer: clipping, master weights, loss scaling, memory, and a state that is kept and loaded elsewhere."""
+"""ParallelOptimizer: clipping, master weights, loss scaling, memory, and a state that is saved and loaded elsewhere."""
 
 from functools import partial
 from math import inf, prod
@@ -144,7 +144,7 @@ def test_master_weights(ranks, dtype):
 
 
 def scaled(group):
-    """An overflow on one rank leaves the step out on all; else scaling by a power of two changes nothing."""
+    """An overflow on one rank skips the step on all ranks; otherwise scaling by a power of two changes nothing."""
     for zero_stage, partition_by in WAYS:
         low, twin = Odd(torch.float16), Odd(torch.float16)
         options = {
@@ -214,7 +214,7 @@ def kept(group, kind, steps, zero_stage, partition_by, dtype, given=None, states
 
 
 def together(parts):
-    """Return whole tensors, made of every rank's shards; each element has to be there."""
+    """Return whole tensors, made of every rank's shards; each element must be present."""
     found, filled = {}, {}
     for part in parts:
         for name, (local, shape, offsets) in part.items():

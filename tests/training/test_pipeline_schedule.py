@@ -1,4 +1,4 @@
-"""Schedules: what each rank runs in which order, how long that takes, and how it is drawn."""
+"""Schedules: each rank's actions and their order, times and drawing."""
 
 import itertools
 import re

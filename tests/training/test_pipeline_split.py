@@ -1,4 +1,4 @@
-"""A plan cut into stages: what goes between them and in which layout, who holds what, and what is refused."""
+"""A plan split into stages: the tensors sent and their layouts, the parameters of each stage, and refusals."""
 
 import pytest
 import small_models
@@ -30,7 +30,7 @@ def test_tensors_across_borders():
     first, second, third = crossing()
     assert first.received == third.sent == ()
     assert first.sent == second.received == ("chunk", "chunk.1", "gt")
-    assert second.sent == third.received == ("chunk", "gt", "flatten")  # two of them are handed through
+    assert second.sent == third.received == ("chunk", "gt", "flatten")  # two of them are passed through
     assert (first.inputs, second.inputs, third.inputs) == (("x",), (), ("present", "targets"))
     assert [value.node for value in second.plan.graph.outputs] == ["chunk", "gt", "flatten"]
     assert third.plan.graph.outputs == Value("mse_loss")
@@ -45,7 +45,7 @@ def test_tensors_across_borders():
         assert set(part.plan.layouts) == {
             Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))
         }
-    # What has no gradient brings none back.
+    # A tensor without gradient brings no gradient back.
     assert [Value(name) in second.plan.differentiable for name in second.received] == [True, True, False]
 
 
@@ -71,7 +71,7 @@ def test_parameters_of_several_stages():
     ],
 )
 def test_the_layout_in_which_a_tensor_travels(made_as, read_as, travels):
-    """Of the two that go from the second stage to the third, one is read there once."""
+    """Of the two tensors sent from the second stage to the third, the third reads one only once."""
     first, second, third = crossing(calls={"flatten": ([R], made_as), "add_1": ([read_as, R], R)})
     assert second.plan.layouts[Value("flatten")] == made_as
     assert second.plan.returned[Value("flatten")] == travels
@@ -81,7 +81,7 @@ def test_the_layout_in_which_a_tensor_travels(made_as, read_as, travels):
 
 
 def test_a_shared_layout_goes_with_its_readers():
-    """chunk is read by all stages, converted once in each of them that has it as it was made."""
+    """All stages read chunk; each stage that has chunk in its original layout converts it once."""
     parts = crossing(shared_layouts={"chunk": C}, calls={"chunk": ([R], S0)})
     assert [part.plan.shared_layouts.get(Value("chunk")) for part in parts] == [C, C, C]
     assert [part.plan.layouts[Value("chunk")] for part in parts] == [S0, S0, S0]
@@ -128,7 +128,7 @@ def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused():
 
 
 class Aside(nn.Module):
-    """Its loss does not need the last stage."""
+    """A model whose loss does not need the last stage."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which operator belongs to which stage: marks, patterns, what lies between, balanced cuts, and what is refused."""
+"""The stage of each operator: marks, patterns, operators in between, balanced cuts, and refusals."""
 
 import pytest
 import small_models
@@ -87,7 +87,7 @@ def test_stages_need_not_be_adjacent_in_definition_order():
     assert by_module(graph, found)["last"] == {2}
     own = operators(graph, found, "")
     assert ("add", 1) in own  # the latest stage that it reads from
-    assert [stage for operator, stage in own if operator in ("ones", "tril")] == [2, 2]  # who reads it
+    assert [stage for operator, stage in own if operator in ("ones", "tril")] == [2, 2]  # the stage that reads it
     assert ("mean", 2) in own
 
 
@@ -146,7 +146,7 @@ def test_balanced_cuts_between_layers(stages):
             per_stage[stage].add(graph.nodes[name].module.split(".")[1])
     assert sum(map(len, per_stage)) == len(set(layers)) == 12  # no layer is cut in two
     assert max(map(len, per_stage)) - min(map(len, per_stage)) <= 1
-    # Between stages goes the residual stream alone.
+    # Only the residual stream is sent between stages.
     for stage in range(1, stages):
         values = {
             value

@@ -100,7 +100,7 @@ def train(group, name, case, mesh_shape, overlap):
 
 
 def shared_copies(pipeline):
-    """Return what this rank has of parameters that several stages hold, by name and place in the mesh."""
+    """Return this rank's shards of parameters that several stages hold, by name and place in the mesh."""
     names = list(shared_parameters(pipeline.parts))
     return [
         (name, module.coordinate, module.get_parameter(name).detach())
@@ -154,7 +154,7 @@ def test_data_and_tensor_parallel_stages(ranks, name, case):
 
 
 def crossing(group, schedule):
-    """Several tensors across a border, a skipped stage, a mask, parameters in all stages; whole and local inputs."""
+    """Several tensors between stages, a skipped stage, a mask, parameters in all stages; whole and local inputs."""
     whole = made(Crossing)
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))
@@ -173,7 +173,7 @@ def crossing(group, schedule):
         for _ in range(2):  # gradients of two steps add up
             losses.append((pipeline.step(*given).item(), whole(*batch).item()))
             whole(*batch).backward()
-        for module in pipeline.modules:  # what is not summed yet is not the whole
+        for module in pipeline.modules:  # gradients are not summed yet
             with pytest.raises(AssertionError):
                 torch.testing.assert_close(module.get_parameter("scale").grad, whole.scale.grad, rtol=1e-3, atol=1e-5)
         pipeline.reduce_gradients()
@@ -195,7 +195,7 @@ def frozen(module):
 
 
 def own_part(pipeline, name, whole):
-    """A rank's part of each micro-batch, one after another."""
+    """Return a rank's parts of all micro-batches, joined."""
     plan, place = pipeline.plan, pipeline.modules[0].coordinate
     layout = plan.layouts[Value(name)]
     return torch.cat([local_slice(tensor, layout, plan.mesh.shape, place) for tensor in whole.chunk(4)])
@@ -244,7 +244,7 @@ def test_inputs_that_are_not_cut_and_a_factor(ranks):
 
 
 def resnet(group):
-    """Batch norm's running statistics are those of the micro-batches one after another."""
+    """Batch norm's running statistics are updated micro-batch by micro-batch."""
     return example("resnet_pipeline").train()
 
 
@@ -285,7 +285,7 @@ def peaks(group, schedule):
 
 
 def test_one_forward_one_backward_holds_fewer_activations(ranks):
-    """GPipe holds those of all 8 micro-batches, 1F1B those of 4, 3, 2 and 1; what is sent comes on top."""
+    """GPipe holds those of all 8 micro-batches, 1F1B those of 4, 3, 2 and 1; tensors that are sent come on top."""
     gpipe, other = ranks(4).run(peaks, "gpipe"), ranks(4).run(peaks, "1f1b")
     live = simulate("1f1b", 4, 4, 8).live
     for before, after, count in zip(gpipe, other, live, strict=True):
@@ -293,7 +293,7 @@ def test_one_forward_one_backward_holds_fewer_activations(ranks):
 
 
 def unlike(group):
-    """Each way to call a pipeline wrongly, found before anything is sent."""
+    """Every wrong call of a pipeline is refused before anything is sent."""
     whole = made(Crossing)
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))
@@ -336,7 +336,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
 
 
 def late(group):
-    """The last rank never comes to the step; the others say where they waited."""
+    """The last rank never starts the step; the others' errors name where they waited."""
     whole = made(Crossing)
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))

@@ -1,4 +1,4 @@
-"""recompute() on plain modules and functions, and what its marks do once the model is planned."""
+"""recompute() on plain modules and functions, and the effect of its marks in a planned model."""
 
 import copy
 from collections import Counter
@@ -33,7 +33,7 @@ class CollectiveEvent(TorchDispatchMode):
 
 
 class Block(Recomputable):
-    """Modules in modules, dropout, attention, an activation of its own."""
+    """A model of nested modules, dropout, attention, and a custom activation."""
 
     def __init__(self, activation=F.gelu):
         super().__init__()
@@ -160,7 +160,7 @@ def test_refusals(stack):
 
 
 def marked(group):
-    """Marks on the modules of a model that is traced are what its plan's parts run again."""
+    """The marks on a traced model's modules determine the recomputed regions of its plan."""
     model = made(small_models.GPT, dropout=0.3)
     batch = BATCHES["GPT"](torch.Generator().manual_seed(7))
     names = list(trace(model, batch).nodes)

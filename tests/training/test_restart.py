@@ -1,4 +1,4 @@
-"""A rank that is killed: the others end and name it, torchrun starts all again, and the losses go on bit for bit."""
+"""A rank is killed: the others end and name it, torchrun restarts all, and the losses continue bit for bit."""
 
 import os
 import re
@@ -106,7 +106,7 @@ if rank == 1:
 watch.step = 7
 if rank == 2:
     time.sleep(1)
-    sys.stderr = None  # as torch's hook for uncaught errors takes it for a while
+    sys.stderr = None  # as torch's hook for uncaught errors does for a while
     os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(15)
 os._exit(0)
@@ -134,7 +134,7 @@ try:
         time.sleep(60)
 except RankLostError as error:
     print(error, flush=True)
-    for other in others:  # as a launcher does that ends all as soon as one has ended
+    for other in others:  # like a launcher that ends all ranks as soon as any rank has ended
         os.kill(other, signal.SIGKILL)
     os._exit(1)
 """

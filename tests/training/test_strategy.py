@@ -1,4 +1,4 @@
-"""Strategy: what is allowed, alone and together, from Python and TOML; passes over the graph; a model with its loss."""
+"""Strategy: allowed options, alone and together, from Python and TOML; graph passes; a model with its loss."""
 
 import pytest
 import small_models

@@ -1,4 +1,4 @@
-"""What a strategy says of itself: each option's effect, without processes."""
+"""The explanation of a strategy: each option's effect, without processes."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_what_runs_is_said_and_not_what_could(settings, message):
 
 
 def large(layers, **options):
-    """Plan a GPT of the size of real layers on the meta device."""
+    """Plan a GPT with layers of real size on the meta device."""
     with torch.device("meta"):
         model = gpt.GPT(layers=layers, width=4096, heads=32, vocabulary=32768)
         tokens = torch.zeros(2, gpt.LENGTH, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Losses of a sum and a count: the mean over all that counts, exactly, however masks lie, against float64."""
+"""Losses that return a sum and a count: the exact mean over all counted targets, for any mask, against float64."""
 
 import logging
 
@@ -46,7 +46,7 @@ def mean(model, tokens, targets):
 
 
 def masked_batch(number):
-    """Return a batch of 16 rows, of which row r counts r + 1 targets: no two parts count as many."""
+    """Return a batch of 16 rows; row r counts r + 1 targets, so the counts of all parts differ."""
     tokens, targets = gpt.batch_of(number)
     ignored = torch.arange(gpt.LENGTH) > torch.arange(gpt.BATCH)[:, None]
     return tokens, targets.masked_fill(ignored, IGNORED)
@@ -59,7 +59,7 @@ def made():
 
 
 def trained(_group, options, more):
-    """Return this rank's losses, those of one process, and how far its part of the state is from the whole's."""
+    """Return this rank's losses, the losses of one process, and the largest error of this rank's state."""
     strategy, (model, optimizer) = Strategy(**options), made()
     merge, replicas = strategy.gradient_merge.steps, strategy.mesh["dp"]
     own = slice(None)
@@ -117,7 +117,7 @@ def test_unequal_masks_train_as_one_process(ranks, options, more):
 
 
 def wrong(_group, what):
-    """Return what is said of counts that cannot be divided by."""
+    """Return the errors for counts that cannot be divisors."""
     model, optimizer = made()
     tokens, targets = masked_batch(0)
     merge = GradientMerge(steps=2, average=False) if what == "sum of means" else GradientMerge()
@@ -150,7 +150,7 @@ def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, messages)
 
 
 def masked_by_hand(model, tokens, targets):
-    """Return the mean as many write it, of a mask that the labels were shifted for."""
+    """Return a masked mean in the usual form, with a mask for shifted labels."""
     mask = (targets != IGNORED).double()
     losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
     return (losses * mask.flatten()).sum() / mask.sum()

@@ -1,4 +1,4 @@
-"""train_step: every strategy alone and composed, against the whole model trained in float64 by one process."""
+"""train_step: strategies alone and combined, against the whole model trained in float64 by one process."""
 
 import gpt
 import modes
@@ -52,7 +52,7 @@ def trained_whole(options, steps=STEPS):
 
 
 def trained(_group, options, more=None):
-    """Return this rank's losses, and how far its part of the state is from the whole model's."""
+    """Return this rank's losses, and the largest error of its state against the whole model's."""
     model, optimizer = model_and_optimizer()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **(more or {}))
     losses = [step(*gpt.batch_of(number)).item() for number in range(STEPS)]
@@ -129,7 +129,7 @@ def test_the_models_own_code_trains_alike(ranks, zero_stage):
 
 
 def uneven(_group):
-    """Train on 3 ranks, whose number divides nothing."""
+    """Train on 3 ranks, which divide no size."""
     return trained(_group, {"mode": "data", "mesh": {"dp": 3}, "sharding": ShardingOptions(zero_stage=2)})
 
 

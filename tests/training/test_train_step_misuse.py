@@ -1,4 +1,4 @@
-"""train_step under attack: tied tensors in pipelines, ranks that come with something else, batches that fail."""
+"""train_step misused: tied tensors in pipelines, ranks with different arguments, batches that fail."""
 
 import gpt
 import pytest
@@ -18,7 +18,7 @@ from ascend_parallel.training import (
 
 
 class Tied(gpt.GPT):
-    """A GPT whose head is a module tied to the embedding: one tensor of two names."""
+    """A GPT whose head is a module tied to the embedding: a tensor with two names."""
 
     def __init__(self):
         super().__init__(layers=2, width=16, heads=2)
@@ -67,7 +67,7 @@ def test_a_tied_head_counts_once_in_the_norm_also_with_both_stages_on_one_rank(r
 
 
 def disagreeing(group, what):
-    """Come with something else on rank 1; return the error."""
+    """Give rank 1 a different argument; return the error."""
     rank, options, more = group.rank(), {"mode": "data", "mesh": {"dp": 2}}, {}
     if rank and what == "gradient_merge":
         options["gradient_merge"] = GradientMerge(steps=2)
@@ -95,7 +95,7 @@ def test_ranks_that_come_with_something_else_are_told_so_on_all(ranks, what):
 
 
 def interrupted(_group, merge):
-    """Fail in the second micro-batch of the second batch, and go on; return the losses, or the error."""
+    """Fail in the second micro-batch of the second batch, then continue; return the losses, or the error."""
     model, optimizer = model_and_optimizer()
     options = {"pipeline": PipelineOptions(micro_batches=2), "gradient_merge": GradientMerge(steps=merge)}
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}, **options))
@@ -129,7 +129,7 @@ def test_what_a_failed_batch_left_is_not_trained_on(ranks):
 
 
 def misused(_group):
-    """Do what trains otherwise than it looks; return what is said."""
+    """Misuse the step so that it would train something else; return the errors."""
     model, optimizer = model_and_optimizer()
     strategy, messages = Strategy(mode="data", mesh={"dp": 2}), []
     dropping = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
@@ -147,7 +147,7 @@ def misused(_group):
     messages.append(str(error.value))
     scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda number: 1 / (number + 1))
     step(*gpt.batch_of(0))
-    scheduler.step()  # over the step's own: fine
+    scheduler.step()  # over the step's own optimizer: allowed
     step(*gpt.batch_of(1))
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(RuntimeError) as error:
@@ -155,7 +155,7 @@ def misused(_group):
     messages.append(str(error.value))
     step.close()
     model, _ = model_and_optimizer()
-    of_model = torch.optim.Adagrad(model.parameters())  # which has a state from the first
+    of_model = torch.optim.Adagrad(model.parameters())  # Adagrad has a state from the start
     step = train_step(model, gpt.batch_of(0), of_model, strategy)
     step(*gpt.batch_of(0))
     model(*gpt.batch_of(0)).backward()
