@@ -31,7 +31,7 @@ class Heartbeats:
         return {rank: count for rank, count in counts.items() if self._count(rank) == count}
 
     def reported(self) -> dict[int, int]:
-        """Return the ranks that some rank has reported stopped, with their counts; {} if they beat again."""
+        """Return the ranks reported stopped, with their counts; {} if none is reported, or if they beat again."""
         if not self._store.check([LOST]):
             return {}
         counts = {int(rank): count for rank, count in json.loads(self._store.get(LOST)).items()}
