@@ -141,8 +141,8 @@ def wrong(_group, what):
     [
         ("nothing", "with a count of 0 in all: give a number above 0"),
         ("sum of means", "gradient_merge.average=False with steps=2 and a loss that returns (sum, count)"),
-        ("three", "or (sum, count), two of them"),
-        ("vector", "or (sum, count), two of them"),
+        ("three", "or (sum, count), two such tensors"),
+        ("vector", "or (sum, count), two such tensors"),
     ],
 )
 def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, messages):
