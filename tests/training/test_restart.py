@@ -82,7 +82,7 @@ dist.barrier()
 
 WITHOUT_A_DEATH = """
 try:
-    with watch.naming(3):
+    with watch.name_lost_ranks(3):
         raise RuntimeError("of its own")
 except RuntimeError as error:
     print(type(error).__name__, error)
@@ -128,7 +128,7 @@ dist.barrier()
 if rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
-    with watch.naming(5):
+    with watch.name_lost_ranks(5):
         if rank == 1:
             raise RuntimeError("the connection was closed")
         time.sleep(60)
@@ -151,7 +151,7 @@ def test_no_survivor_leaves_before_all_have_said_who_died():
 HOST_DIES = """
 if rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-with watch.naming(5):
+with watch.name_lost_ranks(5):
     dist.all_reduce(torch.ones(1))
 """
 
