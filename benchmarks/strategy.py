@@ -29,7 +29,7 @@ from rich.console import Console
 from strategy_cases import CASES, GPT, RANKS, TORCH, Step, strategy_of_example
 
 from ascend_parallel.training import PipelineOptions
-from ascend_parallel.training.pipeline.split_plan import cut
+from ascend_parallel.training.pipeline.split_plan import split_into_stages
 from ascend_parallel.training.training_plan import plan_training
 from ascend_parallel.tuning.launch.link import LinkError, shaped_link
 from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, report, run_ranks
@@ -157,7 +157,7 @@ def planned(ranks: int) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     found = plan_training(strategy, model, (tokens, tokens))
-    parts = cut(found.plan, found.stages, found.meshes)
+    parts = split_into_stages(found.plan, found.stages, found.meshes)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = f"{peak / 1024:.0f} MB, {(peak - before) / 1024:.0f} of it for the plan"

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
-    from ascend_parallel.training.checkpoint import Saved
+    from ascend_parallel.training.checkpoint import CheckpointReader
 
 WIDTH = 120  # of output to a file
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -39,10 +39,10 @@ def show(
 
     Example: ascend-parallel checkpoint show checkpoints
     """
-    from ascend_parallel.training.checkpoint import Saved, steps
+    from ascend_parallel.training.checkpoint import CheckpointReader, steps
 
     with _errors(), Console(stderr=True).status("comparing checksums"):
-        saved = Saved.open(path, step)
+        saved = CheckpointReader.open(path, step)
         description = _as_dict(saved, steps(path))
     if as_json:
         typer.echo(json.dumps(description, indent=1))
@@ -140,13 +140,13 @@ def _console() -> Console:
     return console
 
 
-def _as_dict(saved: Saved, all_steps: list[int]) -> dict[str, Any]:
+def _as_dict(saved: CheckpointReader, all_steps: list[int]) -> dict[str, Any]:
     about = {name: saved.manifest[name] for name in ("step", "ranks", "torch", "ascend_parallel")}
     from ascend_parallel.training.checkpoint.differences import dtype_name
 
     tensors = {}
     for name, (shape, dtype) in saved.kinds.items():
-        boxes = saved.boxes(name)
+        boxes = saved.shard_bounds(name)
         tensors[name] = {
             "shape": list(shape),
             "dtype": dtype_name(dtype),
@@ -186,6 +186,6 @@ def _tree(description: dict[str, Any]) -> Tree:
 
 
 def _cut(boxes: list[dict[str, list[int]]]) -> str:
-    """Return the number of boxes of a tensor by dimension: "1 piece" or "2 x 4 pieces"."""
+    """Return the number of boxes of a tensor by dimension: "1 shard" or "2 x 4 shards"."""
     starts = [len({entry["offsets"][dim] for entry in boxes}) for dim in range(len(boxes[0]["offsets"]))]
-    return "1 piece" if len(boxes) == 1 else f"{' x '.join(map(str, starts))} pieces"
+    return "1 shard" if len(boxes) == 1 else f"{' x '.join(map(str, starts))} shards"

@@ -1,9 +1,15 @@
 """Training strategies around a sharded model: data, pipeline, recompute, optimizer parallel, checkpoints.
 
-options, strategy    what is said about a training: one frozen Strategy, from Python or TOML
-loss, passes         the model and its loss as one graph; operators of it that become one
-batches, masked      batches that differ on one replica; means over unequal counts
-watch                which ranks are still there
+options, strategy    one frozen Strategy that configures the training, from Python or TOML
+training_plan        the strategy applied to a model: graph, sharding plan, stages
+explain              the effect of each option, predicted
+train_step           the training step; runners/ run its forward and backward
+loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused
+recompute            recompute of modules and functions
+batch_checks         checks that the ranks of a replica get the same batch
+masked_means         warnings about means over unequal counts
+stale_optimizer      checks of the optimizer that the caller passed
+rank_watch           detection of lost ranks; heartbeats is its protocol
 """
 
 from ascend_parallel.sharding.tensor_shard import TensorShard

@@ -1,4 +1,4 @@
-"""What a training step asks of its batches: all like the first, and the same on the ranks of one replica."""
+"""Check a training step's batches: all have the shapes of the first, and the ranks of a replica get the same."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.training.strategy import Strategy
 
-# So many of the first batches are compared each.
+# Each of the first batches is compared.
 FIRST = 8
-# And then every so many-th is looked at, where nobody says otherwise.
+# Then every N-th batch, by default.
 EVERY = 100
-# More ranks, and more different batches, are not listed in a message.
+# A message lists at most so many ranks, and so many different batches.
 LISTED = 8
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
 def is_due(number: int, every: int) -> bool:
-    """Tell whether the `number`-th batch is looked at: one of the first, or the `every`-th; 0: never."""
+    """Tell whether to check batch `number`: each of the first `FIRST`, then every `every`-th; 0: never."""
     return bool(every) and (number < FIRST or number % every == 0)
 
 
-class BatchesLike:
-    """Batches have the arguments, and where every rank gives the whole of them the shapes, of the first."""
+class BatchShapes:
+    """Checks that batches have the first batch's number of arguments and, if `whole`, its shapes."""
 
     def __init__(self, batch: Sequence[Any], whole: bool) -> None:
-        """Take the batch that the step is made with."""
-        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in batch]
+        """Take the batch that the step is made with; `whole`: every rank gives the whole batch."""
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch]
         self._shapes, self._whole = shapes, whole
 
     def problem(self, batch: Sequence[Any]) -> str:
-        """Say what is wrong with a batch of another number of arguments, or of other shapes; "" if nothing is."""
+        """Return an error message for another number of arguments or other shapes, "" if they match."""
         if len(batch) != len(self._shapes):
             return f"{len(batch)} arguments were given; the batch that the step was made with has {len(self._shapes)}"
-        for number, (one, shape) in enumerate(zip(batch, self._shapes, strict=True)):
-            if self._whole and isinstance(one, torch.Tensor) and shape is not None and tuple(one.shape) != shape:
+        for number, (value, shape) in enumerate(zip(batch, self._shapes, strict=True)):
+            if self._whole and isinstance(value, torch.Tensor) and shape is not None and tuple(value.shape) != shape:
                 return (
-                    f"argument {number} of the batch is {list(one.shape)}; the step was made with {list(shape)}, and "
-                    "all batches are of one shape: leave out a smaller last one (drop_last=True of a DataLoader)"
+                    f"argument {number} of the batch is {list(value.shape)}; the step was made with {list(shape)}, and "
+                    "all batches are of one shape: leave out a smaller last batch (drop_last=True of a DataLoader)"
                 )
         return ""
 
@@ -57,11 +57,11 @@ class _Part:
     """Tensors of a batch that are cut along the same mesh dimensions.
 
     dims
-        These dimensions; () for what all ranks are given whole.
+        These dimensions; () if all ranks get the whole tensors.
     tensors
-        Their indices among the batch's tensors; None: all of the batch, also what is no tensor.
+        The tensors' indices among the batch's tensors; None: the whole batch, also values that are no tensors.
     replicas
-        Groups of ranks, each of which has to be given the same.
+        Groups of ranks; the ranks of a group must get the same.
     """
 
     dims: tuple[str, ...]
@@ -69,16 +69,16 @@ class _Part:
     replicas: tuple[tuple[int, ...], ...]
 
 
-class SameBatches:
-    """Compares a digest of every rank's batch: of each of the first 8 batches, then of every N-th."""
+class BatchComparison:
+    """Compares digests of the ranks' batches: of each of the first 8 batches, then of every N-th batch."""
 
     def __init__(self, strategy: Strategy, plan: ShardingPlan | None, local_batches: bool, every: int) -> None:
-        """Say who has to be given the same.
+        """Determine which ranks must get the same.
 
         plan
-            Of a planned model; None in mode "hybrid", where the ranks at one place along the data dimension have to.
+            The plan of the model; None in mode "hybrid": ranks at the same place along the data dimension must.
         local_batches
-            Every rank gives its part of the batch; those with the same part have to. Else all ranks have to.
+            Every rank gives its part of the batch: ranks with the same part must. False: all ranks must.
         every
             N; 0: nothing is compared.
         """
@@ -92,17 +92,15 @@ class SameBatches:
             self._parts = [_Part((), None, _replicas(strategy, ()))]
 
     def difference(self, batch: Sequence[Any], problem: str) -> str:
-        """Say, alike on all ranks, how this batch differs on ranks that have to have the same; "" if it does not.
+        """Return a message, the same on all ranks, if the batch differs on ranks that must get the same, else "".
 
         problem
-            What this rank alone has found wrong with it; the others are told.
+            This rank's own error message, "" without an error; it is returned on the other ranks too.
 
-        Every rank calls it alike. Raises `DisagreementError` if a rank does not come to say what it was given.
+        Every rank must call it. Raises `DisagreementError` if a rank does not.
         """
         number, self._seen = self._seen, self._seen + 1
-        if (
-            not is_due(number, self._every) or dist.get_backend() == "fake"
-        ):  # ranks that do not exist have nothing to say
+        if not is_due(number, self._every) or dist.get_backend() == "fake":  # fake ranks have no batches
             return ""
         leaves = list(_leaves(batch))
         rows = _gathered([bool(problem), *(_digest(leaves, part.tensors) for part in self._parts)])
@@ -115,26 +113,26 @@ class SameBatches:
         if not differing and not any(row[0] for row in rows):
             return ""
         assert dist.group.WORLD is not None
-        mine = {"problem": problem, "batch": {name: f"{_told(one)} ({_hex(one)})" for name, one in leaves}}
-        told = exchange(dist.group.WORLD, "the training step", mine, DisagreementError)
-        for rank, one in told.items():
-            if one["problem"]:
-                return f"rank {rank}: {one['problem']}"
-        return self._said(*differing[0], {rank: one["batch"] for rank, one in told.items()}, number)
+        mine = {"problem": problem, "batch": {name: f"{_described(leaf)} ({_bits(leaf)})" for name, leaf in leaves}}
+        messages = exchange(dist.group.WORLD, "the training step", mine, DisagreementError)
+        for rank, message in messages.items():
+            if message["problem"]:
+                return f"rank {rank}: {message['problem']}"
+        return self._message(*differing[0], {rank: message["batch"] for rank, message in messages.items()}, number)
 
-    def _said(self, part: _Part, ranks: Sequence[int], told: Mapping[int, Mapping[str, str]], number: int) -> str:
-        """Name the first argument in which `ranks` differ, who has what, and what to do."""
-        names = dict.fromkeys(name for rank in ranks for name in told[rank])
-        name = next(one for one in names if len({told[rank].get(one) for rank in ranks}) > 1)
+    def _message(self, part: _Part, ranks: Sequence[int], batches: Mapping[int, Mapping[str, str]], number: int) -> str:
+        """Return a message that names the first differing argument, the ranks' values, and the remedy."""
+        names = dict.fromkeys(name for rank in ranks for name in batches[rank])
+        differs = next(name for name in names if len({batches[rank].get(name) for rank in ranks}) > 1)
         holders: dict[str | None, list[int]] = {}
         for rank in ranks:
-            holders.setdefault(told[rank].get(name), []).append(rank)
+            holders.setdefault(batches[rank].get(differs), []).append(rank)
         shown = list(holders.items())[:LISTED]
         which = "; ".join(f"{value or 'not there'} on {_ranks(some)}" for value, some in shown)
         more = f"; and {len(holders) - LISTED} others" if len(holders) > LISTED else ""
         return (
-            f"ranks call the training step differently: {name} of the batch is {which}{more} (batch {number} of this "
-            f"run, counted from 0). {self._cure(part, ranks)}"
+            f"ranks call the training step differently: {differs} of the batch is {which}{more} (batch {number} of "
+            f"this run, counted from 0). {self._cure(part, ranks)}"
         )
 
     def _cure(self, part: _Part, ranks: Sequence[int]) -> str:
@@ -155,68 +153,68 @@ class SameBatches:
 
 
 def _replicas(strategy: Strategy, dims: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of all stages by their place along the mesh dimensions `dims`."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """Return the ranks of all stages, grouped by their place along the mesh dimensions `dims`."""
+    ranks_by_place: dict[tuple[int, ...], list[int]] = {}
     for mesh in strategy.meshes():
         for rank in mesh.process_ids:
             place = mesh.coordinate(rank)
             assert place is not None
-            found.setdefault(tuple(place[mesh.dim(name)] for name in dims), []).append(rank)
-    return tuple(tuple(sorted(ranks)) for ranks in found.values())
+            ranks_by_place.setdefault(tuple(place[mesh.dim(name)] for name in dims), []).append(rank)
+    return tuple(tuple(sorted(ranks)) for ranks in ranks_by_place.values())
 
 
 def _local_parts(strategy: Strategy, plan: ShardingPlan) -> list[_Part]:
-    """Group a plan's inputs by the mesh dimensions along which they are cut."""
+    """Return a plan's inputs, grouped by the mesh dimensions along which they are cut."""
     names, by_dims = plan.mesh.dim_names, dict[tuple[str, ...], list[int]]()
     for index, node in enumerate(node for node in plan.graph.nodes.values() if node.kind == INPUT):
         layout = plan.layouts[Value(node.name)]
-        dims = tuple(name for name, state in zip(names, layout, strict=True) if state.kind == "shard")
+        dims = tuple(name for name, placement in zip(names, layout, strict=True) if placement.kind == "shard")
         by_dims.setdefault(dims, []).append(index)
-    return [_Part(dims, frozenset(some), _replicas(strategy, dims)) for dims, some in by_dims.items()]
+    return [_Part(dims, frozenset(indices), _replicas(strategy, dims)) for dims, indices in by_dims.items()]
 
 
 def _leaves(batch: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a batch, each with its name."""
-    for number, one in enumerate(batch):
-        found, _ = pytree.tree_flatten_with_path(dict(one) if isinstance(one, Mapping) else one)
-        for path, leaf in found:
+    for number, argument in enumerate(batch):
+        leaves, _ = pytree.tree_flatten_with_path(dict(argument) if isinstance(argument, Mapping) else argument)
+        for path, leaf in leaves:
             if isinstance(leaf, (torch.Tensor, *PLAIN)):
                 yield f"argument {number}{pytree.keystr(path)}", leaf
 
 
 def _gathered(mine: Sequence[int]) -> list[list[int]]:
-    """Return every rank's numbers, of which all have as many."""
+    """Return every rank's numbers; all ranks give equally many."""
     sent = torch.tensor(mine, dtype=torch.int64, device=default_device())
-    found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, sent)
-    rows: list[list[int]] = torch.stack(found).tolist()
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, sent)
+    rows: list[list[int]] = torch.stack(received).tolist()
     return rows
 
 
 def _digest(leaves: Sequence[tuple[str, Any]], chosen: frozenset[int] | None) -> int:
-    """Return 64 bits of names, shapes, dtypes and contents; `chosen` counts tensors alone."""
+    """Return a 64-bit digest of names, shapes, dtypes and contents; `chosen` are indices among the tensors."""
     if chosen is not None:
         tensors = [leaf for leaf in leaves if isinstance(leaf[1], torch.Tensor)]
         leaves = [leaf for index, leaf in enumerate(tensors) if index in chosen]
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for name, leaf in leaves:
-        found.update(f"{name} {_told(leaf)} {_hex(leaf)};".encode())
-    return int.from_bytes(found.digest(), "big", signed=True)
+        digest.update(f"{name} {_described(leaf)} {_bits(leaf)};".encode())
+    return int.from_bytes(digest.digest(), "big", signed=True)
 
 
-def _hex(leaf: Any) -> str:
-    """Return what tells a tensor's bits, or a plain value, from others."""
+def _bits(leaf: Any) -> str:
+    """Return a digest of a tensor's bits, or the text of a plain value."""
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     plain = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(plain.data, digest_size=8).hexdigest()
 
 
-def _told(leaf: Any) -> str:
+def _described(leaf: Any) -> str:
     return f"{list(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Name ranks for a person."""
+    """Return ranks as text."""
     shown = ", ".join(map(str, ranks[:LISTED])) + (f" and {len(ranks) - LISTED} others" if len(ranks) > LISTED else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,4 +1,4 @@
-"""What each option of a strategy comes to for a model: collectives, kernels, memory; predicted, without processes."""
+"""The predicted effect of each option of a strategy on a model: collectives, kernels, memory; without processes."""
 
 from __future__ import annotations
 
@@ -26,54 +26,54 @@ from ascend_parallel.sharding.visualize.explain import explain as explain_plan
 from ascend_parallel.sharding.visualize.explain import size_of, summary, warnings
 from ascend_parallel.training.optimizer.memory import OptimizerMemory, predicted_memory
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
-from ascend_parallel.training.pipeline.split_plan import StagePlan, cut
+from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.training_plan import TrainingPlan
 
 ITEMSIZE_OF_MASTERS = 4
 
 
 def explain(planned: TrainingPlan, operators: bool = False, settings: Settings | None = None) -> str:
-    """Return a paragraph for each option that does something, and a rank's memory in each stage.
+    """Return a paragraph for each option that has an effect, and the memory of a rank in each stage.
 
     settings
-        Of the overlapped operators; by default those in force.
+        Settings of the overlapped operators; None: the current settings.
     """
-    found = _Explained(planned, settings)
-    lines = [f"{name}: {text}" for name, text in found.lines()]
-    lines += [f"warning: {text}" for text in found.warnings()]
-    lines += ["", *found.table()]
+    explained = _Explained(planned, settings)
+    lines = [f"{name}: {text}" for name, text in explained.lines()]
+    lines += [f"warning: {text}" for text in explained.warnings()]
+    lines += ["", *explained.table()]
     if operators:
         lines += ["", explain_plan(planned.plan)]
     return "\n".join(lines)
 
 
-def warned(planned: TrainingPlan) -> list[str]:
-    """Return what a training is not meant to come to: `explain` has it too."""
+def plan_warnings(planned: TrainingPlan) -> list[str]:
+    """Return the warnings of a planned training: too little memory, repeated work. `explain` shows them too."""
     return list(_Explained(planned).warnings())
 
 
 def as_dict(planned: TrainingPlan) -> dict[str, Any]:
-    """Return the same as plain values, for JSON: bytes, and seconds."""
-    found = _Explained(planned)
+    """Return the explanation as plain values, for JSON: bytes and seconds."""
+    explained = _Explained(planned)
     return {
         "mode": planned.strategy.mode,
         "ranks": planned.strategy.ranks,
         "mesh": dict(planned.strategy.mesh),
         "collectives": planned.plan.collectives(),
         "communication": planned.plan.seconds,
-        "spared": dict(planned.spared),
-        "bubble": found.bubble,
+        "ops_fused": dict(planned.ops_fused),
+        "bubble": explained.bubble,
         "stages": [
-            vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in found.stages
+            vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in explained.stages
         ],
-        "options": dict(found.lines()),
-        "warnings": list(found.warnings()),
+        "options": dict(explained.lines()),
+        "warnings": list(explained.warnings()),
     }
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """What the ranks of one stage hold and run."""
+    """The memory and the operators of the ranks of a stage."""
 
     name: str
     plan: ShardingPlan
@@ -82,11 +82,11 @@ class _Stage:
     live: float
     fused: tuple[Fusion, ...]
     buckets: tuple[Bucket, ...]
-    ahead: tuple[PrefetchGroup, ...]
+    prefetched: tuple[PrefetchGroup, ...]
 
     @property
     def activations(self) -> float:
-        """Bytes kept from forward to backward at most, of all micro-batches under way."""
+        """The most bytes kept from forward to backward, of all micro-batches in flight."""
         return self.saved[1] * self.live
 
 
@@ -100,17 +100,21 @@ class _Explained:
         if not self._planned.stages:
             return ()
         options, meshes = self._strategy.pipeline, self._planned.meshes
-        at = stages_of(options.schedule, options.degree, options.count)
-        return cut(self._planned.plan, self._planned.stages, [meshes[index] for index in at])
+        mesh_of_stage = stages_of(options.schedule, options.degree, options.count)
+        stage_meshes = [meshes[index] for index in mesh_of_stage]
+        return split_into_stages(self._planned.plan, self._planned.stages, stage_meshes)
 
     @cached_property
     def stages(self) -> list[_Stage]:
         if not self.parts:
             return [self._stage("all", self._planned.plan, 1.0)]
         options = self._strategy.pipeline
-        live, at = options.simulated().live, stages_of(options.schedule, options.degree, options.count)
-        each = options.count / options.degree
-        return [self._stage(str(one.stage), one.plan, live[at[one.stage]] * each) for one in self.parts]
+        live, stages_per_rank = options.simulated().live, options.count / options.degree
+        mesh_of_stage = stages_of(options.schedule, options.degree, options.count)
+        return [
+            self._stage(str(part.stage), part.plan, live[mesh_of_stage[part.stage]] * stages_per_rank)
+            for part in self.parts
+        ]
 
     @property
     def bubble(self) -> float:
@@ -123,11 +127,11 @@ class _Explained:
         yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, {where} of {mesh}"
         micro_batches = strategy.pipeline.micro_batches
         for line in summary(self._planned.plan)[:2]:
-            if micro_batches > 1:  # the plan is of one of them
+            if micro_batches > 1:  # the plan is for 1 micro-batch
                 line = line.replace("collectives of a step", f"collectives of one of {micro_batches} micro-batches")
             yield "plan", line
-        for name, count in self._planned.spared.items():
-            yield "fused_passes", f"{name}: {count} operators and the tensors between them spared"
+        for name, count in self._planned.ops_fused.items():
+            yield "fused_passes", f"{name}: {count} operators and the tensors between them fused away"
         yield from self._pipeline()
         yield from self._recompute()
         yield from self._sharding()
@@ -135,16 +139,16 @@ class _Explained:
         yield from self._overlap()
 
     def warnings(self) -> Iterator[str]:
-        """Yield what a training is not meant to come to; of the stages the one that holds the most counts."""
-        most = max(one.memory.total + one.activations for one in self.stages)
+        """Yield the warnings; memory counts for the stage that holds the most."""
+        most = max(stage.memory.total + stage.activations for stage in self.stages)
         yield from warnings(self._planned.plan, most)
 
     def table(self) -> Iterator[str]:
-        """Yield what a rank of each stage holds."""
+        """Yield a table of the bytes that a rank of each stage holds."""
         yield f"{'stage':6}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>12}{'total':>12}"
-        for one in self.stages:
-            held = one.memory.parameters, one.memory.gradients, one.memory.optimizer, one.activations
-            yield f"{one.name:6}" + "".join(f"{size_of(size):>12}" for size in (*held, sum(held)))
+        for stage in self.stages:
+            held = stage.memory.parameters, stage.memory.gradients, stage.memory.optimizer, stage.activations
+            yield f"{stage.name:6}" + "".join(f"{size_of(size):>12}" for size in (*held, sum(held)))
 
     def _pipeline(self) -> Iterator[tuple[str, str]]:
         options = self._strategy.pipeline
@@ -165,24 +169,24 @@ class _Explained:
             )
 
     def _recompute(self) -> Iterator[tuple[str, str]]:
-        given = self.recompute
-        if given.modules:
-            before, after = (sum(one.saved[index] for one in self.stages) for index in (0, 1))
+        recompute = self.recompute
+        if recompute.modules:
+            before, after = (sum(stage.saved[index] for stage in self.stages) for index in (0, 1))
             yield (
                 "recompute",
-                f"{', '.join(given.modules)}: {size_of(after)} kept for backward of a micro-batch instead of "
-                f"{size_of(before)}, collectives {given.collectives}",
+                f"{', '.join(recompute.modules)}: {size_of(after)} kept for backward of a micro-batch instead of "
+                f"{size_of(before)}, collectives {recompute.collectives}",
             )
 
     def _sharding(self) -> Iterator[tuple[str, str]]:
         options = self._strategy.sharding
-        if options.level:
-            without = sum(self._memory(one.plan, 0).total for one in self.stages)
-            held = sum(one.memory.total for one in self.stages)
+        if options.zero_stage:
+            without = sum(self._memory(stage.plan, 0).total for stage in self.stages)
+            held = sum(stage.memory.total for stage in self.stages)
             yield (
                 "sharding",
-                f"level {options.level} over {options.dim} by {options.by}: {size_of(held)} of parameters, gradients "
-                f"and optimizer instead of {size_of(without)}",
+                f"ZeRO stage {options.zero_stage} over {options.dim} by {options.partition_by}: {size_of(held)} of "
+                f"parameters, gradients and optimizer instead of {size_of(without)}",
             )
         if self._strategy.max_norm is not None:
             yield (
@@ -196,7 +200,7 @@ class _Explained:
             masters = "fp32 master weights" if amp.master_weights else "no master weights"
             scaled = ", the loss scaled" if amp.dtype == "float16" else ""
             yield "amp", f"{amp.dtype}, {masters}{scaled}"
-        nodes = [node for one in self.stages for node in one.plan.graph.nodes.values() if node.kind == PARAMETER]
+        nodes = [node for stage in self.stages for node in stage.plan.graph.nodes.values() if node.kind == PARAMETER]
         if any(self._grad_dtype(node.outputs[0].dtype) != node.outputs[0].dtype for node in nodes):
             yield "amp", f"gradients of {self._strategy.backwards} backwards add up, and are summed over ranks, in fp32"
         if merge.steps > 1:
@@ -204,25 +208,24 @@ class _Explained:
             yield "gradient_merge", f"a step of the optimizer with the {how} of {merge.steps} batches' gradients"
 
     def _overlap(self) -> Iterator[tuple[str, str]]:
-        fused = [one for stage in self.stages for one in stage.fused]
+        fused = [fusion for stage in self.stages for fusion in stage.fused]
         if fused:
-            able, how = sum(bool(one.operator) for one in fused), chunks_in_words(self._settings)
+            able, how = sum(bool(fusion.operator) for fusion in fused), chunks_in_words(self._settings)
             yield "overlap", f"{able} of {len(fused)} matmuls next to a collective can overlap; {how}"
-        ahead = [one for stage in self.stages for one in stage.ahead]
-        if ahead:
-            joined = sum(len(one.conversions) for one in ahead)
-            yield (
-                "comm_fusion",
-                f"{joined} collectives start ahead of what reads them, as {len(ahead)}",
+        prefetched = [group for stage in self.stages for group in stage.prefetched]
+        if prefetched:
+            joined = sum(len(group.conversions) for group in prefetched)
+            yield "comm_fusion", f"{joined} collectives start ahead of their readers, as {len(prefetched)}"
+        all_buckets = [bucket for stage in self.stages for bucket in stage.buckets]
+        if all_buckets:
+            members = [member for bucket in all_buckets for member in bucket.members]
+            nbytes = sum(
+                member.nbytes // member.dtype.itemsize * self._grad_dtype(member.dtype).itemsize for member in members
             )
-        found = [bucket for stage in self.stages for bucket in stage.buckets]
-        if found:
-            members = [one for bucket in found for one in bucket.members]
-            nbytes = sum(one.nbytes // one.dtype.itemsize * self._grad_dtype(one.dtype).itemsize for one in members)
             under = "under backward" if self._strategy.overlap.gradients else "after backward"
             yield (
                 "comm_fusion",
-                f"{len(members)} gradients, {size_of(nbytes)}, are summed in {len(found)} buckets {under}",
+                f"{len(members)} gradients, {size_of(nbytes)}, are summed in {len(all_buckets)} buckets {under}",
             )
 
     @cached_property
@@ -235,58 +238,59 @@ class _Explained:
             schedule = fuse(plan, self._settings)
         schedule, summed = with_partial_grads(schedule, plan)
         part = bool(self._planned.stages)
-        saved = tuple(saved_bytes(plan, schedule, one, part=part) for one in (Recompute(), self.recompute))
-        of_size = self._strategy.comm_fusion.bucket_bytes
-        memory = self._memory(plan, self._strategy.sharding.level)
-        again = {node for one in regions(plan, schedule, self.recompute, part=part).values() for node in one.nodes}
-        starts = (
-            prefetch_groups(schedule, plan, again, of_size) if self._strategy.pipeline.schedule not in SPLIT else {}
-        )
-        ahead = tuple(one for found in starts.values() for one in found)
-        return _Stage(name, plan, memory, (saved[0], saved[1]), live, schedule.fused, buckets(summed, of_size), ahead)
+        saved = tuple(saved_bytes(plan, schedule, recompute, part=part) for recompute in (Recompute(), self.recompute))
+        bucket_bytes = self._strategy.comm_fusion.bucket_bytes
+        memory = self._memory(plan, self._strategy.sharding.zero_stage)
+        recomputed = regions(plan, schedule, self.recompute, part=part).values()
+        again = {node for region in recomputed for node in region.nodes}
+        prefetches = self._strategy.pipeline.schedule not in SPLIT
+        starts = prefetch_groups(schedule, plan, again, bucket_bytes) if prefetches else {}
+        prefetched = tuple(group for groups in starts.values() for group in groups)
+        fused, all_buckets = schedule.fused, buckets(summed, bucket_bytes)
+        return _Stage(name, plan, memory, (saved[0], saved[1]), live, fused, all_buckets, prefetched)
 
-    def _memory(self, plan: ShardingPlan, level: int) -> OptimizerMemory:
+    def _memory(self, plan: ShardingPlan, zero_stage: int) -> OptimizerMemory:
         amp, sizes = self._strategy.amp, self._strategy.mesh
-        found = []
+        memories = []
         for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
-            nodes = [one for one in plan.graph.nodes.values() if one.kind == PARAMETER]
-            mine = [one for one in nodes if self._replicas(plan, one.name) == replicas]
+            nodes = [node for node in plan.graph.nodes.values() if node.kind == PARAMETER]
+            mine = [node for node in nodes if self._replicas(plan, node.name) == replicas]
             shapes = [
-                local_shape(one.outputs[0].shape, plan.layouts[Value(one.name)], plan.mesh.shape, (0,) * len(sizes))
-                for one in mine
+                local_shape(node.outputs[0].shape, plan.layouts[Value(node.name)], plan.mesh.shape, (0,) * len(sizes))
+                for node in mine
             ]
             if mine:
                 masters = ITEMSIZE_OF_MASTERS if amp.dtype is not None and amp.master_weights else None
-                found.append(
+                memories.append(
                     predicted_memory(
                         shapes,
-                        level=min(level, 2) if replicas > 1 else 0,
+                        zero_stage=min(zero_stage, 2) if replicas > 1 else 0,
                         ranks=replicas,
-                        by=self._strategy.sharding.by,
+                        partition_by=self._strategy.sharding.partition_by,
                         itemsize=mine[0].outputs[0].dtype.itemsize,
                         master_itemsize=masters,
                         grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if self._wide else None,
                     )
                 )
         return OptimizerMemory(
-            sum(one.parameters for one in found),
-            sum(one.gradients for one in found),
-            sum(one.optimizer for one in found),
+            sum(memory.parameters for memory in memories),
+            sum(memory.gradients for memory in memories),
+            sum(memory.optimizer for memory in memories),
         )
 
     @property
     def _wide(self) -> bool:
-        """Whether gradients of 16 bits add up in fp32."""
+        """Whether 16-bit gradients accumulate in fp32."""
         return self._strategy.backwards > 1
 
     def _grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return in which dtype gradients of parameters of `dtype` add up."""
+        """Return the dtype in which gradients of parameters of `dtype` accumulate."""
         return WIDE if self._wide and dtype.is_floating_point and dtype.itemsize == 2 else dtype
 
     def _replicas(self, plan: ShardingPlan, name: str) -> int:
-        """Return how many ranks of the divided dimension hold the same part of a parameter."""
+        """Return how many ranks of the sharding dimension hold the same shard of a parameter."""
         options = self._strategy.sharding
-        if not options.level or plan.graph.nodes[name].kind != PARAMETER:
+        if not options.zero_stage or plan.graph.nodes[name].kind != PARAMETER:
             return 1
         cut_there = plan.layouts[Value(name)][plan.mesh.dim(options.dim)].kind == "shard"
         return 1 if cut_there else self._strategy.mesh[options.dim]

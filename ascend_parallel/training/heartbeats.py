@@ -1,4 +1,4 @@
-"""What ranks leave in the job's store so that the others know of them: beats, who has stopped, and that it was said."""
+"""Heartbeats in the job's store: each rank's count, the ranks found stopped, and announcements of this."""
 
 from __future__ import annotations
 
@@ -6,78 +6,78 @@ import json
 import time
 from typing import Any
 
-# Beats that may be missed: a busy processor delays a thread, too.
+# Missed heartbeats that are tolerated: a busy processor delays a thread, too.
 PATIENCE = 16
 LOST = "ascend_parallel/lost"
 
 
-class Beats:
-    """One rank's view of a store, over a connection of its own: one waits while another is used.
+class Heartbeats:
+    """A rank's view of the store, over a connection of its own, since a waiting call blocks its connection.
 
-    Everything raises `RuntimeError` (`torch.distributed.DistNetworkError`) once the store has ended with its host.
+    Every method raises `RuntimeError` (`torch.distributed.DistNetworkError`) once the store's host has ended.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, interval: float) -> None:
-        """Look at the beats of `ranks` ranks, one every `interval` seconds, as `rank`."""
+        """Watch the heartbeats of `ranks` ranks, sent every `interval` seconds, as rank `rank`."""
         self._store, self._rank, self._interval = store.clone(), rank, interval
-        self._others = [other for other in range(ranks) if other != rank]
+        self._others = [peer for peer in range(ranks) if peer != rank]
 
     def beat(self) -> None:
-        """Leave one beat of this rank."""
-        self._store.add(_beat(self._rank), 1)
+        """Add a heartbeat of this rank."""
+        self._store.add(_key(self._rank), 1)
 
-    def still(self, lost: dict[int, int]) -> dict[int, int]:
-        """Return those of `lost`, beats by rank, that have left none since."""
-        return {rank: count for rank, count in lost.items() if self._count(rank) == count}
+    def unchanged(self, counts: dict[int, int]) -> dict[int, int]:
+        """Return the ranks of `counts` (heartbeats by rank) that have sent no heartbeat since."""
+        return {rank: count for rank, count in counts.items() if self._count(rank) == count}
 
-    def heard(self) -> dict[int, int]:
-        """Return the ranks that some rank found stopped, with their beats; {} if none has, or if they beat again."""
+    def reported(self) -> dict[int, int]:
+        """Return the ranks reported stopped, with their counts; {} if none is reported, or if they beat again."""
         if not self._store.check([LOST]):
             return {}
-        told = {int(rank): count for rank, count in json.loads(self._store.get(LOST)).items()}
-        told.pop(self._rank, None)
-        return self.still(told)
+        counts = {int(rank): count for rank, count in json.loads(self._store.get(LOST)).items()}
+        counts.pop(self._rank, None)
+        return self.unchanged(counts)
 
     def stopped(self) -> dict[int, int]:
-        """Return the ranks that do not beat, with the beats they left, and let the others know; takes a few intervals.
+        """Return the ranks without heartbeats, with their counts, and report them to the others.
 
-        Sooner if another rank has found some.
+        Takes a few intervals; less if another rank has reported some.
         """
-        if heard := self.heard():
-            return heard
-        time.sleep(self._interval)  # the last beat of one that has just died may still be on its way
+        if reported := self.reported():
+            return reported
+        time.sleep(self._interval)  # the last heartbeat of a rank that has just died may still be on its way
         silent = {rank: self._count(rank) for rank in self._others}
         end = time.monotonic() + PATIENCE * self._interval
         while silent and time.monotonic() < end:
             time.sleep(self._interval / 2)
-            if heard := self.heard():
-                return heard
-            silent = self.still(silent)
+            if reported := self.reported():
+                return reported
+            silent = self.unchanged(silent)
         if silent:
             self._store.set(LOST, json.dumps(silent))
         return silent
 
-    def said(self) -> None:
-        """Let the others know that this rank has said who is lost."""
-        self._store.set(_said(self._rank), "1")
+    def announced(self) -> None:
+        """Record in the store that this rank has written which ranks are lost."""
+        self._store.set(_announced(self._rank), "1")
 
-    def stay(self, lost: dict[int, int]) -> None:
-        """Wait until all ranks but `lost` have said so, at most as long as a rank may miss beats.
+    def wait_for_others(self, lost: dict[int, int]) -> None:
+        """Wait until all ranks but `lost` have recorded their announcement, at most `PATIENCE` intervals.
 
-        A launcher ends all ranks as soon as one has ended, and the store ends with its host.
+        A launcher ends all ranks as soon as any rank has ended, and the store ends with its host.
         """
-        keys = [_said(rank) for rank in self._others if rank not in lost]
+        keys = [_announced(rank) for rank in self._others if rank not in lost]
         end = time.monotonic() + PATIENCE * self._interval
         while keys and time.monotonic() < end and not self._store.check(keys):
             time.sleep(self._interval / 2)
 
     def _count(self, rank: int) -> int:
-        return int(self._store.add(_beat(rank), 0))
+        return int(self._store.add(_key(rank), 0))
 
 
-def _beat(rank: int) -> str:
+def _key(rank: int) -> str:
     return f"ascend_parallel/beat/{rank}"
 
 
-def _said(rank: int) -> str:
+def _announced(rank: int) -> str:
     return f"ascend_parallel/said/{rank}"

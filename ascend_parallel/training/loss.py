@@ -1,4 +1,4 @@
-"""A model and its loss as one module, whose parts have the model's names, and as one graph."""
+"""Join a model and its loss into one module, with the model's names, and trace them as one graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Loss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """What a batch gave.
+    """The loss of a batch.
 
     total, count
-        The sum of its losses and of how many, by which its gradients are to be divided; or the mean loss and None.
+        The sum of losses, and the count by which gradients are to be divided; or the mean loss, and None.
     """
 
     total: torch.Tensor
@@ -34,32 +34,32 @@ class BatchLoss:
         return self.total if self.count is None else self.total / self.count
 
 
-class Divisor:
-    """What the gradients of the batches between two steps of the optimizer are divided by."""
+class GradientDivisor:
+    """The number that divides the gradients of the batches between two steps of the optimizer."""
 
     def __init__(self, merge: GradientMerge) -> None:
-        """Begin without any batch."""
+        """Start without batches."""
         self._merge = merge
         self._count: float | None = None
 
-    def add(self, found: BatchLoss) -> None:
-        """Take a batch's count. Raises `StrategyOptionError` if the strategy wants the sum of several means."""
-        if found.count is None:
+    def add(self, loss: BatchLoss) -> None:
+        """Add a batch's count. Raises `StrategyOptionError` if the strategy asks for the sum of several means."""
+        if loss.count is None:
             return
         if self._merge.steps > 1 and not self._merge.average:
             raise StrategyOptionError(
                 f"gradient_merge.average=False with steps={self._merge.steps} and a loss that returns (sum, count): a "
-                "sum of means, each of its own count, cannot be had from sums; give average=True, the mean over all"
+                "sum of means over different counts cannot be computed from sums; give average=True, the mean over all"
             )
-        self._count = (self._count or 0.0) + float(found.count)
+        self._count = (self._count or 0.0) + float(loss.count)
 
     def clear(self) -> None:
-        """Forget the batches."""
+        """Drop all counts."""
         self._count = None
 
     @property
     def value(self) -> float:
-        """The divisor. Raises `ValueError` for counts that are none together."""
+        """The divisor. Raises `ValueError` unless the counts add up to a finite number above 0."""
         if self._count is None:
             return 1.0
         if not 0 < self._count < float("inf"):
@@ -71,30 +71,30 @@ class Divisor:
 
 
 class Losses:
-    """Adds up what the loss returned for each of a batch's micro-batches."""
+    """Accumulates the losses of a batch's micro-batches."""
 
     def __init__(self, micro_batches: int, factor: float = 1.0) -> None:
-        """Begin a batch of so many micro-batches, whose gradients are multiplied by `factor`."""
+        """Start a batch of `micro_batches` micro-batches, whose gradients are multiplied by `factor`."""
         self._micro_batches, self._factor = micro_batches, factor
-        self._found: list[torch.Tensor] = []
+        self._totals: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
 
     def add(self, returned: Any) -> torch.Tensor:
-        """Take a micro-batch's mean, or sum and count; return its share of what is differentiated."""
+        """Add a micro-batch's mean, or its sum and count; return its share of the differentiated loss."""
         if isinstance(returned, torch.Tensor):
-            self._found.append(returned.detach())
+            self._totals.append(returned.detach())
             return returned * (self._factor / self._micro_batches)
         total, count = returned
-        self._found.append(_wide(total.detach()))
+        self._totals.append(_wide(total.detach()))
         self._counts.append(torch.as_tensor(count, device=total.device).detach())
         return cast(torch.Tensor, total * self._factor)
 
     def batch(self) -> BatchLoss:
-        """Return the mean of the means, or the sum of the sums divided by that of the counts."""
-        assert len(self._found) == self._micro_batches, f"{len(self._found)} losses of {self._micro_batches}"
+        """Return the mean of the means, or the sum of the sums and the sum of the counts."""
+        assert len(self._totals) == self._micro_batches, f"{len(self._totals)} losses of {self._micro_batches}"
         if not self._counts:
-            return BatchLoss(torch.stack(self._found).mean())
-        return BatchLoss(torch.stack(self._found).sum(), torch.stack(self._counts).sum())
+            return BatchLoss(torch.stack(self._totals).mean())
+        return BatchLoss(torch.stack(self._totals).sum(), torch.stack(self._counts).sum())
 
 
 def _wide(number: torch.Tensor) -> torch.Tensor:
@@ -105,12 +105,12 @@ class WithLoss(nn.Module):
     """Runs ``loss(model, *batch)``; its parameters, buffers and modules are the model's, under the same names."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
-        """Join them. What is put in the place of a parameter here is put there in the model."""
+        """Join them. A parameter replaced here is replaced in the model."""
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[name] = vars(model)[name]
         self.training = model.training
-        self._run = (model, loss)  # in a tuple: neither is a module of this one
+        self._run = (model, loss)  # a tuple, so that the model is not registered as a submodule
 
     def forward(self, *batch: Any) -> Any:
         """Return the mean loss, or its sum and count."""
@@ -119,36 +119,36 @@ class WithLoss(nn.Module):
 
 
 def mean_loss(model: nn.Module, *batch: Any) -> Any:
-    """Return ``model(*batch)``: for models that return their loss."""
+    """Return ``model(*batch)``, for models that return their loss."""
     return model(*batch)
 
 
 def trace_with_loss(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Graph:
-    """Return the graph of ``loss(model, *batch)`` as the model is, in training or in evaluation mode.
+    """Return the graph of ``loss(model, *batch)`` in the model's current mode, training or evaluation.
 
     Raises `TraceError`, also if the loss is neither one number nor a sum and a count.
     """
     try:
         graph = trace(WithLoss(model, loss), tuple(batch))
     except TraceError as error:
-        said = str(error).replace("WithLoss", f"{type(model).__name__} with its loss", 1)
-        if "positional argument" in said:
+        message = str(error).replace("WithLoss", f"{type(model).__name__} with its loss", 1)
+        if "positional argument" in message:
             called = "model(*batch), which returns the loss" if loss is mean_loss else "loss(model, *batch)"
-            said += f"; it was called as {called}" + (": give loss= if it does not" if loss is mean_loss else "")
-        raise TraceError(said) from error
+            message += f"; it was called as {called}" + (": give loss= if it does not" if loss is mean_loss else "")
+        raise TraceError(message) from error
     returned = graph.outputs if isinstance(graph.outputs, (tuple, list)) else (graph.outputs,)
-    numbers = [isinstance(one, Value) and graph.meta(one).shape == () for one in returned]
+    numbers = [isinstance(leaf, Value) and graph.meta(leaf).shape == () for leaf in returned]
     counted = len(returned) == 2 and (numbers[1] or (isinstance(returned[1], (int, float)) and returned[1] > 0))
     if not numbers[0] or len(returned) > 2 or (len(returned) == 2 and not counted):
         raise TraceError(
-            "the loss has to be one number: loss(model, *batch) returns the mean, a tensor of no dimension, or "
-            "(sum, count), two of them"
+            "the loss has to be one number: loss(model, *batch) must return the mean, a tensor without dimensions, or "
+            "(sum, count), two such tensors"
         )
     return graph
 
 
 def loss_value(graph: Graph) -> Value:
-    """Return the mean loss of a graph with its loss, or the sum."""
-    found = graph.outputs if isinstance(graph.outputs, Value) else graph.outputs[0]
-    assert isinstance(found, Value)
-    return found
+    """Return the mean loss, or the sum, of a graph with its loss."""
+    loss = graph.outputs if isinstance(graph.outputs, Value) else graph.outputs[0]
+    assert isinstance(loss, Value)
+    return loss

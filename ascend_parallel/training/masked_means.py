@@ -1,4 +1,4 @@
-"""Means over unequal counts, seen and said: the mean of micro-batches' means is then not the batch's mean."""
+"""Warn about means over unequal counts: then the mean of the micro-batches' means is not the batch's mean."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ log = logging.getLogger("ascend_parallel")
 BY_CLASS = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 CURE = (
     "have the loss return (sum, count), such as cross_entropy(..., reduction='sum') and (targets != -100).sum(): the "
-    "step then divides by the count of all"
+    "step then divides by the total count"
 )
 
 
 class MaskedMeans:
-    """Looks, on rank 0, at what the means in a planned loss divide by in each micro-batch, and warns once."""
+    """Compares, on rank 0, the divisors of the means in a planned loss between micro-batches, and warns once."""
 
     def __init__(self, plan: ShardingPlan, micro_batches: int) -> None:
-        """Find these means: cross-entropies that ignore targets, and numbers divided by one made of the batch alone."""
+        """Find these means: cross-entropies that ignore targets, and numbers divided by a number of the batch alone."""
         self._graph, self._micro_batches, self._seen = plan.graph, micro_batches, 0
-        looks = micro_batches > 1 and isinstance(plan.graph.outputs, Value) and dist.get_rank() == 0
-        self._means = list(_means(plan)) if looks else []
+        needed = micro_batches > 1 and isinstance(plan.graph.outputs, Value) and dist.get_rank() == 0
+        self._means = list(_means(plan)) if needed else []
 
-    def look(self, batch: Sequence[Any]) -> None:
-        """Warn if micro-batches of the batch, whole or this rank's part, count differently."""
+    def check(self, batch: Sequence[Any]) -> None:
+        """Warn if the counts of the batch's micro-batches differ; the batch is whole or this rank's part."""
         number, self._seen = self._seen, self._seen + 1
         if not self._means or not is_due(number, EVERY):
             return
-        tensors = [one for one in pytree.tree_leaves(list(batch)) if isinstance(one, torch.Tensor)]
-        parts = list(zip(*(one.chunk(self._micro_batches) for one in tensors), strict=True))
+        tensors = [leaf for leaf in pytree.tree_leaves(list(batch)) if isinstance(leaf, torch.Tensor)]
+        parts = list(zip(*(tensor.chunk(self._micro_batches) for tensor in tensors), strict=True))
         for node, value, ignored in self._means:
             try:
                 counts = [_count(self._graph, value, ignored, part) for part in parts]
-            except RuntimeError:  # sizes that stand in the graph are those of the whole batch, not of a rank's part
+            except RuntimeError:  # sizes in the graph are those of the whole batch, not of a rank's part
                 continue
             if len(set(counts)) > 1:
                 shown = ", ".join(f"{count:g}" for count in counts[:8])
@@ -65,17 +65,17 @@ class MaskedMeans:
 
 
 class CountedMeans(TorchFunctionMode):
-    """Counts, in a model that runs as it is written, what its cross-entropies take the mean of."""
+    """Counts, in a model that is not traced, the targets over which its cross-entropies take means."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start at 0."""
         super().__init__()
         self.count = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look at calls of cross_entropy and nll_loss; run all of them."""
+        """Count the targets of cross_entropy and nll_loss; run every function unchanged."""
         named = dict(kwargs or {})
         if func in (F.cross_entropy, F.nll_loss) and named.get("reduction", "mean") == "mean":
             target = args[1] if len(args) > 1 else named["target"]
@@ -85,10 +85,10 @@ class CountedMeans(TorchFunctionMode):
 
 
 def warn_of_replicas(count: int, group: dist.ProcessGroup) -> bool:
-    """Warn on rank 0 if ranks of `group` count differently; tell, alike on all of them, whether they do."""
-    found = torch.tensor([count, -count], device=default_device())
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    most, least = int(found[0]), -int(found[1])
+    """Warn on rank 0 if the counts differ between the ranks of `group`; return, on all of them, whether they do."""
+    extremes = torch.tensor([count, -count], device=default_device())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    most, least = int(extremes[0]), -int(extremes[1])
     if most != least and dist.get_rank() == 0:
         log.warning(
             "the loss is a mean over the targets that are not ignored, of which replicas have between %d and %d: the "
@@ -101,7 +101,7 @@ def warn_of_replicas(count: int, group: dist.ProcessGroup) -> bool:
 
 
 def _means(plan: ShardingPlan) -> Iterator[tuple[Node, Value, int | None]]:
-    """Yield what takes a mean, what says of how many, and the class that is ignored (None: it is the number)."""
+    """Yield each mean's node, the value that holds its count, and the ignored class (None: the value is the count)."""
     graph = plan.graph
     for node in graph.nodes.values():
         if node.kind != CALL or node.call is None:
@@ -112,47 +112,47 @@ def _means(plan: ShardingPlan) -> Iterator[tuple[Node, Value, int | None]]:
             target = place(named["target"])
             if target is None or int(named["reduction"]) != MEAN or is_float(node.call.inputs[target]):
                 continue
-            found, ignored = node.inputs[target], int(named["ignore_index"])
+            counted, ignored = node.inputs[target], int(named["ignore_index"])
         elif name == "div" and len(node.inputs) == 2 and all(meta.shape == () for meta in node.call.inputs):
-            found, ignored = node.inputs[1], None
+            counted, ignored = node.inputs[1], None
         else:
             continue
-        if _of_batch(graph, found):
-            yield node, found, ignored
+        if _of_batch(graph, counted):
+            yield node, counted, ignored
 
 
 def _of_batch(graph: Graph, value: Value) -> bool:
-    """Tell whether a tensor is made of inputs, and of constants at most."""
+    """Tell whether a tensor is computed from inputs, and otherwise only from constants."""
     kinds, waiting, seen = set(), [value.node], set[str]()
     while waiting:
         node = graph.nodes[waiting.pop()]
         if node.name not in seen:
             seen.add(node.name)
             kinds.add(node.kind)
-            waiting += [one.node for one in node.inputs]
+            waiting += [value.node for value in node.inputs]
     return INPUT in kinds and kinds <= {INPUT, CONSTANT, CALL}
 
 
 def _count(graph: Graph, value: Value, ignored: int | None, part: Sequence[torch.Tensor]) -> float:
-    """Return what a mean of a micro-batch divides by."""
+    """Return the number that a micro-batch's mean divides by."""
     names = [node.name for node in graph.nodes.values() if node.kind == INPUT]
     with torch.no_grad():
-        found = _made(graph, value, dict(zip(names, part, strict=True)))
-    return float(found if ignored is None else (found != ignored).sum())
+        counted = _compute(graph, value, dict(zip(names, part, strict=True)))
+    return float(counted if ignored is None else (counted != ignored).sum())
 
 
-def _made(graph: Graph, value: Value, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run the operators of which a tensor is made."""
+def _compute(graph: Graph, value: Value, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Compute a value of the graph from its inputs."""
     node = graph.nodes[value.node]
     if node.kind == INPUT:
-        return given[node.name]
+        return inputs[node.name]
     if node.call is None:
-        found: torch.Tensor = graph.constants[node.source]
-        return found
-    inputs = [_made(graph, one, given) for one in node.inputs]
+        constant: torch.Tensor = graph.constants[node.source]
+        return constant
+    tensors = [_compute(graph, source, inputs) for source in node.inputs]
     args, kwargs = pytree.tree_map(
-        lambda leaf: inputs[leaf.index] if isinstance(leaf, Ref) else leaf, (node.call.args, dict(node.call.kwargs))
+        lambda leaf: tensors[leaf.index] if isinstance(leaf, Ref) else leaf, (node.call.args, dict(node.call.kwargs))
     )
     returned = node.call.target(*args, **kwargs)
-    made: torch.Tensor = returned if isinstance(returned, torch.Tensor) else returned[value.index]
-    return made
+    result: torch.Tensor = returned if isinstance(returned, torch.Tensor) else returned[value.index]
+    return result

@@ -10,11 +10,11 @@ from ascend_parallel.training.pipeline.schedule import SCHEDULES, Simulated, Tim
 
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 DTYPES = ("bfloat16", "float16")
-BY = ("slices", "parameters")
+PARTITIONS = ("slices", "parameters")
 
 
 class StrategyOptionError(ValueError):
-    """An option of a strategy that is not allowed; the message names it, its value and what is."""
+    """An option of a strategy has a value that is not allowed; the message names it, its value and what to give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +22,14 @@ class PipelineOptions:
     """Pipeline parallelism.
 
     degree
-        Groups of ranks, each with a mesh of its own; 1: none.
+        Groups of ranks, each with a mesh of its own; 1: no pipeline.
     stages
-        Stage of modules by path pattern, such as {"layers.[01]": 0, "layers.*": 1}; what the model's modules carry
-        as ``pipeline_stage`` counts too. Neither: cut into stages of about the same work.
+        Stages of modules by path pattern, such as {"layers.[01]": 0, "layers.*": 1}; ``pipeline_stage`` on the model's
+        modules counts too. Without both: stages of about the same work.
     schedule
         "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble" or "zbv".
     micro_batches
-        Into how many parts a batch is cut; without a pipeline the gradients of as many are accumulated.
+        The number of parts that a batch is cut into; without a pipeline their gradients are accumulated.
     virtual_stages
         Stages of each group of ranks; more than 1 with interleaved_1f1b, zero_bubble and zbv.
     """
@@ -71,28 +71,28 @@ class PipelineOptions:
 
     @property
     def count(self) -> int:
-        """Stages of all groups of ranks."""
+        """The number of stages, of all groups of ranks."""
         return self.degree * self.virtual_stages
 
     def simulated(self, times: Times | None = None) -> Simulated:
-        """Return when each micro-batch runs where, by default with a backward of twice a forward."""
+        """Return the simulated schedule; by default a backward takes twice a forward."""
         return simulate(self.schedule, self.degree, self.count, self.micro_batches, times)
 
     def headline(self) -> str:
-        """Return the bubble's predicted part of a step, and the published formula's."""
+        """Return the bubble's predicted share of a step, and the published formula's."""
         closed = closed_bubble(self.schedule, self.degree, self.count, self.micro_batches)
         by_formula = "" if closed is None else f" ({100 * closed:.1f} % by the formula)"
         bubble = 100 * self.simulated().bubble
         return f"{self.schedule}, {self.micro_batches} micro-batches: bubble {bubble:.1f} % of a step{by_formula}"
 
     def __str__(self) -> str:
-        """Draw the schedule: a row for each group of ranks."""
+        """Draw the schedule as text: a row for each group of ranks."""
         if self.degree == 1:
             return "no pipeline"
         return text(self.simulated())
 
     def svg(self) -> str:
-        """Draw the schedule as a picture, bubbles shaded."""
+        """Draw the schedule as a picture, with shaded bubbles."""
         return svg(self.simulated())
 
 
@@ -100,32 +100,34 @@ class PipelineOptions:
 class ShardingOptions:
     """Optimizer parallel (ZeRO, arXiv:1910.02054).
 
-    level
-        0: every replica holds all. 1: the optimizer's state is divided. 2: the gradients too. 3: the parameters too.
+    zero_stage
+        0: every replica holds all. 1: the optimizer's state is partitioned. 2: gradients too. 3: parameters too.
     dim
-        The mesh dimension whose ranks divide it.
-    by
-        "slices" of each parameter (weights sharding), or whole "parameters" (weights grouping; levels 1 and 2).
+        The mesh dimension over whose ranks they are partitioned.
+    partition_by
+        "slices" of each parameter (weights sharding), or whole "parameters" (weights grouping; stages 1 and 2).
     """
 
-    level: int = 0
+    zero_stage: int = 0
     dim: str = "dp"
-    by: str = "slices"
+    partition_by: str = "slices"
 
     def __post_init__(self) -> None:
         """Check each option."""
-        check_one_of("sharding.level", self.level, (0, 1, 2, 3))
-        check_one_of("sharding.by", self.by, BY)
-        if self.level == 3 and self.by == "parameters":
-            raise StrategyOptionError('sharding.by="parameters" with level 3: give "slices", or level 1 or 2')
+        check_one_of("sharding.zero_stage", self.zero_stage, (0, 1, 2, 3))
+        check_one_of("sharding.partition_by", self.partition_by, PARTITIONS)
+        if self.zero_stage == 3 and self.partition_by == "parameters":
+            raise StrategyOptionError(
+                'sharding.partition_by="parameters" with zero_stage 3: give "slices", or zero_stage 1 or 2'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmpOptions:
-    """Mixed precision: the model computes in `dtype` (None: in its own).
+    """Mixed precision: the model computes in `dtype` (None: in its own dtype).
 
     master_weights
-        The optimizer keeps fp32 weights of its own, and its state in fp32.
+        The optimizer keeps separate fp32 weights, and its state in fp32.
     """
 
     dtype: str | None = None
@@ -140,7 +142,7 @@ class AmpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMerge:
-    """The optimizer steps once in `steps` batches, with the mean of their gradients (or, if not `average`, the sum)."""
+    """The optimizer steps once in `steps` batches, with the mean of their gradients (`average=False`: the sum)."""
 
     steps: int = 1
     average: bool = True
@@ -153,12 +155,12 @@ class GradientMerge:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapOptions:
-    """What runs beside what.
+    """What overlaps with communication.
 
     operators
-        Matmuls next to a collective run as the overlapped operators.
+        Matmuls next to a collective run as overlapped operators.
     gradients
-        Gradients of replicas are summed while backward goes on.
+        Gradients of replicas are summed while backward runs.
     """
 
     operators: bool = True
@@ -172,7 +174,7 @@ class OverlapOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommFusion:
-    """Small collectives as one: gradients summed in buckets of `bucket_mb` megabytes (10^6 bytes), or 0: each alone."""
+    """Join small collectives: gradients are summed in buckets of `bucket_mb` megabytes (10^6 bytes); 0: each alone."""
 
     bucket_mb: float = 25.0
 
@@ -183,7 +185,7 @@ class CommFusion:
 
     @property
     def bucket_bytes(self) -> int:
-        """The bucket's size; 1 where each gradient is summed alone."""
+        """The bucket's size; 1 if each gradient is summed alone."""
         return max(1, int(self.bucket_mb * 1e6))
 
 
@@ -200,6 +202,6 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise unless `value` is one of those allowed."""
+    """Raise unless `value` is one of `allowed`."""
     if isinstance(value, bool) or value not in allowed:
         raise StrategyOptionError(f"{name}={value!r}: give one of {', '.join(map(str, allowed))}")

@@ -1,8 +1,9 @@
-"""Which ranks are still there: every rank beats in the job's store, and one that ends names those that have stopped.
+"""Detect lost ranks: every rank sends heartbeats to the job's store; a failing rank names the ranks that stopped.
 
-A collective whose peer has died ends with an error of a connection, on another rank with a time-out, and under torchrun
-with SIGTERM from the agent. None of these says who died. The beats do. The first rank that finds out lets the others
-know, each says so at once, also one whose main thread still waits, and none leaves before all have.
+When a rank dies, a collective fails with a connection error, on another rank with a time-out, and under torchrun with
+SIGTERM from the agent. None of these names the dead rank; missing heartbeats do. The first rank that finds a dead rank
+reports it in the store. Every rank then writes the message at once, even if its main thread still waits, and no rank
+leaves before all have written it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.training.heartbeats import Beats
+from ascend_parallel.training.heartbeats import Heartbeats
 
 log = logging.getLogger("ascend_parallel")
 
 INTERVAL = 0.25
-# Seconds for the main thread to print its error where SIGTERM has come, too.
+# Seconds that the main thread gets to print its error after SIGTERM.
 LAST_WORDS = 2.0
 
 
@@ -33,39 +34,39 @@ class RankLostError(RuntimeError):
     """Ranks of the job have stopped; the message names them and the step."""
 
 
-class Watch:
-    """Beats for this rank in a thread of its own, and looks at the others' beats."""
+class RankWatch:
+    """Sends this rank's heartbeats in a thread of its own, and watches the others'."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
-        """Start to beat, every `interval` seconds, until `stop` or the process ends. Needs the default group."""
+        """Send a heartbeat every `interval` seconds until `stop` or the process ends. Needs the default group."""
         self._rank, self._ranks, self._interval = dist.get_rank(), dist.get_world_size(), interval
         _warn_of_restarts(self._rank)
         group = dist.group.WORLD
         assert group is not None
         store: Any = c10d._get_process_group_store(group)
-        self._mine, self._theirs = (Beats(store, self._rank, self._ranks, interval) for _ in range(2))
-        self._ended, self._saying, self._failing = threading.Event(), threading.Lock(), threading.Event()
-        self._found: dict[int, int] = {}  # the ranks that are known to have stopped, with the beats they left
+        self._mine, self._theirs = (Heartbeats(store, self._rank, self._ranks, interval) for _ in range(2))
+        self._ended, self._writing, self._failing = threading.Event(), threading.Lock(), threading.Event()
+        self._known_lost: dict[int, int] = {}  # the ranks known to have stopped, with their heartbeat counts
         self.step = 0
-        self._thread = threading.Thread(target=self._beat, name="ascend_parallel beat", daemon=True)
+        self._thread = threading.Thread(target=self._send, name="ascend_parallel beat", daemon=True)
         self._thread.start()
-        self._before, self._told = _when_terminated(self._terminated)
+        self._handler_before, self._wakeup_socket = _on_sigterm(self._terminated)
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Beat no more; the others will find this rank gone."""
+        """Stop the heartbeats; the others will find this rank gone."""
         if not self._ended.is_set():
             atexit.unregister(self.stop)
             self._ended.set()
             self._thread.join()
-            self._told.close()
-            if threading.current_thread() is threading.main_thread() and self._before is not None:
+            self._wakeup_socket.close()
+            if threading.current_thread() is threading.main_thread() and self._handler_before is not None:
                 signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGTERM, self._before)
+                signal.signal(signal.SIGTERM, self._handler_before)
 
     @contextmanager
-    def naming(self, step: int) -> Iterator[None]:
-        """Turn an error of the step inside into a `RankLostError` if ranks have stopped; else it goes on as it is."""
+    def name_lost_ranks(self, step: int) -> Iterator[None]:
+        """Turn a `RuntimeError` inside into a `RankLostError` if ranks have stopped; else raise it unchanged."""
         self.step = step
         try:
             yield
@@ -77,42 +78,42 @@ class Watch:
             raise
 
     def _lost(self) -> dict[int, int]:
-        """Return the ranks that do not beat, {} if all do, and say so; leave time for the other ranks to do so, too."""
+        """Return the ranks without heartbeats, {} if there are none; write them, and wait for the others to do so."""
         try:
-            lost = self._theirs.still(self._found) or self._theirs.stopped()
-        except RuntimeError:  # dist.DistNetworkError: whoever held the store has ended
-            lost = self._found or ({0: 0} if self._rank else {})
+            lost = self._theirs.unchanged(self._known_lost) or self._theirs.stopped()
+        except RuntimeError:  # dist.DistNetworkError: the store's host has ended
+            lost = self._known_lost or ({0: 0} if self._rank else {})
         if lost:
-            self._say(self._theirs, lost)
+            self._announce(self._theirs, lost)
             with suppress(RuntimeError):
-                self._theirs.stay(lost)
+                self._theirs.wait_for_others(lost)
         return lost
 
-    def _beat(self) -> None:
+    def _send(self) -> None:
         while not self._ended.wait(self._interval):
             try:
                 self._mine.beat()
-                lost = self._mine.heard()
-            except RuntimeError:  # the store has ended; this rank's own collectives will say so
+                lost = self._mine.reported()
+            except RuntimeError:  # the store has ended; this rank's own collectives will fail
                 return
             if lost:
-                self._say(self._mine, lost)
+                self._announce(self._mine, lost)
 
-    def _say(self, beats: Beats, lost: dict[int, int]) -> None:
-        """Write who has stopped, once, and let the other ranks know that it was written."""
-        with self._saying:
-            if lost.keys() != self._found.keys():
+    def _announce(self, heartbeats: Heartbeats, lost: dict[int, int]) -> None:
+        """Write the lost ranks, once, and tell the other ranks that they were written."""
+        with self._writing:
+            if lost.keys() != self._known_lost.keys():
                 _write(self._text(lost))
-            self._found = lost
+            self._known_lost = lost
         with suppress(RuntimeError):
-            beats.said()
+            heartbeats.announced()
 
     def _text(self, lost: dict[int, int]) -> str:
-        which = ", ".join(map(str, sorted(lost)))
-        return f"rank {which} stopped in step {self.step} of the training (told on rank {self._rank})"
+        ranks = ", ".join(map(str, sorted(lost)))
+        return f"rank {ranks} stopped in step {self.step} of the training (reported by rank {self._rank})"
 
     def _terminated(self) -> None:
-        """Say who is gone and end, whatever the main thread waits for."""
+        """Write the lost ranks and end the process, whatever the main thread waits for."""
         if not self._lost():
             _write(f"rank {self._rank} was terminated in step {self.step}")
         if self._failing.is_set():
@@ -121,12 +122,12 @@ class Watch:
 
 
 def _write(text: str) -> None:
-    """Write past sys.stderr, which torch's hook for uncaught errors replaces while it prints one."""
+    """Write to file descriptor 2: torch's hook for uncaught errors replaces sys.stderr while it prints one."""
     os.write(2, f"ascend_parallel: {text}\n".encode())
 
 
 def _warn_of_restarts(rank: int) -> None:
-    """Say what torchrun needs to restart: in its own store gloo finds the ended processes' addresses.
+    """Warn if torchrun cannot restart: in its own store gloo finds the addresses of the ended processes.
 
     https://github.com/pytorch/pytorch/issues/135712
     """
@@ -138,10 +139,10 @@ def _warn_of_restarts(rank: int) -> None:
         )
 
 
-def _when_terminated(call: Any) -> tuple[Any, socket.socket]:
-    """Have `call` run in a thread on SIGTERM, if nobody else handles it; return the handler before, or None.
+def _on_sigterm(call: Any) -> tuple[Any, socket.socket]:
+    """Run `call` in a thread on SIGTERM unless a handler is set; return the default handler, or None.
 
-    A main thread that waits in a collective runs no handler of Python's; a thread that reads the wake-up socket does.
+    A main thread that waits in a collective runs no Python handler; a thread that reads the wake-up socket does.
     """
     reader, writer = socket.socketpair()
     main = threading.current_thread() is threading.main_thread()
@@ -150,16 +151,16 @@ def _when_terminated(call: Any) -> tuple[Any, socket.socket]:
         return None, writer
     writer.setblocking(False)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
-    other = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if other != -1:
-        signal.set_wakeup_fd(other)
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if previous_fd != -1:
+        signal.set_wakeup_fd(previous_fd)
         signal.signal(signal.SIGTERM, before)
         reader.close()
         return None, writer
 
     def wait() -> None:
-        while found := reader.recv(64):
-            if signal.SIGTERM in found:
+        while signals := reader.recv(64):
+            if signal.SIGTERM in signals:
                 call()
         reader.close()
 

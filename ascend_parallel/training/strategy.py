@@ -1,4 +1,4 @@
-"""One `Strategy`: everything that is said about how a model is trained on many ranks, beside the model."""
+"""`Strategy`: the configuration of a training on many ranks, beside the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ascend_parallel.training.recompute import Recompute
 from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
-# What a hybrid model, which is not traced, cannot have.
+# Options that a hybrid model, which is not traced, cannot have.
 OF_PLANS = ("operators", "pipeline", "recompute", "fused_passes")
 
 
@@ -39,24 +39,24 @@ class Strategy:
     """How a model is trained on many ranks.
 
     mode
-        "data": the model whole on every rank, each with its part of the batch. "semi_auto": `operators` have
-        strategies, the rest is data parallel. "auto": what `operators` say is kept, the rest found, also from nothing.
-        "hybrid": the model runs as it is written, with collectives and overlapped operators of its own; gradients are
-        summed over `data_dim`.
+        "data": every rank holds the whole model and gets a part of the batch. "semi_auto": `operators` have
+        strategies, the rest is data parallel. "auto": the strategies in `operators` (possibly none) are kept, the rest
+        is searched. "hybrid": the model runs as written, with its own collectives and overlapped operators; gradients
+        are summed over `data_dim`.
     mesh
         Sizes by name of the mesh of one pipeline stage, such as {"dp": 2, "tp": 2}.
     data_dim
-        The mesh dimension along which data differ; None where there is none (modes auto and hybrid).
+        The mesh dimension along which data differ; None if there is none (modes auto and hybrid).
     operators
-        Strategies by pattern, as `propagate` takes them.
+        Strategies by pattern, as for `propagate`.
     fused_passes
-        Names of PASSES: operators of the graph that become one.
+        Names of PASSES, which fuse operators of the graph.
     max_norm
-        The gradients' global norm is clipped to it.
+        Gradients are clipped to this global norm.
     memory_limit, hardware
-        As `propagate` has them: bytes that a rank may hold, and whose costs count.
+        As for `propagate`: the bytes that a rank may hold, and the hardware whose costs count.
 
-    Raises `StrategyOptionError` for what is not allowed, alone or together.
+    Raises `StrategyOptionError` for options that are not allowed, alone or together.
     """
 
     mode: str = "auto"
@@ -76,7 +76,7 @@ class Strategy:
     hardware: str = "910b"
 
     def __post_init__(self) -> None:
-        """Check what has to fit together."""
+        """Check that the options fit together."""
         check_one_of("mode", self.mode, MODES)
         self._check_types()
         self._check_mesh()
@@ -86,7 +86,7 @@ class Strategy:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Strategy:
-        """Read a TOML file: the fields' names, a table for each part; `operators` as `read_strategies` has them."""
+        """Read a TOML file: the fields' names, a table for each part; `operators` as for `read_strategies`."""
         file = Path(path)
         try:
             return cls.from_dict(parse_toml(file.read_text(encoding="utf-8"), str(file)), str(file))
@@ -96,9 +96,9 @@ class Strategy:
             raise StrategyOptionError(str(error)) from error
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], place: str = "the strategy") -> Strategy:
-        """Make one of nested tables; `place` is named in errors."""
-        values = dict(_known(cls, given, place))
+    def from_dict(cls, tables: Mapping[str, Any], place: str = "the strategy") -> Strategy:
+        """Make a strategy from nested tables; errors name `place`."""
+        values = dict(_known(cls, tables, place))
         for name, kind in PARTS.items():
             if name in values:
                 table = values[name]
@@ -113,21 +113,21 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the job has."""
+        """The number of ranks of the job."""
         return prod(self.mesh.values()) * self.pipeline.degree
 
     @property
     def backwards(self) -> int:
-        """How many backwards come before a step of the optimizer: micro-batches times merged batches."""
+        """The number of backwards before a step of the optimizer: micro-batches times merged batches."""
         return self.pipeline.micro_batches * self.gradient_merge.steps
 
     def meshes(self) -> tuple[ProcessMesh, ...]:
-        """Return the mesh of each pipeline stage's group of ranks: ranks in order, stage by stage."""
+        """Return the mesh of each pipeline stage's group of ranks; ranks in ascending order, stage by stage."""
         size, shape = prod(self.mesh.values()), tuple(self.mesh.values())
         return tuple(_mesh(first, shape, list(self.mesh)) for first in range(0, self.ranks, size))
 
     def data_rank(self, rank: int) -> int:
-        """Return the place along `data_dim` of a global rank, 0 without one: what a sampler of local batches needs.
+        """Return a global rank's place along `data_dim` (0 without it), for a sampler of local batches.
 
         Raises `ValueError` for a rank that the job does not have.
         """
@@ -155,8 +155,8 @@ class Strategy:
                 raise StrategyOptionError(f"{name}={value!r}: give a number above 0")
 
     def _check_mesh(self) -> None:
-        fine = isinstance(self.mesh, Mapping) and self.mesh
-        if not fine or not all(type(size) is int and size >= 1 for size in self.mesh.values()):
+        is_mapping = isinstance(self.mesh, Mapping) and self.mesh
+        if not is_mapping or not all(type(size) is int and size >= 1 for size in self.mesh.values()):
             raise StrategyOptionError(f'mesh={self.mesh!r}: give sizes by name, such as {{"dp": 2, "tp": 2}}')
         names = ", ".join(self.mesh)
         if self.data_dim is not None and self.data_dim not in self.mesh:
@@ -164,7 +164,7 @@ class Strategy:
                 f"data_dim={self.data_dim!r}: the mesh has {names}; name one of those, or add a "
                 f"dimension of size 1 to the mesh, such as dp = 1 (in mode auto also None, if data do not differ)"
             )
-        if self.sharding.level and self.sharding.dim not in self.mesh:
+        if self.sharding.zero_stage and self.sharding.dim not in self.mesh:
             raise StrategyOptionError(f"sharding.dim={self.sharding.dim!r}: the mesh has {names}")
 
     def _check_mode(self) -> None:
@@ -187,8 +187,10 @@ class Strategy:
                         f'mode="hybrid" with {name}: the model runs as it is written and is not planned; leave {name} '
                         'out, or give mode "semi_auto" or "auto"'
                     )
-            if self.sharding.level == 3:
-                raise StrategyOptionError('mode="hybrid" with sharding.level=3, which needs a plan: give 0, 1 or 2')
+            if self.sharding.zero_stage == 3:
+                raise StrategyOptionError(
+                    'mode="hybrid" with sharding.zero_stage=3, which needs a plan: give 0, 1 or 2'
+                )
 
 
 PARTS: dict[str, type[Any]] = {
@@ -202,8 +204,8 @@ PARTS: dict[str, type[Any]] = {
 }
 
 
-def _default(one: Any) -> Any:
-    return one.default_factory() if callable(one.default_factory) else one.default
+def _default(option: Any) -> Any:
+    return option.default_factory() if callable(option.default_factory) else option.default
 
 
 def _mesh(first: int, shape: tuple[int, ...], names: list[str]) -> ProcessMesh:
@@ -217,19 +219,19 @@ def _part(kind: type[Any], table: Mapping[str, Any], place: str) -> Any:
     return kind(**_known(kind, values, place))
 
 
-def _known(kind: type[Any], given: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Refuse names that `kind` does not have."""
-    names = [one.name for one in fields(kind)]
-    for name in given:
+def _known(kind: type[Any], table: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return the table; refuse names that `kind` does not have."""
+    names = [option.name for option in fields(kind)]
+    for name in table:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise StrategyOptionError(f"{place}: there is no {name!r}{meant} There are {', '.join(names)}")
-    return given
+    return table
 
 
 def confirm_same_strategy(strategy: Strategy, batch: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise `DisagreementError` on every rank unless strategy, options and the batch's shapes are the same on all.
+    """Raise `DisagreementError` on every rank unless all have the same strategy, options and batch shapes.
 
     In mode "hybrid" shapes may differ.
     """

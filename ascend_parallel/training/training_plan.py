@@ -1,4 +1,4 @@
-"""A `Strategy` applied to a model: one graph, one sharding plan, its stages. Pure: no process is asked."""
+"""Apply a `Strategy` to a model: one graph, one sharding plan, its stages. Pure: uses no processes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ log = logging.getLogger("ascend_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What a strategy comes to for a model and a batch.
+    """The plan of a training: a strategy applied to a model and a batch.
 
     model
-        The one that is trained: of the strategy's dtype, on the meta device or not.
+        The model to train, in the strategy's dtype, on the meta device or not.
     plan
-        Of one micro-batch, on the mesh of the first stage; the other stages' meshes are `meshes`.
+        The plan of one micro-batch, on the mesh of the first stage; the other stages' meshes are in `meshes`.
     stages
-        Stage of every node; empty without a pipeline.
-    spared
-        Operators that each of the fused passes spared.
+        The stage of every node; empty without a pipeline.
+    ops_fused
+        The number of operators that each pass of `fused_passes` removed.
     loss, batch
-        What was traced beside the model; `batch` is one micro-batch.
+        The loss and the micro-batch that were traced.
     """
 
     strategy: Strategy
@@ -50,16 +50,16 @@ class TrainingPlan:
     plan: ShardingPlan
     meshes: tuple[ProcessMesh, ...]
     stages: Mapping[str, int] = field(default_factory=dict)
-    spared: Mapping[str, int] = field(default_factory=dict)
+    ops_fused: Mapping[str, int] = field(default_factory=dict)
     loss: Loss = mean_loss
     batch: tuple[Any, ...] = ()
 
     def check_evaluation(self) -> None:
         """Trace the model in evaluation mode.
 
-        Raises `StrategyOptionError` unless it runs what it ran in training, but for dropout and running statistics.
+        Raises `StrategyOptionError` unless its operators are those of training, except dropout and running statistics.
         """
-        with evaluating([self.model]):
+        with evaluation_mode([self.model]):
             traced = trace_with_loss(self.model, self.loss, self.batch)
         traced, _ = fuse_operators(traced, self.strategy.fused_passes)
         try:
@@ -69,14 +69,15 @@ class TrainingPlan:
 
 
 def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss = mean_loss) -> TrainingPlan:
-    """Plan the training of `model` on a batch like `batch`, for any number of ranks and without them.
+    """Plan the training of `model` on batches like `batch`, for any number of ranks and without starting any.
 
     model
-        Written for one card; it is not changed. On the meta device it needs no memory.
+        The model for a single card; it is not changed. On the meta device it needs no memory.
     batch
-        Of all replicas together, as ``loss(model, *batch)`` takes it; the tensors' first dimension is the batch.
+        A batch of all replicas together, as ``loss(model, *batch)`` takes it; the tensors' first dimension is the
+        batch.
     loss
-        Returns the mean loss of a batch, or (sum, count); by default the model does.
+        Returns the mean loss of a batch, or (sum, count); by default the model returns the loss.
 
     Raises `StrategyOptionError`, `StrategyError`, `TraceError`, `MemoryLimitError`.
     """
@@ -90,50 +91,50 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     if strategy.mode == "semi_auto" and not marked and not strategy.operators:
         raise StrategyOptionError('mode="semi_auto" without any operator\'s strategy: give mode "data" or "auto"')
     model = in_dtype(model, strategy)
-    traced = tuple(meta_part(one, strategy) for one in batch)
+    traced = tuple(meta_part(value, strategy) for value in batch)
     graph = trace_with_loss(model, loss, traced)
     if graph.meta(loss_value(graph)).dtype == torch.float16:
         raise StrategyOptionError(
-            'amp.dtype="float16" and a loss in float16, whose scale is above the largest float16: compute it in fp32, '
-            "as from logits.float()"
+            'amp.dtype="float16" and a loss in float16: its scale is above the largest float16. Compute the loss in '
+            "fp32, as from logits.float()"
         )
-    graph, spared = fuse_operators(graph, strategy.fused_passes)
+    graph, ops_fused = fuse_operators(graph, strategy.fused_passes)
     check_recompute(graph, strategy.recompute)
     meshes = strategy.meshes()
     plan = _sharded(strategy, graph, meshes[0], {**marked, **strategy.operators})
-    if strategy.sharding.level == 3:
+    if strategy.sharding.zero_stage == 3:
         plan = sharded_parameters(plan, strategy.sharding.dim)
     stages: Mapping[str, int] = {}
     if strategy.pipeline.degree > 1:
         patterns, count = strategy.pipeline.stages, strategy.pipeline.count
-        said = patterns or any(hasattr(module, "pipeline_stage") for module in model.modules())
-        stages = assign(graph, model, patterns, count) if said else balanced(graph, count)
+        assigned = patterns or any(hasattr(module, "pipeline_stage") for module in model.modules())
+        stages = assign(graph, model, patterns, count) if assigned else balanced(graph, count)
     return TrainingPlan(
         strategy=strategy,
         model=model,
         plan=plan,
         meshes=meshes,
         stages=stages,
-        spared=spared,
+        ops_fused=ops_fused,
         loss=loss,
         batch=traced,
     )
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have modules in evaluation mode inside, and afterwards each part of them as it was."""
-    roots = [(module, any(one.training for one in module.modules())) for module in modules]
-    modes = [(one, one.training) for module in modules for one in module.modules()]
+def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules in evaluation mode inside; afterwards restore the mode of each submodule."""
+    roots = [(module, any(part.training for part in module.modules())) for module in modules]
+    modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
             module.eval()
         yield
     finally:
         for module, mode in roots:
-            module.train(mode)  # which a model may have of its own
-        for one, mode in modes:
-            one.training = mode
+            module.train(mode)  # the model may override train()
+        for part, mode in modes:
+            part.training = mode
 
 
 def in_dtype(model: nn.Module, strategy: Strategy) -> nn.Module:
@@ -143,32 +144,32 @@ def in_dtype(model: nn.Module, strategy: Strategy) -> nn.Module:
     return copy.deepcopy(model).to(getattr(torch, strategy.amp.dtype))
 
 
-def cast(one: Any, strategy: Strategy) -> Any:
-    """Return a tensor of a batch in the strategy's dtype if it has numbers with a fraction; anything else as it is."""
-    if strategy.amp.dtype is None or not isinstance(one, torch.Tensor) or not one.is_floating_point():
-        return one
-    return one.to(getattr(torch, strategy.amp.dtype))
+def cast(value: Any, strategy: Strategy) -> Any:
+    """Return a floating-point tensor of a batch in the strategy's dtype; anything else unchanged."""
+    if strategy.amp.dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(getattr(torch, strategy.amp.dtype))
 
 
-def meta_part(one: Any, strategy: Strategy) -> Any:
-    """Return what stands for a micro-batch of a batch's tensor: its shape and dtype, on its device."""
-    if not isinstance(one, torch.Tensor):
-        return one
-    rows = rows_of_part(one, strategy.pipeline.micro_batches)
+def meta_part(value: Any, strategy: Strategy) -> Any:
+    """Return a micro-batch of a batch's tensor, for tracing: only its shape, dtype and device matter."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    rows = rows_of_part(value, strategy.pipeline.micro_batches)
     replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
     if rows % replicas:
         log.warning("%s rows of a micro-batch on %s replicas: what does not divide is not cut", rows, replicas)
-    return cast(one.detach()[:rows], strategy)
+    return cast(value.detach()[:rows], strategy)
 
 
-def rows_of_part(one: torch.Tensor, parts: int) -> int:
-    """Return the rows of a micro-batch; raise unless they divide."""
-    if one.ndim == 0 or one.shape[0] % parts:
+def rows_of_part(tensor: torch.Tensor, parts: int) -> int:
+    """Return the rows of each of `parts` micro-batches; raise unless the rows divide evenly."""
+    if tensor.ndim == 0 or tensor.shape[0] % parts:
         raise StrategyOptionError(
-            f"pipeline.micro_batches={parts}: a batch's tensor is {list(one.shape)}; its first dimension is the batch "
-            "and has to be a multiple"
+            f"pipeline.micro_batches={parts}: a batch's tensor is {list(tensor.shape)}; its first dimension is the "
+            "batch and has to be a multiple"
         )
-    return one.shape[0] // parts
+    return tensor.shape[0] // parts
 
 
 def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Mapping[str, Any]) -> ShardingPlan:

@@ -128,10 +128,10 @@ def by_hand(replica: int, rank: int) -> dict[str, Box]:
 
     with torch.device("meta"):
         group: Any = Group()
-        pieces = modes.ParallelMLP(modes.MLP(NARROW, WIDE), group).pieces()
+        shards = modes.ParallelMLP(modes.MLP(NARROW, WIDE), group).tensor_shards()
     found: dict[str, Box] = {"x": ((replica * ROWS // 2, (replica + 1) * ROWS // 2), (0, NARROW))}
-    for name, piece in pieces.items():
-        rows, columns = ((at, at + size) for at, size in zip(piece.offsets, piece.local.shape, strict=True))
+    for name, shard in shards.items():
+        rows, columns = ((at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
         found[name] = (rows, columns)
     return found
 

@@ -1,4 +1,4 @@
-"""The GPT of gpt.py on 8 processes, by annotations: data x tensor x pipeline parallel as gpt.toml says.
+"""The GPT of gpt.py on 8 processes, by annotations: data x tensor x pipeline parallel, configured by gpt.toml.
 
 torchrun --nproc-per-node 8 examples/strategy/annotated.py
 """

@@ -24,7 +24,7 @@ MICRO_BATCHES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This rank's groups, and where it stands in them."""
+    """This rank's groups, and its place in them."""
 
     pipeline: dist.ProcessGroup
     data: dist.ProcessGroup
@@ -46,15 +46,15 @@ class Place:
         return self.stage == self.pipeline.size() - 1
 
 
-# Tensor parallelism: a column layer's input is whole, a row layer's output is summed.
+# Tensor parallelism: a column layer reads the whole input, a row layer's output is summed.
 
 
 class Whole(torch.autograd.Function):
-    """The input of column layers: as it is; its gradient is the sum of what the ranks' columns give."""
+    """The input of column layers: identity; in backward all-reduce the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Pass it on."""
+        """Return the input."""
         ctx.group = group
         return x.view_as(x)
 
@@ -67,28 +67,28 @@ class Whole(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The output of row layers: the sum of what the ranks' rows give; the gradient is everybody's."""
+    """The output of row layers: all-reduce; in backward identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Sum it."""
+        """Sum the ranks' outputs."""
         dist.all_reduce(x, group=group)
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Pass it on."""
+        """Return the gradient."""
         return gradient, None
 
 
 def part(parameter: torch.Tensor, dim: int, group: dist.ProcessGroup) -> nn.Parameter:
-    """Return this rank's slice."""
+    """Return this rank's slice of a parameter."""
     return nn.Parameter(parameter.detach().chunk(group.size(), dim)[group.rank()].clone())
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer of which each rank has some outputs."""
+    """A linear layer; each rank computes some of its outputs."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
         """Keep this rank's rows of the weight."""
@@ -97,12 +97,12 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = part(whole.weight, 0, group), part(whole.bias, 0, group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run it on the whole input."""
+        """Compute this rank's outputs from the whole input."""
         return F.linear(Whole.apply(x, self.group), self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank has some inputs."""
+    """A linear layer; each rank has some of its inputs."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
         """Keep this rank's columns of the weight."""
@@ -111,7 +111,7 @@ class RowLinear(nn.Module):
         self.weight, self.bias = part(whole.weight, 1, group), whole.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run it on this rank's part of the input."""
+        """Compute the whole output from this rank's part of the input."""
         return Summed.apply(F.linear(x, self.weight), self.group) + self.bias
 
 
@@ -122,7 +122,7 @@ class Stage(nn.Module):
     """This rank's part of the GPT."""
 
     def __init__(self, model: GPT, place: Place) -> None:
-        """Take the layers of the stage, their linear layers cut."""
+        """Take the layers of the stage and cut their linear layers."""
         super().__init__()
         self.place = place
         each = len(model.layers) // place.pipeline.size()
@@ -136,10 +136,10 @@ class Stage(nn.Module):
         if place.is_last:
             self.norm = model.norm
         if place.is_first or place.is_last:
-            self.tokens = model.tokens  # tied: the first stage embeds with it, the last one's head is it
+            self.tokens = model.tokens  # tied: the first stage's embedding is the last stage's head
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the stream, in the last stage the loss; `x` is tokens in the first stage, elsewhere the stream."""
+        """Return the residual stream, in the last stage the loss; `x` is tokens in the first stage, else the stream."""
         if self.place.is_first:
             x = self.tokens(x) + self.places.weight
         for layer in self.layers:
@@ -151,10 +151,10 @@ class Stage(nn.Module):
 
 
 class Schedule:
-    """One forward, one backward (PipeDream's order): a stage holds no more micro-batches than stages follow it."""
+    """One forward, one backward (PipeDream's order): a stage holds at most as many micro-batches as stages follow."""
 
     def __init__(self, stage: Stage) -> None:
-        """Begin with nothing under way."""
+        """Start without micro-batches in flight."""
         self.stage, self.place = stage, stage.place
         self.running: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -164,8 +164,8 @@ class Schedule:
         parts = list(zip(tokens.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True))
         ahead = self.place.pipeline.size() - 1 - self.place.stage
         losses = []
-        for index, (some_tokens, some_targets) in enumerate(parts):
-            losses.append(self.forward(some_tokens, some_targets))
+        for index, (part_tokens, part_targets) in enumerate(parts):
+            losses.append(self.forward(part_tokens, part_targets))
             if index >= ahead:
                 self.backward()
         while self.running:
@@ -194,12 +194,12 @@ class Schedule:
             self.send(x.grad, self.place.stage - 1)
 
     def send(self, tensor: torch.Tensor, stage: int) -> None:
-        """Begin to send; the tensor is kept until it is away. Waiting here, neighbours would wait for each other."""
+        """Start a send, and keep the tensor until it is sent; waiting here would block neighbours on each other."""
         tensor = tensor.contiguous()
         self.sent.append((dist.isend(tensor, group=self.place.pipeline, group_dst=stage), tensor))
 
     def receive(self, batch_and_length: torch.Size, stage: int) -> torch.Tensor:
-        """Return the stream, or its gradient."""
+        """Return the received stream, or its gradient."""
         parameter = self.stage.layers[0].norm1.weight
         tensor = torch.empty(*batch_and_length, len(parameter), dtype=parameter.dtype)
         dist.recv(tensor, group=self.place.pipeline, group_src=stage)
@@ -213,12 +213,12 @@ def reduce_gradients(stage: Stage) -> None:
     """Sum the tied embedding's gradient over its two stages, and average all gradients over the replicas."""
     place = stage.place
     gradients = [parameter.grad for parameter in stage.parameters()]
-    if place.is_first or place.is_last:  # of two stages each is one or the other
+    if place.is_first or place.is_last:  # with two stages always
         dist.all_reduce(stage.tokens.weight.grad, group=place.pipeline)
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=place.data)
     flat /= place.data.size()
-    for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+    for gradient, summed in zip(gradients, flat.split([part.numel() for part in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))
 
 
@@ -239,7 +239,7 @@ def main() -> list[float]:
         reduce_gradients(stage)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss)  # over the replicas' last stages, in which each tensor-parallel rank has it
+        dist.all_reduce(loss)  # over all last-stage ranks; each tensor-parallel rank has the loss
         losses.append(loss.item() / (DATA * TENSOR))
         if dist.get_rank() == 0:
             print(f"step {step}  loss {losses[-1]:.6f}")

@@ -2,9 +2,9 @@
 
     python examples/strategy/count_lines.py
 
-A line counts if it has code: blank lines, comments and docstrings do not, closing brackets do. A line that is also in
-gpt.py does not count, as often as it is there. All files are formatted alike (ruff, 120 columns). What is said in a
-strategy's TOML file counts as code.
+A line counts if it has code: blank lines, comments and docstrings do not count, closing brackets do. A line of gpt.py
+does not count, as often as gpt.py has it. All files are formatted alike (ruff, 120 columns). A strategy's TOML file
+counts as code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def docstring_lines(text: str) -> set[int]:
 
 
 def distributed_lines(files: tuple[str, ...]) -> list[str]:
-    """Return the lines with code of a program that the one for one card does not have."""
+    """Return a program's lines with code that the program for one card does not have."""
     spare = Counter(code_lines(HERE / ONE_CARD))
     found = []
     for line in (line for file in files for line in code_lines(HERE / file)):

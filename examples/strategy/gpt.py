@@ -1,4 +1,4 @@
-"""A small GPT and its training on one card: what the tutorial and the two distributed programs beside it start from.
+"""A small GPT and its training on one card: the start of the tutorial and of the two distributed programs.
 
 python examples/strategy/gpt.py
 """
@@ -24,7 +24,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them on ``[batch, length, width]``."""
+        """Run the layer on ``[batch, length, width]``."""
         batch, length, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -55,14 +55,14 @@ class GPT(nn.Module):
 
 
 def batch_of(step: int, size: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and targets of a step: counting on from below 8, drawn from `step` alone."""
+    """Return tokens and targets of a step: consecutive numbers from a random start below 8, seeded by `step`."""
     starts = torch.randint(8, (size, 1), generator=torch.Generator().manual_seed(step))
     counted = starts + torch.arange(LENGTH + 1)
     return counted[:, :-1], counted[:, 1:]
 
 
 def main() -> list[float]:
-    """Train; return the losses."""
+    """Train on one card; return the losses."""
     torch.manual_seed(0)
     model = GPT().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -18,7 +18,7 @@ STEPS = 5
 
 
 class MLP(nn.Module):
-    """Written for one card."""
+    """The model for one card."""
 
     def __init__(self, width: int = 8, wide: int = 16) -> None:
         """Make the layers."""
@@ -26,12 +26,12 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(width, wide, bias=False), nn.Linear(wide, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         return self.down(F.gelu(self.up(x)))
 
 
 class ParallelMLP(nn.Module):
-    """The same as a rank of `group` runs it (hybrid): weights cut by hand, collectives by the overlapped layers."""
+    """The MLP of a rank of `group` (hybrid): weights cut by hand, collectives by the overlapped layers."""
 
     def __init__(self, whole: MLP, group: dist.ProcessGroup) -> None:
         """Take this rank's columns of the first weight and rows of the second."""
@@ -41,12 +41,12 @@ class ParallelMLP(nn.Module):
         self.down = nn.Parameter(whole.down.weight.detach().chunk(group.size(), 1)[group.rank()].clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them; the sum over ranks overlaps with the second matmul."""
+        """Run the layers; the sum over ranks overlaps with the second matmul."""
         options = {"group": self._group, "settings": Settings(num_chunks=2)}
         return row_linear(F.gelu(column_linear(x, self.up, **options)), self.down, **options)
 
-    def pieces(self) -> dict[str, TensorShard]:
-        """Say what of the whole weights this rank has: for norms and checkpoints."""
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """Return which shards of the whole weights this rank has, for norms and checkpoints."""
         up, down, ranks, rank = self.up.detach(), self.down.detach(), self._group.size(), self._group.rank()
         return {
             "up": TensorShard(up, (up.shape[0] * ranks, up.shape[1]), (rank * up.shape[0], 0)),
@@ -103,10 +103,10 @@ def main() -> None:
     """Train in all modes and print the losses."""
     expected = train_on_one_card()
     for mode in STRATEGIES:
-        found = train(mode)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+        losses = train(mode)
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
         if dist.get_rank() == 0:
-            print(f"{mode:10} " + "  ".join(f"{loss:.9f}" for loss in found))
+            print(f"{mode:10} " + "  ".join(f"{loss:.9f}" for loss in losses))
     if dist.get_rank() == 0:
         print(f"{'one card':10} " + "  ".join(f"{loss:.9f}" for loss in expected))
 

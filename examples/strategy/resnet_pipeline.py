@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/strategy/resnet_pipeline.py
 
 With more ranks (an even number) each stage is data parallel. Every rank also trains the whole model by itself,
-micro-batch by micro-batch, for batch normalisation is over a micro-batch.
+micro-batch by micro-batch, since batch normalisation is over a micro-batch.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Block(nn.Module):
         self.short, self.norm = nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(self.norm3(self.conv3(y)) + self.norm(self.short(x)))
 
 
 class ResNet(nn.Module):
-    """Returns the mean loss of the classes."""
+    """A model that returns the mean loss of the classes."""
 
     def __init__(self, width: int = 8) -> None:
-        """Make the layers, and say in which stage each is."""
+        """Make the layers and mark each with its stage."""
         super().__init__()
         self.head = nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.layer1 = Block(width, 2 * width, stride=1)
@@ -61,7 +61,7 @@ class ResNet(nn.Module):
         self.fc.pipeline_stage = 1
 
     def forward(self, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the layers."""
         x = self.layer2(self.layer1(self.head(images)))
         x = self.layer4(self.layer3(x))
         x = x.mean((2, 3), keepdim=True).squeeze((2, 3))
@@ -81,15 +81,15 @@ def train() -> tuple[list[float], list[float]]:
     plan = propagate(trace(model, (images[:rows], classes[:rows])), meshes[0], semi_auto="dp")
     pipeline = Pipeline(model, plan, None, meshes, schedule="1f1b", micro_batches=MICRO_BATCHES, local_inputs=False)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.05, momentum=0.9)
-    found = []
+    losses = []
     for _ in range(STEPS):
-        found.append(float(pipeline.step(images, classes)))
+        losses.append(float(pipeline.step(images, classes)))
         pipeline.reduce_gradients()
         optimizer.step()
         pipeline.zero_grad()
     expected = whole(model, images, classes)
     same_statistics(pipeline, model)
-    return found, expected
+    return losses, expected
 
 
 def whole(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> list[float]:
@@ -115,12 +115,12 @@ def same_statistics(pipeline: Pipeline, model: nn.Module) -> None:
 
 
 def main() -> int:
-    """Train both ways; 0 if the losses are the same."""
+    """Train the pipeline and the whole model; return 0 if the losses are equal."""
     dist.init_process_group("gloo")
-    found, expected = train()
-    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
+    losses, expected = train()
+    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, expected, strict=True))
     if dist.get_rank() == 0:
-        print(f"losses {found[0]:.6f} ... {found[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")
+        print(f"losses {losses[0]:.6f} ... {losses[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")
         print(f"largest difference {worst:.1e}")
     dist.destroy_process_group()
     return int(worst > 1e-9)

@@ -1,10 +1,10 @@
-"""Train the GPT of gpt.py by a strategy, with checkpoints, and go on from the last one after a restart.
+"""Train the GPT of gpt.py by a strategy, with checkpoints; continue from the last checkpoint after a restart.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else processes that torchrun restarts get the old ones' addresses
 torchrun --nproc-per-node 8 --max-restarts 3 examples/strategy/train.py --checkpoints checkpoints
 torchrun --nproc-per-node 2 examples/strategy/train.py --strategy data.toml --checkpoints checkpoints --steps 40
 
-The last goes on from the first's checkpoint in another layout.
+The last command continues from the first's checkpoint in another layout.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, required=True, help="a folder that all ranks share")
     parser.add_argument("--steps", type=int, default=20, help="batches in all")
     parser.add_argument("--every", type=int, default=5, help="batches between checkpoints")
-    parser.add_argument("--background", action="store_true", help="write checkpoints while training goes on")
+    parser.add_argument("--background", action="store_true", help="write checkpoints while training continues")
     parser.add_argument("--kill", metavar="RANK:STEP", help="end this rank before this step, in the first run")
     return parser.parse_args()
 
 
 def fail(number: int, options: argparse.Namespace) -> None:
-    """End this process as a failing machine would, if that is asked for."""
+    """End this process as a failing machine would, if --kill asks for it."""
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if first and options.kill == f"{dist.get_rank()}:{number}":
         os.kill(os.getpid(), 9)

@@ -20,7 +20,7 @@ from ascend_parallel.sharding import ProcessMesh, propagate, trace
 from ascend_parallel.training.pipeline.pipeline import Pipeline
 
 MESHES = [ProcessMesh([[0, 1], [2, 3]], ["dp", "mp"]), ProcessMesh([[4, 5], [6, 7]], ["dp", "mp"])]
-# What each operator reads: its input and its weight, which is [N, K].
+# The layouts of each operator's input and weight [N, K].
 STRATEGIES = {
     "first": ([("dp", 1), ("mp", 1)], None),
     "second": ([("dp", "mp"), (1, "mp")], None),
@@ -29,17 +29,17 @@ STEPS, MICRO_BATCHES, ROWS = 10, 4, 8
 
 
 class TwoMatmuls(nn.Module):
-    """Returns the mean square of x W1 W2 - y."""
+    """A model that returns the mean square of x W1 W2 - y."""
 
     def __init__(self, width: int = 16, wide: int = 32) -> None:
-        """Make the weights, and say in which stage each is."""
+        """Make the weights and mark each with its stage."""
         super().__init__()
         self.first, self.second = nn.Linear(width, wide, bias=False), nn.Linear(wide, width, bias=False)
         self.first.pipeline_stage = 0
         self.second.pipeline_stage = 1
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Run them."""
+        """Run the matmuls."""
         return (self.second(self.first(x)) - y).square().mean()
 
 
@@ -49,12 +49,12 @@ def train() -> tuple[list[float], list[float]]:
     model = TwoMatmuls().double()
     batch = [torch.randn(ROWS * MICRO_BATCHES, 16, dtype=torch.float64) for _ in "xy"]
 
-    graph = trace(model, tuple(one[:ROWS] for one in batch))
+    graph = trace(model, tuple(tensor[:ROWS] for tensor in batch))
     plan = propagate(graph, MESHES[0], STRATEGIES)
     pipeline = Pipeline(
         model,
         plan,
-        None,  # the stages that the modules say
+        None,  # the stages marked on the modules
         MESHES,
         schedule="1f1b",
         micro_batches=MICRO_BATCHES,
@@ -62,13 +62,13 @@ def train() -> tuple[list[float], list[float]]:
         settings=Settings(num_chunks=2),
     )
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
-    found = []
+    losses = []
     for _ in range(STEPS):
-        found.append(float(pipeline.step(*batch)))
+        losses.append(float(pipeline.step(*batch)))
         pipeline.reduce_gradients()
         optimizer.step()
         pipeline.zero_grad()
-    return found, whole(model, batch)
+    return losses, whole(model, batch)
 
 
 def whole(model: nn.Module, batch: list[torch.Tensor]) -> list[float]:
@@ -84,12 +84,12 @@ def whole(model: nn.Module, batch: list[torch.Tensor]) -> list[float]:
 
 
 def main() -> int:
-    """Train both ways; 0 if the losses are the same."""
+    """Train the pipeline and the whole model; return 0 if the losses are equal."""
     dist.init_process_group("gloo")
-    found, expected = train()
-    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
+    losses, expected = train()
+    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, expected, strict=True))
     if dist.get_rank() == 0:
-        print(f"losses {found[0]:.6f} ... {found[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")
+        print(f"losses {losses[0]:.6f} ... {losses[-1]:.6f}; whole model {expected[0]:.6f} ... {expected[-1]:.6f}")
         print(f"largest difference {worst:.1e}")
     dist.destroy_process_group()
     return int(worst > 1e-9)

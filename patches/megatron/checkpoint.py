@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_files import Reader, read_metadata, read_whole
-from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, kinds, saved_kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, kinds, saved_kinds
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences, in_words, refuse
-from ascend_parallel.training.checkpoint.storage import agree, everybody, names_of_all, told_alike
+from ascend_parallel.training.checkpoint.storage import agree, everybody, names_of_all, same_error_on_all_ranks
 
 CONFIG = "metadata.json"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.*)")
@@ -69,7 +69,7 @@ def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     path
         The directory with Megatron's metadata.json.
     model
-        Shards by name, such as `pieces_of` returns for an unsharded GPTModel. A gated ``linear_fc1`` must not be
+        Shards by name, such as `tensor_shards_of` returns for an unsharded GPTModel. A gated ``linear_fc1`` must not be
         sharded along its first dimension: Megatron's own slice of it is two separate ranges.
 
     Raises `CheckpointError` on every rank if a tensor is missing in the model or the checkpoint, or if shapes or
@@ -87,8 +87,8 @@ def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     names_on_all_ranks = names_of_all(group, names)
     missing = _missing(saved, names_on_all_ranks)
     refuse([f"{name}: in the checkpoint, not here" for name in missing], f"{path} is of another model")
-    with told_alike(group):
-        reader, planner = Reader(checkpoint), LoadPieces(requested)
+    with same_error_on_all_ranks(group):
+        reader, planner = Reader(checkpoint), TensorShardLoadPlanner(requested)
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 

@@ -13,7 +13,7 @@ import struct
 
 import pytest
 import torch
-from checkpoints import are_as_in, model_tensors, pieces
+from checkpoints import are_as_in, model_tensors, tensor_shards
 from test_chunk_plan import PLAN
 from timelines import made
 
@@ -25,7 +25,7 @@ from ascend_parallel.environment import read_settings
 from ascend_parallel.patches.megatron.checkpoint import megatron_state
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
-    Saved,
+    CheckpointReader,
     load,
     read_safetensors,
     save,
@@ -59,8 +59,8 @@ def bytes_damaged(raw, draw):
     """Return bytes with 1 to 3 places changed, removed, doubled or inserted."""
     for _ in range(draw.randint(1, 3)):
         at, length = draw.randrange(len(raw) + 1), draw.choice([1, 1, 1, 2, 8, 64, 1000])
-        piece = raw[at : at + length]
-        new = draw.choice([b"", piece * 2, bytes(b ^ (1 << draw.randrange(8)) for b in piece), draw.randbytes(length)])
+        shard = raw[at : at + length]
+        new = draw.choice([b"", shard * 2, bytes(b ^ (1 << draw.randrange(8)) for b in shard), draw.randbytes(length)])
         raw = draw.choice([raw[:at] + new + raw[at + length :], raw[:at] + new + raw[at:], raw[:at]])
         raw = raw or b"\n"
     return raw
@@ -131,20 +131,20 @@ def damaged_config(folder, draw):
 
 
 def checkpoint_of(folder):
-    return save(folder / "c", step=3, model=pieces(model_tensors(), "one process", 0), values={"at": 7}).path
+    return save(folder / "c", step=3, model=tensor_shards(model_tensors(), "one process", 0), values={"at": 7}).path
 
 
 def load_and_compare(checkpoint):
-    model = pieces(model_tensors(), "one process", 0, blank=True)
-    before = pieces(model_tensors(), "one process", 0, blank=True)
+    model = tensor_shards(model_tensors(), "one process", 0, blank=True)
+    before = tensor_shards(model_tensors(), "one process", 0, blank=True)
     try:
         loaded = load(checkpoint, model=model)
     except CheckpointError:
         assert are_as_in(model, before)  # nothing was filled
         raise
-    assert are_as_in(model, pieces(model_tensors(), "one process", 0))
+    assert are_as_in(model, tensor_shards(model_tensors(), "one process", 0))
     assert isinstance(loaded.step, int)
-    assert Saved.open(checkpoint).values.keys() == {"at"}
+    assert CheckpointReader.open(checkpoint).values.keys() == {"at"}
 
 
 def damaged_manifest(folder, draw):

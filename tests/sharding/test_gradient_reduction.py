@@ -382,10 +382,10 @@ def test_a_plan_for_a_part_of_the_job(ranks):
     ranks(4).run(part_of_a_job)
 
 
-def pieces(group):
+def tensor_shards(group):
     whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
     sharded = ShardedModule(whole, planned("GPT", trace(whole, batch), mesh_of((2, 2))))
-    found = sharded.pieces()
+    found = sharded.tensor_shards()
     assert set(found) == set(whole.state_dict())
     for name, tensor in whole.state_dict().items():
         piece = found[name]
@@ -396,5 +396,5 @@ def pieces(group):
     assert any(piece.local.shape != piece.shape for piece in found.values())
 
 
-def test_pieces(ranks):
-    ranks(4).run(pieces)
+def test_tensor_shards(ranks):
+    ranks(4).run(tensor_shards)

@@ -183,17 +183,17 @@ def squared(model, x):
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_hooks_on_parts_whose_gradients_are_summed_later_are_refused(ranks, level):
-    ranks(2).run(refused_on_parts, level)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_hooks_on_parts_whose_gradients_are_summed_later_are_refused(ranks, zero_stage):
+    ranks(2).run(refused_on_parts, zero_stage)
 
 
-def refused_on_parts(group, level):
+def refused_on_parts(group, zero_stage):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        strategy = Strategy(mode="data", mesh={"dp": 2}, sharding=ShardingOptions(level=level))
+        strategy = Strategy(mode="data", mesh={"dp": 2}, sharding=ShardingOptions(zero_stage=zero_stage))
         step = train_step(model, (x,), torch.optim.SGD(model.parameters(), lr=0.1), strategy, loss=squared)
         step(x)
         handle = register(step.modules[0].get_parameter("2.weight"), zeroed)

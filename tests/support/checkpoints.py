@@ -1,4 +1,4 @@
-"""Tensors for checkpoints, and the pieces that ranks have of them under many layouts."""
+"""Tensors for checkpoints, and the shards that ranks have of them under many layouts."""
 
 from math import prod
 
@@ -50,8 +50,8 @@ def ranks_of(layout):
     return prod(LAYOUTS[layout][0])
 
 
-def pieces(tensors, layout, rank, *, optimizer=False, blank=False):
-    """Return the rank's pieces of whole tensors: copies, or with `blank` full of what they are not."""
+def tensor_shards(tensors, layout, rank, *, optimizer=False, blank=False):
+    """Return the rank's shards of whole tensors: copies, or with `blank` full of what they are not."""
     mesh, model_cuts, optimizer_cuts, stages = LAYOUTS[layout]
     cuts = optimizer_cuts if optimizer else model_cuts
     place = [int(at) for at in np.unravel_index(rank, mesh)]
@@ -69,8 +69,8 @@ def pieces(tensors, layout, rank, *, optimizer=False, blank=False):
 
 
 def are_as_in(found, wanted):
-    """Tell whether every piece has the bits of the other's of its name."""
+    """Tell whether every shard has the bits of the other's of its name."""
     return found.keys() == wanted.keys() and all(
-        torch.equal(piece.local, wanted[name].local) and piece.local.dtype == wanted[name].local.dtype
-        for name, piece in found.items()
+        torch.equal(shard.local, wanted[name].local) and shard.local.dtype == wanted[name].local.dtype
+        for name, shard in found.items()
     )

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_targets, recipe
+from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_targets, optimizer_factory
 
 SHAPES = {"bias": (7,), "odd": (3, 5), "scalar": (), "row": (1, 13), "block": (4, 2, 9), "few": (2,), "late": (6, 6)}
 OPTIMIZERS = {
@@ -53,7 +53,9 @@ def groups(model):
 
 def made(model, kind, targets=None, **options):
     return ParallelOptimizer(
-        data_parallel_targets(model) if targets is None else targets, recipe(kind(groups(model)), model), **options
+        data_parallel_targets(model) if targets is None else targets,
+        optimizer_factory(kind(groups(model)), model),
+        **options,
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches that have to be the same on ranks of one replica, and are not: an error on all ranks, in every mode."""
+"""Batches that differ within a replica: an error on all ranks, in every mode."""
 
 import gpt
 import modes
@@ -24,7 +24,7 @@ def small():
 
 
 def said_by(step, batches):
-    """Train on batches until one is refused; return what was said and which batch it was."""
+    """Train on batches until a batch is refused; return the error and the batch's number."""
     number = 0
     try:
         for batch in batches:
@@ -44,7 +44,7 @@ def told_apart(_group, options, more, stray):
     def batch_of(number):
         whole = gpt.batch_of(number + 50 * (number > 0 and rank == stray))
         place = strategy.data_rank(rank)
-        return tuple(one.chunk(2)[place] for one in whole) if more.get("local_batches") else whole
+        return tuple(tensor.chunk(2)[place] for tensor in whole) if more.get("local_batches") else whole
 
     if strategy.mode == "hybrid":
         torch.manual_seed(0)
@@ -74,17 +74,17 @@ def told_apart(_group, options, more, stray):
     ],
 )
 def test_a_batch_that_differs_inside_a_replica_is_an_error_on_all_ranks(ranks, options, more, stray, replica):
-    for kind, said, number in ranks(4).run(told_apart, options, more, stray):
+    for kind, message, number in ranks(4).run(told_apart, options, more, stray):
         assert (kind, number) == ("DisagreementError", 1)
         first, second = replica.split("; * ")
-        assert "differently: argument 0 of the batch is [" in said
-        assert f" on {first}; [" in said
-        assert f" {second} (batch 1 of this run" in said
-        assert "num_replicas=" in said
+        assert "differently: argument 0 of the batch is [" in message
+        assert f" on {first}; [" in message
+        assert f" {second} (batch 1 of this run" in message
+        assert "num_replicas=" in message
 
 
 def sampled(_group, by_data):
-    """Read local batches by a DistributedSampler of the global rank, or of the place along dp; return what was said."""
+    """Read local batches by a DistributedSampler of the global rank, or of the place along dp; return the error."""
     strategy, rank = Strategy(**TP), dist.get_rank()
     data = TensorDataset(*map(torch.cat, zip(*(gpt.batch_of(number) for number in range(4)), strict=True)))
     among = (2, strategy.data_rank(rank)) if by_data else (4, rank)
@@ -95,19 +95,19 @@ def sampled(_group, by_data):
 
 
 def test_a_sampler_of_the_global_rank_is_refused_and_one_of_the_data_rank_is_not(ranks):
-    for rank, (kind, said, number) in enumerate(ranks(4).run(sampled, False)):
+    for rank, (kind, message, number) in enumerate(ranks(4).run(sampled, False)):
         assert (kind, number) == ("DisagreementError", 0), rank
-        assert "num_replicas=2, rank=strategy.data_rank(rank)), which is 0 on rank 0" in said
-    assert all(said == ("", "", -1) for said in ranks(4).run(sampled, True))
+        assert "num_replicas=2, rank=strategy.data_rank(rank)), which is 0 on rank 0" in message
+    assert all(message == ("", "", -1) for message in ranks(4).run(sampled, True))
 
 
 def trained_on_parts(_group, options, more):
-    """Train on local batches past the first that are all compared; return as `trained` does."""
+    """Train on more local batches than the first ones, which are all compared; return as `trained` does."""
     strategy, steps = Strategy(**options), 12
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, strategy, local_batches=True, check_batches=3, **more)
     place = strategy.data_rank(dist.get_rank())
-    parts = [tuple(one.chunk(2)[place] for one in gpt.batch_of(number)) for number in range(steps)]
+    parts = [tuple(tensor.chunk(2)[place] for tensor in gpt.batch_of(number)) for number in range(steps)]
     losses = [step(*part).item() for part in parts]
     step.close()
     model, optimizer = small()
@@ -127,7 +127,7 @@ def test_parts_that_differ_between_replicas_train(ranks, more):
 
 
 def late(_group, every):
-    """Give rank 1 another batch number 10; return what was said."""
+    """Give rank 1 a different batch number 10; return the error."""
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}), check_batches=every)
     stray = dist.get_rank() == 1
@@ -142,11 +142,11 @@ def test_after_the_first_eight_every_nth_batch_is_compared(ranks):
 
 
 def misshapen(_group):
-    """Give rank 1 alone half a batch; return what was said."""
+    """Give only rank 1 half a batch; return the error."""
     model, optimizer = small()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}))
     rows = 8 if dist.get_rank() else 16
-    return said_by(step, [gpt.batch_of(0), tuple(one[:rows] for one in gpt.batch_of(1))])
+    return said_by(step, [gpt.batch_of(0), tuple(tensor[:rows] for tensor in gpt.batch_of(1))])
 
 
 def test_what_one_rank_alone_finds_wrong_with_its_batch_the_others_are_told(ranks):
@@ -166,7 +166,7 @@ def refused(_group, every):
 
 @pytest.mark.parametrize("every", [-1, 1.5, True])
 def test_a_number_of_batches_that_is_none_is_refused_by_name(ranks, every):
-    assert all(f"check_batches={every!r}: give a whole number" in one for one in ranks(2).run(refused, every))
+    assert all(f"check_batches={every!r}: give a whole number" in message for message in ranks(2).run(refused, every))
 
 
 def test_the_data_rank_is_the_place_along_the_data_dimension():

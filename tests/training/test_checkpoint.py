@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import LAYOUTS, are_as_in, model_tensors, optimizer_tensors, pieces, ranks_of
+from checkpoints import LAYOUTS, are_as_in, model_tensors, optimizer_tensors, ranks_of, tensor_shards
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
@@ -21,20 +21,20 @@ VALUES = {"data position": 160, "scheduler": {"last_epoch": 4, "_last_lr": [0.1]
 
 
 def save_as(group, path, layout, **options):
-    model = pieces(model_tensors(), layout, group.rank())
-    optimizer = pieces(optimizer_tensors(), layout, group.rank(), optimizer=True)
+    model = tensor_shards(model_tensors(), layout, group.rank())
+    optimizer = tensor_shards(optimizer_tensors(), layout, group.rank(), optimizer=True)
     return save(path, step=12, model=model, optimizer=optimizer, values=VALUES, **options).wait().name
 
 
 def load_as(group, path, layout):
     rank = 0 if group is None else group.rank()
     sources = (model_tensors(), False), (optimizer_tensors(), True)
-    filled = [pieces(tensors, layout, rank, optimizer=own, blank=True) for tensors, own in sources]
-    wanted = [pieces(tensors, layout, rank, optimizer=own) for tensors, own in sources]
-    assert not are_as_in(filled[0], wanted[0])
+    filled = [tensor_shards(tensors, layout, rank, optimizer=own, blank=True) for tensors, own in sources]
+    expected = [tensor_shards(tensors, layout, rank, optimizer=own) for tensors, own in sources]
+    assert not are_as_in(filled[0], expected[0])
     loaded = load(path, model=filled[0], optimizer=filled[1])
     assert (loaded.step, loaded.values) == (12, VALUES)
-    return all(map(are_as_in, filled, wanted))
+    return all(map(are_as_in, filled, expected))
 
 
 @pytest.mark.parametrize("saved", [layout for layout in LAYOUTS if ranks_of(layout) > 1])
@@ -49,7 +49,10 @@ def test_a_checkpoint_loads_under_every_other_layout(ranks, tmp_path, saved):
 
 
 def test_one_process_saves_for_many(ranks, tmp_path):
-    model, optimizer = pieces(model_tensors(), "one process", 0), pieces(optimizer_tensors(), "one process", 0)
+    model, optimizer = (
+        tensor_shards(model_tensors(), "one process", 0),
+        tensor_shards(optimizer_tensors(), "one process", 0),
+    )
     save(tmp_path, step=12, model=model, optimizer=optimizer, values=VALUES)
     assert all(ranks(4).run(load_as, tmp_path, "two stages on 2 x 2"))
     for space, tensors in ("model", model_tensors()), ("optimizer", optimizer_tensors()):
@@ -68,7 +71,7 @@ def test_a_replica_is_written_once_and_the_work_is_spread(ranks, tmp_path):
 
 def save_copies(group, path):
     held = {f"layer {number}": TensorShard(torch.full((65536,), number), (65536,), (0,)) for number in range(8)}
-    save(path, step=1, model={name: replace(piece, local=piece.local.int()) for name, piece in held.items()})
+    save(path, step=1, model={name: replace(shard, local=shard.local.int()) for name, shard in held.items()})
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -94,9 +97,9 @@ def save_and_change(group, path):
 
 
 def test_the_error_of_an_asynchronous_save_is_raised_by_wait_and_by_the_next_call(ranks, tmp_path):
-    told = ranks(2).run(fail_in_background, tmp_path)
-    assert told[0] == told[1]
-    by_wait, by_save = told[0]
+    messages = ranks(2).run(fail_in_background, tmp_path)
+    assert messages[0] == messages[1]
+    by_wait, by_save = messages[0]
     assert "rank 1: OSError: the disk is full" in by_wait
     assert by_save.count("the asynchronous save to") == 2
     assert "the disk is full" in by_save
@@ -121,7 +124,7 @@ def _disk_full(*_):
     raise OSError("the disk is full")
 
 
-def test_pieces_may_be_views_of_any_stride(tmp_path):
+def test_shards_may_be_views_of_any_stride(tmp_path):
     whole = torch.arange(24.0).view(4, 6)
     save(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Checkpoints that are interrupted by SIGKILL, damaged on disk, or waited for by ranks that never come."""
+"""Checkpoints interrupted by SIGKILL, damaged on disk, or waiting for ranks that never come."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from checkpoints import are_as_in, model_tensors, pieces
+from checkpoints import are_as_in, model_tensors, tensor_shards
 from launch import launch
 
 from ascend_parallel.training.checkpoint import CheckpointError, latest, load, save, steps, whole_state
@@ -17,13 +17,13 @@ ONE = "one process"
 
 
 def save_one(path, step, **options):
-    return save(path, step=step, model=pieces(model_tensors(), ONE, 0), **options)
+    return save(path, step=step, model=tensor_shards(model_tensors(), ONE, 0), **options)
 
 
 def load_one(path, **options):
-    model = pieces(model_tensors(), ONE, 0, blank=True)
+    model = tensor_shards(model_tensors(), ONE, 0, blank=True)
     step = load(path, model=model, **options).step
-    assert are_as_in(model, pieces(model_tensors(), ONE, 0))
+    assert are_as_in(model, tensor_shards(model_tensors(), ONE, 0))
     return step
 
 
@@ -32,7 +32,7 @@ def kill(*_, **__):
 
 
 def killed_in(target, name, path, **options):
-    """Save step 2 in a process that is killed when it comes to ``target.name``."""
+    """Save step 2 in a process that is killed when it calls ``target.name``."""
     child = os.fork()
     if child == 0:
         setattr(target, name, kill)
@@ -44,11 +44,11 @@ def killed_in(target, name, path, **options):
 @pytest.mark.parametrize(
     ("target", "name", "whole"),
     [
-        (folders, "prepare", [1]),  # stands for: before anything; imported by name where it is called
+        (folders, "prepare", [1]),  # before any write; patched where it is called
         (torch, "save", [1]),  # the first tensor's file is open
-        (folders.json, "dump", [1]),  # all is written but the manifest
-        (folders.Path, "rename", [1]),  # ... but the name
-        (folders.shutil, "rmtree", [2]),  # the new one is whole, the old one half removed
+        (folders.json, "dump", [1]),  # everything but the manifest is written
+        (folders.Path, "rename", [1]),  # everything but the final name
+        (folders.shutil, "rmtree", [2]),  # the new checkpoint is complete, the old one half removed
     ],
 )
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, target, name, whole, monkeypatch):
@@ -123,11 +123,11 @@ def test_each_damaged_file_is_named_and_nothing_is_filled(tmp_path):
         flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
         for damaged in (None, b"", good[:-1], good + b"x", flipped):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            model = pieces(model_tensors(), ONE, 0, blank=True)
+            model = tensor_shards(model_tensors(), ONE, 0, blank=True)
             with pytest.raises(CheckpointError) as error:
                 load(tmp_path, model=model)
             assert path.name in str(error.value)
-            assert are_as_in(model, pieces(model_tensors(), ONE, 0, blank=True))
+            assert are_as_in(model, tensor_shards(model_tensors(), ONE, 0, blank=True))
             path.write_bytes(good)
     assert load_one(tmp_path) == 4
 
@@ -136,15 +136,15 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, tmp_path):
     save_one(tmp_path, 4)
     path = latest(tmp_path) / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    told = ranks(3).run(load_damaged, tmp_path)
-    assert len(set(told)) == 1
-    assert "__0_0.distcp: its checksum differs" in told[0]
-    assert told[0].count("rank ") == 1
+    messages = ranks(3).run(load_damaged, tmp_path)
+    assert len(set(messages)) == 1
+    assert "__0_0.distcp: its checksum differs" in messages[0]
+    assert messages[0].count("rank ") == 1
 
 
 def load_damaged(group, path):
     with pytest.raises(CheckpointError) as error:
-        load(path, model=pieces(model_tensors(), ONE, 0))
+        load(path, model=tensor_shards(model_tensors(), ONE, 0))
     return str(error.value)
 
 

@@ -7,7 +7,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from checkpoints import are_as_in, model_tensors, optimizer_tensors, pieces
+from checkpoints import are_as_in, model_tensors, optimizer_tensors, tensor_shards
 from launch import launch
 from typer.testing import CliRunner
 
@@ -23,9 +23,9 @@ from ascend_parallel.training.checkpoint import (
     CheckpointError,
     load,
     load_safetensors,
-    pieces_of,
     read_safetensors,
     save,
+    tensor_shards_of,
     whole_state,
 )
 
@@ -35,7 +35,7 @@ ONE = "one process"
 @pytest.fixture
 def saved(tmp_path):
     """A folder with a checkpoint of step 12."""
-    model, optimizer = pieces(model_tensors(), ONE, 0), pieces(optimizer_tensors(), ONE, 0)
+    model, optimizer = tensor_shards(model_tensors(), ONE, 0), tensor_shards(optimizer_tensors(), ONE, 0)
     save(tmp_path / "saved", step=12, model=model, optimizer=optimizer, values={"position": 7, "rate": 0.5})
     return tmp_path / "saved"
 
@@ -47,30 +47,30 @@ def command(*arguments, code=0):
 
 
 def test_show_tells_step_values_and_tensors(saved):
-    told = json.loads(command("show", saved, "--json").stdout)
-    assert (told["step"], told["ranks"], told["steps"]) == (12, 1, [12])
-    assert told["values"] == {"position": "7", "rate": "0.5"}
-    assert told["tensors"].keys() == {f"model.{name}" for name in model_tensors()} | {
+    shown_values = json.loads(command("show", saved, "--json").stdout)
+    assert (shown_values["step"], shown_values["ranks"], shown_values["steps"]) == (12, 1, [12])
+    assert shown_values["values"] == {"position": "7", "rate": "0.5"}
+    assert shown_values["tensors"].keys() == {f"model.{name}" for name in model_tensors()} | {
         f"optimizer.{name}" for name in optimizer_tensors()
     }
     box = {"offsets": [0, 0], "sizes": [6, 10]}
     shown = {"shape": [6, 10], "dtype": "float32", "bytes": 240, "boxes": [box]}
-    assert told["tensors"]["model.one.weight"] == shown
+    assert shown_values["tensors"]["model.one.weight"] == shown
     words = command("show", saved).stdout
     for word in ("step 12", "position = 7", "model: 7 tensors", "one.weight", "6 x 10", "bfloat16"):
         assert word in words
 
 
-def test_show_tells_in_how_many_pieces_a_tensor_was_written(ranks, tmp_path):
+def test_show_tells_in_how_many_shards_a_tensor_was_written(ranks, tmp_path):
     ranks(4).run(save_2x2, tmp_path)
-    assert "2 x 2 pieces" in command("show", tmp_path).stdout
+    assert "2 x 2 shards" in command("show", tmp_path).stdout
 
 
 def save_2x2(group, path):
-    save(path, step=1, model=pieces(model_tensors(), "2 x 2", group.rank()))
+    save(path, step=1, model=tensor_shards(model_tensors(), "2 x 2", group.rank()))
 
 
-def test_safetensors_are_as_the_format_says_and_go_back_into_pieces(ranks, saved, tmp_path):
+def test_safetensors_are_as_the_format_says_and_go_back_into_shards(ranks, saved, tmp_path):
     file = tmp_path / "model.safetensors"
     command("convert", saved, file, "--to", "safetensors")
     raw = file.read_bytes()
@@ -79,8 +79,8 @@ def test_safetensors_are_as_the_format_says_and_go_back_into_pieces(ranks, saved
     assert length % 8 == 0
     assert header.pop("__metadata__") == {"format": "pt", "step": "12"}
     at = 0
-    for (name, entry), (wanted, tensor) in zip(header.items(), model_tensors().items(), strict=True):
-        assert (name, entry["shape"], entry["data_offsets"][0]) == (wanted, list(tensor.shape), at)
+    for (name, entry), (expected, tensor) in zip(header.items(), model_tensors().items(), strict=True):
+        assert (name, entry["shape"], entry["data_offsets"][0]) == (expected, list(tensor.shape), at)
         at = entry["data_offsets"][1]
     assert len(raw) == 8 + length + at
     start, stop = header["two.weight"]["data_offsets"]
@@ -94,10 +94,10 @@ def test_safetensors_are_as_the_format_says_and_go_back_into_pieces(ranks, saved
 
 
 def from_safetensors(group, file):
-    model = pieces(model_tensors(), "two stages on 2 x 2", group.rank(), blank=True)
+    model = tensor_shards(model_tensors(), "two stages on 2 x 2", group.rank(), blank=True)
     load_safetensors(file, model)
     first = next(iter(model))
-    right = are_as_in(model, pieces(model_tensors(), "two stages on 2 x 2", group.rank()))
+    right = are_as_in(model, tensor_shards(model_tensors(), "two stages on 2 x 2", group.rank()))
     del model[first]
     with pytest.raises(CheckpointError, match="in the file, not here"):
         load_safetensors(file, model)
@@ -113,7 +113,7 @@ def test_a_damaged_safetensors_file_is_refused(saved, tmp_path, damage):
     if damage == "missing":
         file.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is (missing|damaged)"):
-        load_safetensors(file, pieces(model_tensors(), ONE, 0))
+        load_safetensors(file, tensor_shards(model_tensors(), ONE, 0))
 
 
 def test_convert_casts_the_model_and_keeps_the_rest(saved, tmp_path):
@@ -132,22 +132,22 @@ def test_convert_to_dcp_and_diff(saved, tmp_path):
     other = model_tensors()
     other["one.weight"][2, 3] += 0.25
     other["two.count"] = other["two.count"].int()
-    save(tmp_path / "other", step=12, model=pieces(other, ONE, 0), values={"position": 8, "rate": 0.5})
-    told = json.loads(command("diff", saved, tmp_path / "other", "--json", code=1).stdout)
-    told = {line["name"]: line["differs"] for line in told}
-    assert told["model.one.weight"] == "1 of 60 elements, by 0.25 at most"
-    assert told["model.two.count"] == "int64 in the first, int32 in the second"
-    assert told["optimizer.two.scale.step"] == "in the first, not in the second"
-    assert told["values['position']"] == "7 and 8"
-    assert len(told) == 3 + len(optimizer_tensors())
+    save(tmp_path / "other", step=12, model=tensor_shards(other, ONE, 0), values={"position": 8, "rate": 0.5})
+    shown_values = json.loads(command("diff", saved, tmp_path / "other", "--json", code=1).stdout)
+    shown_values = {line["name"]: line["differs"] for line in shown_values}
+    assert shown_values["model.one.weight"] == "1 of 60 elements, by 0.25 at most"
+    assert shown_values["model.two.count"] == "int64 in the first, int32 in the second"
+    assert shown_values["optimizer.two.scale.step"] == "in the first, not in the second"
+    assert shown_values["values['position']"] == "7 and 8"
+    assert len(shown_values) == 3 + len(optimizer_tensors())
 
 
 def test_safetensors_become_a_checkpoint(saved, tmp_path):
     command("convert", saved, tmp_path / "model.safetensors", "--to", "safetensors")
     command("convert", tmp_path / "model.safetensors", tmp_path / "back", "--to", "dcp")
-    model = pieces(model_tensors(), ONE, 0, blank=True)
+    model = tensor_shards(model_tensors(), ONE, 0, blank=True)
     assert load(tmp_path / "back", model=model).step == 0
-    assert are_as_in(model, pieces(model_tensors(), ONE, 0))
+    assert are_as_in(model, tensor_shards(model_tensors(), ONE, 0))
 
 
 def test_the_command_refuses_in_a_line(saved, tmp_path):
@@ -207,33 +207,33 @@ def megatron(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "options"), [("plain", PLAIN), ("gated", GATED)])
 def test_a_model_of_megatron_loads_whole_and_in_other_slices(ranks, megatron, kind, options):
-    wanted = ranks(1).run(load_gpt, megatron[kind], options)[0]
-    for state in ranks(2).run(load_rows, megatron[kind], wanted):
+    expected = ranks(1).run(load_gpt, megatron[kind], options)[0]
+    for state in ranks(2).run(load_rows, megatron[kind], expected):
         assert state
     fused = megatron_state(megatron[kind])
-    assert len(fused) == len(wanted)
-    for name, tensor in wanted.items():
+    assert len(fused) == len(expected)
+    for name, tensor in expected.items():
         name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
         assert torch.equal(fused[name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")], tensor)
 
 
 def load_gpt(group, path, options):
-    """Load into a GPTModel of one rank; its tensors have to be those that the same seed gives."""
+    """Load into a GPTModel of one rank; its tensors must be those of the same seed."""
     with megatron_on_cpu():
         start_model_parallel(tensor_parallel=1)
         truth, model = small_gpt(**options), small_gpt(**options, seed=99)
         fewer = small_gpt(**{**options, "num_layers": 1})
         end_model_parallel()
-    loaded, wanted = pieces_of(model), pieces_of(truth)
-    assert not are_as_in(loaded, wanted)
+    loaded, expected = tensor_shards_of(model), tensor_shards_of(truth)
+    assert not are_as_in(loaded, expected)
     load_megatron(path, loaded)
-    assert are_as_in(loaded, wanted)
+    assert are_as_in(loaded, expected)
     with pytest.raises(CheckpointError, match=r"\.weight\[1\]: in the checkpoint, not here"):
-        load_megatron(path, pieces_of(fewer))
-    return {name: piece.local for name, piece in wanted.items()}
+        load_megatron(path, tensor_shards_of(fewer))
+    return {name: shard.local for name, shard in expected.items()}
 
 
-def load_rows(group, path, wanted):
+def load_rows(group, path, expected):
     from ascend_parallel.sharding.tensor_shard import TensorShard
 
     def rows(name, tensor):
@@ -243,18 +243,18 @@ def load_rows(group, path, wanted):
             torch.full_like(tensor[start:stop], -1), tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1)
         )
 
-    model = {name: rows(name, tensor) for name, tensor in wanted.items()}
+    model = {name: rows(name, tensor) for name, tensor in expected.items()}
     load_megatron(path, model)
-    starts = {name: piece.offsets[0] for name, piece in model.items()}
+    starts = {name: shard.offsets[0] for name, shard in model.items()}
     return all(
-        torch.equal(piece.local, wanted[name][starts[name] : starts[name] + len(piece.local)])
-        for name, piece in model.items()
+        torch.equal(shard.local, expected[name][starts[name] : starts[name] + len(shard.local)])
+        for name, shard in model.items()
     )
 
 
 def test_what_does_not_fit_megatrons_checkpoint_is_refused(megatron, tmp_path):
     state = megatron_state(megatron["plain"])
-    whole = pieces_of(torch.nn.ParameterDict())
+    whole = tensor_shards_of(torch.nn.ParameterDict())
     with pytest.raises(CheckpointError, match=r"in the checkpoint, not here\n  and \d+ more"):
         load_megatron(megatron["plain"], whole)
     from ascend_parallel.sharding.tensor_shard import TensorShard
@@ -272,6 +272,6 @@ def test_what_does_not_fit_megatrons_checkpoint_is_refused(megatron, tmp_path):
 
 def test_a_megatron_directory_becomes_a_checkpoint(megatron, tmp_path):
     command("convert", megatron["plain"], tmp_path / "ours", "--to", "dcp")
-    found, wanted = whole_state(tmp_path / "ours"), megatron_state(megatron["plain"])
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    found, expected = whole_state(tmp_path / "ours"), megatron_state(megatron["plain"])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

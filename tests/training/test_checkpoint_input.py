@@ -1,4 +1,4 @@
-"""Checkpoints and files that are wrong in themselves, and disks that are full: an error of our own, on all ranks."""
+"""Invalid checkpoints and files, and full disks: `CheckpointError` on all ranks."""
 
 import json
 import struct
@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from checkpoints import are_as_in, model_tensors, pieces
+from checkpoints import are_as_in, model_tensors, tensor_shards
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
@@ -22,36 +22,38 @@ ONE = "one process"
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint of step 4."""
-    return save(tmp_path, step=4, model=pieces(model_tensors(), ONE, 0)).path
+    return save(tmp_path, step=4, model=tensor_shards(model_tensors(), ONE, 0)).path
 
 
 def rewritten(checkpoint, change):
-    """Change a manifest, and give it the digest that belongs to what it says now."""
+    """Change a manifest and update its digest."""
     path = checkpoint / "manifest.json"
-    told = json.loads(path.read_text())
-    told.pop("digest")
-    told = change(told) or told
-    path.write_text(json.dumps({**told, "digest": folders._digest(told)} if isinstance(told, dict) else told))
+    content = json.loads(path.read_text())
+    content.pop("digest")
+    content = change(content) or content
+    path.write_text(
+        json.dumps({**content, "digest": folders._digest(content)} if isinstance(content, dict) else content)
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda told: [1], "it is no table with a digest"),
-        (lambda told: {"format": folders.FORMAT}, "step=None"),
-        (lambda told: told.pop("files") and None, "files=None"),
-        (lambda told: told.update(step="x"), "step='x'"),
-        (lambda told: told.update(step=True), "step=True"),
-        (lambda told: told.update(ranks=0), "ranks=0"),
-        (lambda told: told.update(files={}), "files={}"),
-        (lambda told: told["files"].update({".metadata": "x"}), "files="),
-        (lambda told: told["files"].update({"../elsewhere": [1, "x"]}), "files="),
+        (lambda content: [1], "it is no table with a digest"),
+        (lambda content: {"format": folders.FORMAT}, "step=None"),
+        (lambda content: content.pop("files") and None, "files=None"),
+        (lambda content: content.update(step="x"), "step='x'"),
+        (lambda content: content.update(step=True), "step=True"),
+        (lambda content: content.update(ranks=0), "ranks=0"),
+        (lambda content: content.update(files={}), "files={}"),
+        (lambda content: content["files"].update({".metadata": "x"}), "files="),
+        (lambda content: content["files"].update({"../elsewhere": [1, "x"]}), "files="),
     ],
 )
 def test_a_manifest_of_wrong_content_is_refused_by_key(checkpoint, change, words):
     rewritten(checkpoint, change)
     with pytest.raises(CheckpointError) as error:
-        load(checkpoint, model=pieces(model_tensors(), ONE, 0))
+        load(checkpoint, model=tensor_shards(model_tensors(), ONE, 0))
     assert words in str(error.value)
     assert "manifest.json is damaged" in str(error.value)
     done = CliRunner().invoke(app, ["checkpoint", "show", str(checkpoint)])
@@ -65,30 +67,30 @@ def test_names_of_steps_are_ascii_digits_of_directories(tmp_path):
     assert steps(tmp_path) == []
 
 
-# What one rank alone meets
+# Errors on a single rank
 
 
 def test_whatever_one_rank_meets_all_ranks_raise(ranks, checkpoint):
-    told = ranks(2).run(load_with_a_fault, checkpoint)
-    assert told[0] == told[1]
-    assert "rank 1: ZeroDivisionError: planted" in told[0][0]
-    assert "rank 1: AttributeError" in told[0][1]
-    assert "rank 1: AttributeError" in told[0][2]
+    content = ranks(2).run(load_with_a_fault, checkpoint)
+    assert content[0] == content[1]
+    assert "rank 1: ZeroDivisionError: planted" in content[0][0]
+    assert "rank 1: AttributeError" in content[0][1]
+    assert "rank 1: AttributeError" in content[0][2]
 
 
 def load_with_a_fault(group, path):
-    """Errors that no list of expected ones has, while one rank reads or collects."""
+    """Unexpected errors, while a rank reads or collects."""
     found = []
-    for fault in (lambda: load(path, model=pieces(model_tensors(), ONE, 0)),):
+    for fault in (lambda: load(path, model=tensor_shards(model_tensors(), ONE, 0)),):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:
             if group.rank() == 1:
                 patch.setattr("ascend_parallel.training.checkpoint.loading.verify", lambda *_: 1 / _planted())
             fault()
         found.append(str(error.value))
-    model = pieces(model_tensors(), ONE, 0)
+    model = tensor_shards(model_tensors(), ONE, 0)
     for call in (lambda model: load(path, model=model), lambda model: save(path, step=9, model=model)):
         with pytest.raises(CheckpointError) as error:
-            call(model if group.rank() == 0 else ["no", "pieces"] if not found[1:] else {"w": 3, 4: None})
+            call(model if group.rank() == 0 else ["no", "shards"] if not found[1:] else {"w": 3, 4: None})
         found.append(str(error.value))
     return found
 
@@ -148,7 +150,7 @@ def test_a_safetensors_file_whose_tensors_stand_in_another_order_is_read(tmp_pat
     }
 
 
-# Full disks, and what is there already
+# Full disks, and existing files
 
 
 CONVERT = textwrap.dedent("""
@@ -173,7 +175,7 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path, to):
     assert "Traceback" not in done.stderr
     if to == "dcp":
         assert steps(out) == []
-        save(out, step=4, model=whole)  # which clears up
+        save(out, step=4, model=whole)  # save removes the leftovers
         assert [left.name for left in out.iterdir()] == ["step-00000004"]
     else:
         assert list(out.parent.iterdir()) == []
@@ -195,11 +197,11 @@ def test_a_conversion_does_not_overwrite(checkpoint, tmp_path, to):
 
 
 def test_nothing_is_filled_where_what_is_no_tensor_cannot_be_read(checkpoint, monkeypatch):
-    """Values and random states are read before the first piece is filled."""
+    """Values and random states are read before the first shard is filled."""
     from ascend_parallel.training.checkpoint import dcp_files
 
     monkeypatch.setattr(dcp_files, "_from_bytes", lambda value: _planted())
-    model = pieces(model_tensors(), ONE, 0, blank=True)
+    model = tensor_shards(model_tensors(), ONE, 0, blank=True)
     with pytest.raises(CheckpointError, match=r"values, random\.0 cannot be read: ZeroDivisionError: planted"):
         load(checkpoint, model=model)
-    assert are_as_in(model, pieces(model_tensors(), ONE, 0, blank=True))
+    assert are_as_in(model, tensor_shards(model_tensors(), ONE, 0, blank=True))

@@ -1,4 +1,4 @@
-"""The pickle inside a checkpoint runs nothing, on whichever way it is read."""
+"""The pickle inside a checkpoint runs no code, whichever function reads it."""
 
 import json
 import os
@@ -6,14 +6,14 @@ import pickle
 
 import pytest
 import torch
-from checkpoints import model_tensors, pieces
+from checkpoints import model_tensors, tensor_shards
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
 from ascend_parallel.patches.megatron.checkpoint import load_megatron, megatron_state
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
-    Saved,
+    CheckpointReader,
     load,
     save,
     whole_state,
@@ -24,8 +24,8 @@ from ascend_parallel.training.checkpoint.unpickling import unpickle
 ONE = "one process"
 
 
-class Call:
-    """Pickles as a call."""
+class PickledCall:
+    """Pickles as a call of a function."""
 
     def __init__(self, function, *arguments):
         self.made = function, arguments
@@ -35,23 +35,23 @@ class Call:
 
 
 def signed(checkpoint):
-    """Give a checkpoint of ours the manifest of the metadata that it has."""
+    """Update the manifest of a checkpoint of ours for its changed metadata."""
     path = checkpoint / "manifest.json"
-    told = json.loads(path.read_text())
-    told.pop("digest")
-    told["files"][".metadata"] = list(folders.checksum(checkpoint / ".metadata"))
-    path.write_text(json.dumps({**told, "digest": folders._digest(told)}))
+    content = json.loads(path.read_text())
+    content.pop("digest")
+    content["files"][".metadata"] = list(folders.checksum(checkpoint / ".metadata"))
+    path.write_text(json.dumps({**content, "digest": folders._digest(content)}))
 
 
 @pytest.fixture
 def poisoned(tmp_path):
-    """Checkpoints of ours and of Megatron-core's layout whose metadata makes a file when it is unpickled; the file."""
+    """Checkpoints, ours and Megatron-core's, whose metadata creates a file when unpickled; and this file."""
     mark = tmp_path / "mark"
     found = []
     for name in ("ours", "megatron"):
-        path = save(tmp_path / name, step=1, model=pieces(model_tensors(), ONE, 0)).path
+        path = save(tmp_path / name, step=1, model=tensor_shards(model_tensors(), ONE, 0)).path
         metadata = pickle.loads((path / ".metadata").read_bytes())
-        metadata.planner_data = Call(os.system, f"touch {mark}")
+        metadata.planner_data = PickledCall(os.system, f"touch {mark}")
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
         found.append(path)
     signed(found[0])
@@ -61,11 +61,11 @@ def poisoned(tmp_path):
 
 def test_no_way_of_reading_a_checkpoint_runs_what_its_metadata_names(poisoned, tmp_path):
     ours, megatron, mark = poisoned
-    model = pieces(model_tensors(), ONE, 0)
+    model = tensor_shards(model_tensors(), ONE, 0)
     for read in (
         lambda: load(ours, model=model),
         lambda: whole_state(ours),
-        lambda: Saved.open(ours).values,
+        lambda: CheckpointReader.open(ours).values,
         lambda: load_megatron(megatron, model),
         lambda: megatron_state(megatron),
     ):
@@ -80,37 +80,37 @@ def test_no_way_of_reading_a_checkpoint_runs_what_its_metadata_names(poisoned, t
     assert CliRunner().invoke(app, ["checkpoint", "show", str(ours)]).exit_code == 2
     assert not mark.exists()
     pickle.loads((ours / ".metadata").read_bytes())
-    assert mark.exists()  # the attack is one
+    assert mark.exists()  # the attack works
 
 
 def test_all_ranks_are_told_by_a_rank_that_meets_such_a_pickle(ranks, poisoned):
-    told = ranks(2).run(load_poisoned, poisoned[0])
-    assert told[0] == told[1]
-    assert "system" in told[0]
+    content = ranks(2).run(load_poisoned, poisoned[0])
+    assert content[0] == content[1]
+    assert "system" in content[0]
     assert not poisoned[2].exists()
 
 
 def load_poisoned(group, path):
     with pytest.raises(CheckpointError) as error:
-        load(path, model=pieces(model_tensors(), ONE, 0))
+        load(path, model=tensor_shards(model_tensors(), ONE, 0))
     return str(error.value)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        Call(eval, "1"),
-        Call(getattr, "x", "upper"),
-        Call(torch.load, "x"),
-        Call(torch.serialization.load, "x"),
-        Call(torch.hub.load, "x"),
-        Call(os.path.join, "x"),
-        Call(open, "written", "w"),
-        Call(__import__, "os"),
+        PickledCall(eval, "1"),
+        PickledCall(getattr, "x", "upper"),
+        PickledCall(torch.load, "x"),
+        PickledCall(torch.serialization.load, "x"),
+        PickledCall(torch.hub.load, "x"),
+        PickledCall(os.path.join, "x"),
+        PickledCall(open, "written", "w"),
+        PickledCall(__import__, "os"),
     ],
 )
 def test_calls_of_many_kinds_are_refused(call):
-    with pytest.raises(pickle.UnpicklingError, match="which no metadata needs and is not loaded"):
+    with pytest.raises(pickle.UnpicklingError, match="which no metadata needs; it is not loaded"):
         unpickle(pickle.dumps(call))
 
 

@@ -1,4 +1,4 @@
-"""Two jobs that save the same step into one folder: one of them has it, wholly, and the other is told."""
+"""Two jobs save the same step into one folder: one job's save is complete, and the other job gets an error."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint import CheckpointError, Saved, load, lock, save, steps, whole_state
+from ascend_parallel.training.checkpoint import CheckpointError, CheckpointReader, load, lock, save, steps, whole_state
 from ascend_parallel.training.checkpoint.folder import prepare
 
 ROWS = 3000
 
-# A job of two ranks that saves a step in every round's folder, when it is told to, and says how each went.
+# A job of two ranks that saves a step in each folder read from standard input, and prints each result.
 JOB = textwrap.dedent("""
     import sys
     import torch, torch.distributed as dist
@@ -41,7 +41,7 @@ JOB = textwrap.dedent("""
 
 
 class Job:
-    """Two processes, of which both read the next folder from their standard input."""
+    """Two processes that read the next folder from their standard input."""
 
     def __init__(self, store, seed, asynchronous):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -82,16 +82,16 @@ def race(folder, rounds, asynchronous):
             for seed in sorted(jobs, reverse=number % 2 == 1):
                 jobs[seed].tell(path)
             answers = {seed: job.answers() for seed, job in jobs.items()}
-            winners = [seed for seed, told in answers.items() if told == ["saved", "saved"]]
+            winners = [seed for seed, answer in answers.items() if answer == ["saved", "saved"]]
             assert len(winners) == 1, answers
-            (loser,) = (told for seed, told in answers.items() if seed != winners[0])
+            (loser,) = (answer for seed, answer in answers.items() if seed != winners[0])
             assert loser[0] == loser[1]
             assert "is being saved by another job, process" in loser[0] or "is there already" in loser[0]
             won[winners[0]] += 1
             assert [file.name for file in path.iterdir()] == ["step-00000007"]
-            found, wanted = whole_state(path), truth(winners[0])
-            assert Saved.open(path).values == {"seed": winners[0]}
-            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+            found, expected = whole_state(path), truth(winners[0])
+            assert CheckpointReader.open(path).values == {"seed": winners[0]}
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     finally:
         for job in jobs.values():
             job.end()
@@ -115,13 +115,13 @@ MODEL = {"w": TensorShard(torch.arange(6.0), (6,), (0,))}
 
 
 def owned(path, **changes):
-    """Leave a lock as a job of another host, or one that ended, would have."""
+    """Leave the lock of a job on another host, or of an ended job."""
     made = lock.StepLock(path, "0123abcd")
     made.acquire()
     owner = lock.owner_of(lock.read(path))
     made.release()
-    told = lock.json.dumps({**lock.asdict(owner), **changes}) + "\n"
-    path.write_text(told)
+    answer = lock.json.dumps({**lock.asdict(owner), **changes}) + "\n"
+    path.write_text(answer)
 
 
 def test_a_lock_is_held_by_one_and_says_by_whom(tmp_path):
@@ -156,11 +156,11 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path):
     assert steps(tmp_path) == [5]
 
 
-@pytest.mark.parametrize("told", [None, "", "{", '{"token": 1}\n'])
-def test_a_lock_of_another_host_is_taken_once_it_stands_still(tmp_path, monkeypatch, told):
+@pytest.mark.parametrize("answer", [None, "", "{", '{"token": 1}\n'])
+def test_a_lock_of_another_host_is_taken_once_it_stands_still(tmp_path, monkeypatch, answer):
     monkeypatch.setattr(lock, "STILL", 1.5)
     path = tmp_path / "step-00000005.lock"
-    path.write_text(told) if told is not None else owned(path, place="elsewhere", host="elsewhere")
+    path.write_text(answer) if answer is not None else owned(path, place="elsewhere", host="elsewhere")
     save(tmp_path, step=5, model=MODEL)
     assert steps(tmp_path) == [5]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
@@ -191,13 +191,13 @@ def test_directories_of_saves_under_way_are_left_and_all_others_removed(tmp_path
         "step-00000005.dd.saving",
         "step-00000005.lock",
         "step-00000006",
-        "step-00000009.lock",  # of another host, for all that is known
+        "step-00000009.lock",  # of another host, as far as is known
     ]
     held.release()
 
 
 def test_a_save_whose_lock_was_taken_cannot_overwrite_the_others(tmp_path, monkeypatch):
-    """What two savers that both believe to hold the lock leave is of one of them."""
+    """Two savers that both believe to hold the lock: the result is entirely one saver's."""
     from ascend_parallel.training.checkpoint import storage
 
     real, ones = storage.complete, {"w": TensorShard(torch.ones(6), (6,), (0,))}
@@ -217,7 +217,7 @@ def test_a_save_whose_lock_was_taken_cannot_overwrite_the_others(tmp_path, monke
 
 
 def test_checksums_are_of_what_was_written_not_of_what_is_read_back(tmp_path, monkeypatch):
-    """A disk that gives back something else: the load says so."""
+    """A disk that returns other bytes than were written: the load fails."""
     from ascend_parallel.training.checkpoint import storage
 
     real = storage.complete
@@ -231,5 +231,5 @@ def test_checksums_are_of_what_was_written_not_of_what_is_read_back(tmp_path, mo
 
     monkeypatch.setattr(storage, "complete", corrupted)
     save(tmp_path, step=5, model=MODEL)
-    with pytest.raises(CheckpointError, match="its checksum differs from the one written"):
+    with pytest.raises(CheckpointError, match="its checksum differs from the manifest's"):
         load(tmp_path, model=MODEL)

@@ -1,11 +1,11 @@
-"""What cannot be saved or loaded is refused alike on all ranks, and says what differs."""
+"""Impossible saves and loads are refused on all ranks, with the same list of differences."""
 
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import model_tensors, pieces
+from checkpoints import model_tensors, tensor_shards
 from test_checkpoint import save_as
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -14,16 +14,16 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     load,
-    pieces_of,
     save,
     steps,
+    tensor_shards_of,
 )
 
 
 def refused(group, path, layout, change):
-    """Try to load with something changed; return what was said and whether the pieces were left alone."""
-    model = pieces(model_tensors(), layout, group.rank(), blank=True)
-    before = {name: replace(piece, local=piece.local.clone()) for name, piece in model.items()}
+    """Load with a change; return the error and whether the shards stayed unchanged."""
+    model = tensor_shards(model_tensors(), layout, group.rank(), blank=True)
+    before = {name: replace(shard, local=shard.local.clone()) for name, shard in model.items()}
     options = {}
     if change == "names":
         model["one.wait"] = model.pop("one.weight")
@@ -37,8 +37,8 @@ def refused(group, path, layout, change):
         options["step"] = 11
     with pytest.raises(CheckpointError) as error:
         load(path, model=model, **options)
-    untouched = {name: piece for name, piece in model.items() if name in before and model[name].local.numel()}
-    same = all(torch.equal(piece.local, before[name].local) for name, piece in untouched.items() if change == "names")
+    untouched = {name: shard for name, shard in model.items() if name in before and model[name].local.numel()}
+    same = all(torch.equal(shard.local, before[name].local) for name, shard in untouched.items() if change == "names")
     return str(error.value), same
 
 
@@ -48,29 +48,29 @@ def refused(group, path, layout, change):
         ("names", ["model.one.wait: here, not in the checkpoint"]),
         ("shape on one rank", ["model.one.weight: shape [9, 10] here, [6, 10] in the checkpoint"]),
         ("dtype", ["model.two.weight: float32 here, float64 in the checkpoint"]),
-        ("box", ["model.one.bias: [8:18] is no box of a tensor of shape (10,)"]),
+        ("box", ["model.one.bias: [8:18] is no shard of a tensor of shape (10,)"]),
         ("step", ["no whole checkpoint of step 11; steps: 12"]),
     ],
 )
 def test_a_load_that_does_not_fit_is_refused_alike_on_all_ranks(ranks, tmp_path, change, words):
     ranks(2).run(save_as, tmp_path, "replicas on 1 x 2")
-    told = ranks(2).run(refused, tmp_path, "replicas on 1 x 2", change)
-    assert told[0] == told[1]
-    assert told[0][1]
+    results = ranks(2).run(refused, tmp_path, "replicas on 1 x 2", change)
+    assert results[0] == results[1]
+    assert results[0][1]
     for word in words:
-        assert word in told[0][0]
+        assert word in results[0][0]
 
 
 def test_tensors_that_no_rank_asks_for_are_refused(ranks, tmp_path):
     ranks(2).run(save_as, tmp_path, "replicas on 1 x 2")
-    told = ranks(2).run(load_less, tmp_path)
-    assert told[0] == told[1]
-    assert "model.two.scale: in the checkpoint, not here" in told[0]
-    assert "model.one.weight" not in told[0]
+    results = ranks(2).run(load_less, tmp_path)
+    assert results[0] == results[1]
+    assert "model.two.scale: in the checkpoint, not here" in results[0]
+    assert "model.one.weight" not in results[0]
 
 
 def load_less(group, path):
-    model = pieces(model_tensors(), "replicas on 1 x 2", group.rank(), blank=True)
+    model = tensor_shards(model_tensors(), "replicas on 1 x 2", group.rank(), blank=True)
     del model["two.scale"]
     if group.rank() == 1:
         del model["one.weight"]  # rank 0 asks for it
@@ -101,9 +101,9 @@ def test_more_than_ten_differences_are_counted(tmp_path):
     ],
 )
 def test_a_save_that_does_not_fit_is_refused_alike_on_all_ranks(ranks, tmp_path, fault, words):
-    told = ranks(2).run(save_wrongly, tmp_path, fault)
-    assert told[0] == told[1]
-    assert words in told[0]
+    results = ranks(2).run(save_wrongly, tmp_path, fault)
+    assert results[0] == results[1]
+    assert words in results[0]
     assert steps(tmp_path) == []
 
 
@@ -142,8 +142,8 @@ def test_a_step_is_not_saved_over(tmp_path):
 
 
 def test_what_is_no_box_is_refused_by_name(ranks):
-    for told in ranks(2).run(refuse_partial):
-        assert "w is placed as" in told
+    for results in ranks(2).run(refuse_partial):
+        assert "w is placed as" in results
 
 
 def refuse_partial(group):
@@ -152,8 +152,8 @@ def refuse_partial(group):
     module = torch.nn.Module()
     distribute_module(module, mesh)
     module.register_buffer("w", whole.sum(0))
-    assert pieces_of(torch.nn.Linear(2, 2)).keys() == {"weight", "bias"}
+    assert tensor_shards_of(torch.nn.Linear(2, 2)).keys() == {"weight", "bias"}
     assert distribute_tensor(torch.ones(2), mesh, [Replicate()]).to_local().shape == (2,)
     with pytest.raises(ValueError, match="redistribute it first") as error:
-        pieces_of(module)
+        tensor_shards_of(module)
     return str(error.value)

@@ -1,4 +1,4 @@
-"""Training saved under one strategy goes on under another, with the losses of the whole model throughout."""
+"""Training saved under one strategy continues under another, with the whole model's losses throughout."""
 
 import gpt
 import pytest
@@ -14,7 +14,7 @@ TP = {"mode": "semi_auto", "mesh": {"dp": 2, "tp": 2}, "operators": MEGATRON}
 
 
 class Tied(gpt.GPT):
-    """With a second name for the embedding, a parameter that nobody reads, and a frozen norm."""
+    """A GPT with a second name for the embedding, a parameter without readers, and a frozen norm."""
 
     def __init__(self):
         super().__init__()
@@ -32,9 +32,13 @@ class Tied(gpt.GPT):
 
 
 STRATEGIES = {
-    "zero 1": {**TP, "sharding": ShardingOptions(level=1), "max_norm": 0.5},
-    "zero 2 by parameters": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=2, by="parameters")},
-    "zero 3": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=3), "max_norm": 0.5},
+    "zero 1": {**TP, "sharding": ShardingOptions(zero_stage=1), "max_norm": 0.5},
+    "zero 2 by parameters": {
+        "mode": "data",
+        "mesh": {"dp": 4},
+        "sharding": ShardingOptions(zero_stage=2, partition_by="parameters"),
+    },
+    "zero 3": {"mode": "data", "mesh": {"dp": 4}, "sharding": ShardingOptions(zero_stage=3), "max_norm": 0.5},
     "pipeline": {
         "mode": "data",
         "mesh": {"dp": 2},
@@ -45,7 +49,7 @@ STRATEGIES = {
         "mode": "data",
         "mesh": {"dp": 2},
         "pipeline": PipelineOptions(degree=2, micro_batches=4, schedule="interleaved_1f1b", virtual_stages=2),
-        "sharding": ShardingOptions(level=1),
+        "sharding": ShardingOptions(zero_stage=1),
     },
 }
 
@@ -53,7 +57,7 @@ STRATEGIES = {
 def made(options):
     torch.manual_seed(0)
     model = Tied().double()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     return model, optimizer, Strategy(**{**options, "max_norm": 0.5})
 
 

@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint: random states, plain modules, modules of torch's own parallelism."""
+"""Training that continues from a checkpoint: random states, plain modules, modules of torch's own parallelism."""
 
 import random
 
@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
     load,
-    pieces_of,
-    pieces_of_optimizer,
+    optimizer_tensor_shards,
     save,
+    tensor_shards_of,
     whole_state,
 )
 
@@ -75,12 +75,12 @@ def test_training_goes_on_bit_for_bit(tmp_path):
     module = Small()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     train(module, optimizer, 6, 0)
-    save(tmp_path, step=6, model=pieces_of(module), optimizer=pieces_of_optimizer(module, optimizer))
-    wanted = train(module, optimizer, 10, 6)
+    save(tmp_path, step=6, model=tensor_shards_of(module), optimizer=optimizer_tensor_shards(module, optimizer))
+    expected = train(module, optimizer, 10, 6)
     again = Small()
     fresh = torch.optim.AdamW(again.parameters(), lr=0.02)
-    step = load(tmp_path, model=pieces_of(again), optimizer=pieces_of_optimizer(again, fresh)).step
-    assert train(again, fresh, 10, step) == wanted
+    step = load(tmp_path, model=tensor_shards_of(again), optimizer=optimizer_tensor_shards(again, fresh)).step
+    assert train(again, fresh, 10, step) == expected
     assert torch.equal(again.first.weight, module.first.weight)
 
 
@@ -88,14 +88,14 @@ def test_fully_sharded_training_goes_on_in_one_process_and_on_other_ranks(ranks,
     module = Small().eval()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     train(module, optimizer, 6, 0)
-    wanted = train(module, optimizer, 10, 6)
+    expected = train(module, optimizer, 10, 6)
     ranks(3).run(train_sharded, tmp_path, 0, None)  # 8 rows on 3 ranks: 3, 3, 2
     for losses in ranks(2).run(train_sharded, tmp_path, 10, "fsdp") + ranks(4).run(train_sharded, tmp_path, 10, "2d"):
-        torch.testing.assert_close(losses, wanted, rtol=1e-11, atol=0)
+        torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
     again = Small().eval()
     fresh = torch.optim.AdamW(again.parameters(), lr=0.02)
-    load(tmp_path, model=pieces_of(again), optimizer=pieces_of_optimizer(again, fresh))
-    torch.testing.assert_close(train(again, fresh, 10, 6), wanted, rtol=1e-11, atol=0)
+    load(tmp_path, model=tensor_shards_of(again), optimizer=optimizer_tensor_shards(again, fresh))
+    torch.testing.assert_close(train(again, fresh, 10, 6), expected, rtol=1e-11, atol=0)
 
 
 def train_sharded(group, path, count, load_as):
@@ -109,9 +109,9 @@ def train_sharded(group, path, count, load_as):
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     if load_as is None:
         train(module, optimizer, 6, 0)
-        save(path, step=6, model=pieces_of(module), optimizer=pieces_of_optimizer(module, optimizer))
+        save(path, step=6, model=tensor_shards_of(module), optimizer=optimizer_tensor_shards(module, optimizer))
         return None
-    load(path, model=pieces_of(module), optimizer=pieces_of_optimizer(module, optimizer))
+    load(path, model=tensor_shards_of(module), optimizer=optimizer_tensor_shards(module, optimizer))
     return train(module, optimizer, count, 6)
 
 
@@ -128,6 +128,6 @@ def save_stages(group, path):
         mesh = DeviceMesh("cpu", place)
         part = distribute_tensor(sign * torch.arange(10.0).view(5, 2), mesh, [Shard(0)], src_data_rank=None)
         module.register_buffer(name, part)
-    held = pieces_of(module)
+    held = tensor_shards_of(module)
     save(path, step=1, model=held)
     return list(held)

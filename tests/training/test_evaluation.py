@@ -1,4 +1,4 @@
-"""TrainStep.evaluate: the loss in evaluation mode, which leaves training alone."""
+"""TrainStep.evaluate: the loss in evaluation mode; training stays unchanged."""
 
 import copy
 
@@ -24,7 +24,7 @@ DATA = {"mode": "data", "mesh": {"dp": 2}}
 
 
 class Noisy(nn.Module):
-    """Dropout by a module and by a function, in attention, and batch norm."""
+    """A model with dropout by a module and by a function, in attention, and with batch norm."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def of_noise(number):
 
 
 def noisy_run(_group, options, looking):
-    """Train three batches, and look at a fourth in between or not; return the losses."""
+    """Train three batches, evaluating a fourth in between or not; return the losses."""
     model, optimizer = noisy()
     step, other = train_step(model, of_noise(0), optimizer, Strategy(**options)), copy.deepcopy(model).eval()
     torch.manual_seed(1)
@@ -69,14 +69,15 @@ def noisy_run(_group, options, looking):
 
 
 def whole_of(step, model):
-    """Return the model with this rank's state, which is whole."""
-    pieces = {name: piece.local for name, piece in step.pieces().items()}
-    model.load_state_dict(pieces)
+    """Return the model with this rank's state, which must be whole."""
+    shards = {name: shard.local for name, shard in step.tensor_shards().items()}
+    model.load_state_dict(shards)
     return model
 
 
 @pytest.mark.parametrize(
-    "options", [DATA, {**DATA, "sharding": ShardingOptions(level=1)}, {**DATA, "pipeline": PipelineOptions(degree=1)}]
+    "options",
+    [DATA, {**DATA, "sharding": ShardingOptions(zero_stage=1)}, {**DATA, "pipeline": PipelineOptions(degree=1)}],
 )
 def test_without_dropout_by_running_statistics_and_training_goes_on_as_if_nobody_had_looked(ranks, options):
     looking, alone = ranks(2).run(noisy_run, options, True), ranks(2).run(noisy_run, options, False)
@@ -87,7 +88,7 @@ def test_without_dropout_by_running_statistics_and_training_goes_on_as_if_nobody
 
 
 def looked_at(_group, options, more):
-    """Return what is evaluated before and after a step, and by one process, and the state's distance after it."""
+    """Return the losses evaluated before and after a step, by the ranks and by one process; and the state's error."""
     model, optimizer = model_and_optimizer()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **more)
     whole, of_whole = model_and_optimizer()
@@ -101,7 +102,7 @@ def looked_at(_group, options, more):
         of_whole.step()
         of_whole.zero_grad()
         expected.append(loss.item())
-    worst = max(farthest(piece, whole.state_dict()[name]) for name, piece in step.pieces().items())
+    worst = max(farthest(shard, whole.state_dict()[name]) for name, shard in step.tensor_shards().items())
     step.close()
     return found, expected, worst
 
@@ -120,7 +121,7 @@ def pipeline(schedule, virtual=1):
         (2, pipeline("interleaved_1f1b", 2), {}),
         (2, pipeline("zero_bubble", 2), {}),
         (2, pipeline("zbv", 2), {}),
-        (4, {**TP, "sharding": ShardingOptions(level=3), "recompute": LAYERS}, {}),
+        (4, {**TP, "sharding": ShardingOptions(zero_stage=3), "recompute": LAYERS}, {}),
         (4, {**TP, "pipeline": PipelineOptions(micro_batches=2)}, {}),
         (2, DATA, {"static": False}),
         (2, {"mode": "hybrid", "mesh": {"dp": 2}}, {}),
@@ -134,7 +135,7 @@ def test_every_way_to_run_evaluates_as_one_process_and_trains_on(ranks, count, o
 
 
 class Branching(nn.Module):
-    """Does otherwise in evaluation mode, and not by dropout."""
+    """Runs other operators in evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +147,7 @@ class Branching(nn.Module):
 
 
 class Partly(nn.Module):
-    """A norm and dropout in a part that trains while the root does not say so."""
+    """A norm and dropout in a submodule in training mode under a root in evaluation mode."""
 
     def __init__(self, times=1):
         super().__init__()
@@ -160,7 +161,7 @@ class Partly(nn.Module):
 
 
 def partly(_group):
-    """Evaluate a model whose root is in evaluation mode and whose parts train; return losses, truth, and modes."""
+    """Evaluate a model, its root in evaluation mode, its submodules training; return losses, truth, and modes."""
     torch.manual_seed(0)
     model = Partly().double().eval()
     model.body.train()
@@ -189,7 +190,7 @@ def test_a_norm_that_runs_twice_is_refused_by_name():
 
 
 class Merging(nn.Module):
-    """Changes its weights as its mode changes, as adapters do that are merged for evaluation."""
+    """Changes its weights with its mode, like adapters merged for evaluation."""
 
     def __init__(self):
         super().__init__()

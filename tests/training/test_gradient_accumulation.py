@@ -1,4 +1,4 @@
-"""Gradients of many micro-batches in 16 bits: they add up in fp32, in every way to run, against float64."""
+"""16-bit gradients of many micro-batches accumulate in fp32, with every runner, against float64."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Scale(nn.Module):
 
 
 class Two(nn.Module):
-    """Two products with the input: the gradient of each weight is the mean of the rows."""
+    """Two products with the input: each weight's gradient is the mean of the rows."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Two(nn.Module):
 
 
 def rows():
-    """Return a batch whose numbers bf16 has exactly, of which 1/1024 at a time adds up to 1/4 in bf16."""
+    """Return a batch of exact bf16 numbers; adding 1/1024 at a time stops at 1/4 in bf16."""
     return 1 + torch.randint(-8, 9, (2 * MANY, WIDTH), generator=torch.Generator().manual_seed(0)) / 64
 
 
@@ -63,10 +63,10 @@ def gradients(_group, options, more, dtype):
     truth, worst = -rows().double().mean(0), 0.0
     if strategy.max_norm is not None:
         truth *= strategy.max_norm / torch.cat([truth, truth]).norm()
-    masters = {name: piece for name, piece in step.optimizer.pieces().items() if name.endswith(".master")}
-    for piece in (masters or step.pieces()).values():
-        (at,), size = piece.offsets, piece.local.numel()
-        worst = max([worst, *(piece.local.double() / truth[at : at + size] - 1).abs().tolist()])
+    masters = {name: shard for name, shard in step.optimizer.tensor_shards().items() if name.endswith(".master")}
+    for shard in (masters or step.tensor_shards()).values():
+        (at,), size = shard.offsets, shard.local.numel()
+        worst = max([worst, *(shard.local.double() / truth[at : at + size] - 1).abs().tolist()])
     step.close()
     return worst
 
@@ -76,29 +76,29 @@ MICRO = {"mode": "data", "pipeline": PipelineOptions(micro_batches=MANY)}
 MERGE = {"mode": "data", "gradient_merge": GradientMerge(steps=MANY)}
 
 
-def staged(schedule, virtual=1, level=0):
+def staged(schedule, virtual=1, zero_stage=0):
     return {
         "mode": "data",
         "pipeline": PipelineOptions(degree=2, micro_batches=MANY, schedule=schedule, virtual_stages=virtual),
         "overlap": OverlapOptions(operators=False),
-        "sharding": ShardingOptions(level=level),
+        "sharding": ShardingOptions(zero_stage=zero_stage),
     }
 
 
 @pytest.mark.parametrize("master_weights", [True, False])
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_micro_batches_at_every_level(ranks, level, master_weights):
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_micro_batches_at_every_level(ranks, zero_stage, master_weights):
     options = {
         **MICRO,
-        "sharding": ShardingOptions(level=level),
+        "sharding": ShardingOptions(zero_stage=zero_stage),
         "amp": AmpOptions(dtype="bfloat16", master_weights=master_weights),
     }
     assert max(ranks(2).run(gradients, options, {}, "bfloat16")) < (1e-6 if master_weights else 2**-8)
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_micro_batches_of_one_rank(ranks, level):
-    options = {**MICRO, "amp": AMP["bfloat16"], "sharding": ShardingOptions(level=level)}
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_micro_batches_of_one_rank(ranks, zero_stage):
+    options = {**MICRO, "amp": AMP["bfloat16"], "sharding": ShardingOptions(zero_stage=zero_stage)}
     assert max(ranks(1).run(gradients, options, {}, "bfloat16")) < 1e-6
 
 
@@ -109,11 +109,11 @@ def test_micro_batches_of_one_rank(ranks, level):
         (MICRO, {}),
         (MERGE, {}),
         ({**MICRO, "max_norm": 0.5}, {}),
-        ({**MICRO, "max_norm": 0.5, "sharding": ShardingOptions(level=1)}, {}),
+        ({**MICRO, "max_norm": 0.5, "sharding": ShardingOptions(zero_stage=1)}, {}),
         ({**MICRO, "overlap": OverlapOptions(gradients=False)}, {}),
-        ({**MICRO, "sharding": ShardingOptions(level=1)}, {"static": False}),
-        ({**MERGE, "mode": "hybrid", "sharding": ShardingOptions(level=1)}, {}),
-        ({**MERGE, "mode": "hybrid", "sharding": ShardingOptions(level=2)}, {}),
+        ({**MICRO, "sharding": ShardingOptions(zero_stage=1)}, {"static": False}),
+        ({**MERGE, "mode": "hybrid", "sharding": ShardingOptions(zero_stage=1)}, {}),
+        ({**MERGE, "mode": "hybrid", "sharding": ShardingOptions(zero_stage=2)}, {}),
     ],
 )
 def test_every_way_to_accumulate_in_a_model_of_16_bits_itself(ranks, options, more):
@@ -122,7 +122,7 @@ def test_every_way_to_accumulate_in_a_model_of_16_bits_itself(ranks, options, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [staged("1f1b"), staged("gpipe", level=2), staged("zero_bubble", 2), staged("zbv", 2)]
+    "options", [staged("1f1b"), staged("gpipe", zero_stage=2), staged("zero_bubble", 2), staged("zbv", 2)]
 )
 def test_micro_batches_of_a_pipeline(ranks, options):
     assert max(ranks(4).run(gradients, {**options, "amp": AMP["bfloat16"]}, {}, "bfloat16")) < 1e-6
@@ -130,8 +130,8 @@ def test_micro_batches_of_a_pipeline(ranks, options):
 
 def test_a_clipped_norm_of_masters(ranks):
     options = {**MICRO, "amp": AMP["bfloat16"], "max_norm": 0.5}
-    for level in (0, 1, 2):
-        more = {"sharding": ShardingOptions(level=level)}
+    for zero_stage in (0, 1, 2):
+        more = {"sharding": ShardingOptions(zero_stage=zero_stage)}
         assert max(ranks(2).run(gradients, {**options, **more}, {}, "bfloat16")) < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Passes that merge operators: which they merge, and that the merged graph computes the same."""
+"""Passes that fuse operators: what they fuse, and that the fused graph computes the same."""
 
 import math
 
@@ -17,7 +17,7 @@ B, H, L, S, E = 2, 4, 5, 6, 8
 
 
 def run(graph, model, batch):
-    """Run a graph's operators one after the other."""
+    """Run a graph's operators in order."""
     inputs, values = iter(batch), {}
     for node in graph.nodes.values():
         if node.call is None:
@@ -30,9 +30,9 @@ def run(graph, model, batch):
             (tuple(node.call.args), dict(node.call.kwargs)),
         )
         found = node.call.target(*args, **kwargs)
-        found = [one for one in (found if isinstance(found, (list, tuple)) else [found]) if one is not None]
-        assert [tuple(one.shape) for one in found] == [meta.shape for meta in node.outputs]
-        values |= {(node.name, index): one for index, one in enumerate(found)}
+        found = [value for value in (found if isinstance(found, (list, tuple)) else [found]) if value is not None]
+        assert [tuple(value.shape) for value in found] == [meta.shape for meta in node.outputs]
+        values |= {(node.name, index): value for index, value in enumerate(found)}
     return values[graph.outputs.node, graph.outputs.index]
 
 
@@ -40,16 +40,16 @@ def squared(model, *batch):
     return model(*batch).square().mean()
 
 
-def check(model, batch, name, spared):
+def check(model, batch, name, ops_fused):
     """Merge; compare value and every gradient with the model's own; return the merged operators' names."""
     graph = trace_with_loss(model, squared, batch)
     fused, found = fuse_operators(graph, (name,))
-    assert found == {name: spared}
-    wants = [*model.parameters(), *(one for one in batch if one.requires_grad)]
+    assert found == {name: ops_fused}
+    wants = [*model.parameters(), *(tensor for tensor in batch if tensor.requires_grad)]
     expected, got = squared(model, *batch), run(fused, model, batch)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
-    for one, other in zip(torch.autograd.grad(got, wants), torch.autograd.grad(expected, wants), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    for gradient, truth in zip(torch.autograd.grad(got, wants), torch.autograd.grad(expected, wants), strict=True):
+        torch.testing.assert_close(gradient, truth, rtol=1e-9, atol=1e-12)
     return [node.call.name.split(".")[1] for node in fused.nodes.values() if node.call]
 
 
@@ -106,18 +106,18 @@ def qkv():
 
 
 @pytest.mark.parametrize(
-    ("how", "spared"), [("plain", 3), ("divided", 4), ("filled", 4), ("biased", 5), ("dropped", 4)]
+    ("how", "ops_fused"), [("plain", 3), ("divided", 4), ("filled", 4), ("biased", 5), ("dropped", 4)]
 )
-def test_attention_becomes_one_operator(how, spared):
-    names = check(Attention(how), qkv(), "attention", spared) if how == "biased" else unbiased(how, spared)
+def test_attention_becomes_one_operator(how, ops_fused):
+    names = check(Attention(how), qkv(), "attention", ops_fused) if how == "biased" else unbiased(how, ops_fused)
     assert (names.count("scaled_dot_product_attention"), names.count("matmul"), names.count("softmax")) == (1, 0, 0)
 
 
-def unbiased(how, spared):
+def unbiased(how, ops_fused):
     model = Attention(how)
     model.bias.requires_grad_(False)
     del model.bias
-    return check(model, qkv(), "attention", spared)
+    return check(model, qkv(), "attention", ops_fused)
 
 
 @pytest.mark.parametrize("how", ["kept", "almost", "over_queries", "broadcast", "wide_mask"])

@@ -1,4 +1,4 @@
-"""ParallelOptimizer: a parameter's updates divided among ranks, against the whole optimizer in one process."""
+"""ParallelOptimizer: updates partitioned among ranks, against the unpartitioned optimizer in one process."""
 
 import warnings
 from functools import partial
@@ -10,41 +10,50 @@ from optimized import OPTIMIZERS, WAYS, Odd, groups, made, seeds
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_targets, recipe
+from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_targets, optimizer_factory
 
 
-def compare(group, level, by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
-    """Train beside the whole optimizer on the same gradients: parameters have to come out bit for bit."""
+def compare(group, zero_stage, partition_by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
+    """Train beside the unpartitioned optimizer on the same gradients: parameters must be bitwise equal."""
     whole, mine = Odd(dtype), Odd(dtype)
     optimizer = OPTIMIZERS[name](groups(whole))
-    parallel = made(mine, OPTIMIZERS[name], level=level, by=by, unreduced=unreduced, bucket_bytes=bucket_bytes)
+    parallel = made(
+        mine,
+        OPTIMIZERS[name],
+        zero_stage=zero_stage,
+        partition_by=partition_by,
+        unreduced=unreduced,
+        bucket_bytes=bucket_bytes,
+    )
     for step in range(steps):
         ranks = range(group.size())
         for rank in ranks:
             whole(seeds(step, rank), step % 2).backward()
         for rank in [group.rank()] if unreduced else ranks:
             mine(seeds(step, rank), step % 2).backward()
-        if level == 2:
-            assert all(one.grad is None for one in mine.parameters()) or group.size() == 1
+        if zero_stage == 2:
+            assert all(param.grad is None for param in mine.parameters()) or group.size() == 1
         optimizer.step()
         parallel.step()
-        for (key, one), other in zip(whole.named_parameters(), mine.parameters(), strict=True):
-            assert torch.equal(one, other), f"{name} {level} {by} {unreduced}: {key} differs in step {step}"
-            if level < 2 and one.grad is not None:
-                assert torch.equal(one.grad, other.grad), f"gradient of {key}"
+        for (key, truth), param in zip(whole.named_parameters(), mine.parameters(), strict=True):
+            assert torch.equal(truth, param), (
+                f"{name} {zero_stage} {partition_by} {unreduced}: {key} differs in step {step}"
+            )
+            if zero_stage < 2 and truth.grad is not None:
+                assert torch.equal(truth.grad, param.grad), f"gradient of {key}"
         optimizer.zero_grad()
         parallel.zero_grad()
 
 
 def all_ways(group):
-    for level, by in WAYS:
-        for unreduced in (True, False) if level < 2 else (True,):
-            compare(group, level, by, unreduced, "AdamW")
-            compare(group, level, by, unreduced, "AdamW", torch.float32, 25 << 20)
+    for zero_stage, partition_by in WAYS:
+        for unreduced in (True, False) if zero_stage < 2 else (True,):
+            compare(group, zero_stage, partition_by, unreduced, "AdamW")
+            compare(group, zero_stage, partition_by, unreduced, "AdamW", torch.float32, 25 << 20)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_levels_and_ways_of_dividing(ranks, count):
+def test_zero_stages_and_partitions(ranks, count):
     ranks(count).run(all_ways)
 
 
@@ -61,17 +70,24 @@ def test_elementwise_optimizers(ranks):
 
 
 def accumulated(group):
-    """Terms of several backwards, also held back, are one gradient; what is dropped leaves no trace."""
-    for level, by in WAYS:
+    """Gradients of several backwards, also under no_sync, add up; dropped gradients leave no trace."""
+    for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(mine, OPTIMIZERS["AdamW"], level=level, by=by, unreduced=True, bucket_bytes=150)
+        parallel = made(
+            mine,
+            OPTIMIZERS["AdamW"],
+            zero_stage=zero_stage,
+            partition_by=partition_by,
+            unreduced=True,
+            bucket_bytes=150,
+        )
         for step in range(3):
             mine(9).backward()
             parallel.zero_grad()
             with parallel.no_sync():
                 mine(seeds(step, group.rank())).backward()
-            if level == 2:
+            if zero_stage == 2:
                 assert mine.bias.grad is not None
             for micro in (10, 20):
                 mine(seeds(step + micro, group.rank()), True).backward()
@@ -94,11 +110,18 @@ def test_gradients_accumulate(ranks):
 
 
 def partly(group):
-    """Some ranks reach a parameter that others do not; what none reaches is not even decayed."""
-    for level, by in WAYS:
+    """Only some ranks reach a parameter; a parameter that no rank reaches is not even decayed."""
+    for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(mine, OPTIMIZERS["AdamW"], level=level, by=by, unreduced=True, bucket_bytes=150)
+        parallel = made(
+            mine,
+            OPTIMIZERS["AdamW"],
+            zero_stage=zero_stage,
+            partition_by=partition_by,
+            unreduced=True,
+            bucket_bytes=150,
+        )
         mine(1, group.rank() == 1).backward()
         for rank in range(group.size()):
             whole(1, rank == 1).backward()
@@ -116,7 +139,7 @@ def test_parameters_that_some_ranks_do_not_reach(ranks):
 def failing(group):
     """A backward that fails in the middle, and a gradient that would be summed twice."""
     mine, whole = Odd(), Odd()
-    parallel = made(mine, OPTIMIZERS["AdamW"], level=2, unreduced=True, bucket_bytes=150)
+    parallel = made(mine, OPTIMIZERS["AdamW"], zero_stage=2, unreduced=True, bucket_bytes=150)
 
     def fail(gradient):
         raise RuntimeError("in the middle")
@@ -138,7 +161,7 @@ def failing(group):
     mine(1).backward()
     parallel.step()
     mine(1).backward()
-    with pytest.raises(RuntimeError, match=r"would be summed again: call zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"would be summed twice: call zero_grad\(\)"):
         parallel.step()
     mine.zero_grad()
     mine(1).backward()
@@ -170,12 +193,12 @@ def scheduled(group):
 
             optimizer.step()
             assert parallel.step(closure) is not None
-            for one in (optimizer, parallel, *rates):
-                one.step() if one in rates else one.zero_grad()
+            for part in (optimizer, parallel, *rates):
+                part.step() if part in rates else part.zero_grad()
             assert rates[0].get_last_lr() == rates[1].get_last_lr()
             if step == 1:
                 for model in (whole, mine):
-                    model.load_state_dict({name: one + 1 for name, one in model.state_dict().items()})
+                    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
             if step == 2:
                 for model in (whole, mine):
                     model.late.data = model.late.data * 2
@@ -195,17 +218,19 @@ class Matrices(nn.Module):
 
     def forward(self, seed):
         generator = torch.Generator().manual_seed(seed)
-        return sum((one * torch.randint(-4, 5, one.shape, generator=generator)).sum() for one in self.all)
+        return sum((param * torch.randint(-4, 5, param.shape, generator=generator)).sum() for param in self.all)
 
 
 def of_matrices(group):
     """Optimizers that look at whole matrices, with whole parameters as shares."""
     for kind in (partial(torch.optim.Muon, lr=0.01), partial(torch.optim.Adafactor, lr=0.01)):
-        for level, by in ((0, "slices"), (1, "parameters"), (2, "parameters")):
+        for zero_stage, partition_by in ((0, "slices"), (1, "parameters"), (2, "parameters")):
             whole, mine = Matrices(), Matrices()
             optimizer = kind(whole.parameters())
-            its = recipe(kind(mine.parameters()), mine)
-            parallel = ParallelOptimizer(data_parallel_targets(mine), its, level=level, by=by, unreduced=True)
+            its = optimizer_factory(kind(mine.parameters()), mine)
+            parallel = ParallelOptimizer(
+                data_parallel_targets(mine), its, zero_stage=zero_stage, partition_by=partition_by, unreduced=True
+            )
             for step in range(3):
                 mine(seeds(step, group.rank())).backward()
                 for rank in range(group.size()):
@@ -215,7 +240,7 @@ def of_matrices(group):
                 optimizer.zero_grad()
                 parallel.zero_grad()
             torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    with pytest.raises(ValueError, match='Adafactor looks at whole parameters: give by="parameters"'):
+    with pytest.raises(ValueError, match='Adafactor looks at whole parameters: give partition_by="parameters"'):
         ParallelOptimizer(data_parallel_targets(mine), its)
 
 
@@ -225,10 +250,10 @@ def test_optimizers_of_whole_matrices(ranks):
 
 def alone(queue):
     model, whole = Odd(), Odd()
-    parallel = made(model, OPTIMIZERS["AdamW"], max_norm=1.0, unreduced=True, level=2)
+    parallel = made(model, OPTIMIZERS["AdamW"], max_norm=1.0, unreduced=True, zero_stage=2)
     optimizer = OPTIMIZERS["AdamW"](groups(whole))
-    for one in (model, whole):
-        one(1).backward()
+    for module in (model, whole):
+        module(1).backward()
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     optimizer.step()
     parallel.step()

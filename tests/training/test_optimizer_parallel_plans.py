@@ -12,19 +12,19 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
-from ascend_parallel.training.optimizer import ParallelOptimizer, module_targets, recipe, sharded_parameters
+from ascend_parallel.training.optimizer import ParallelOptimizer, module_targets, optimizer_factory, sharded_parameters
 
 STEPS = 10
 
 
 def adamw(model):
     """Decay on matrices only, as usual."""
-    matrices = [one for one in model.parameters() if one.ndim >= 2]
-    others = [one for one in model.parameters() if one.ndim < 2]
+    matrices = [param for param in model.parameters() if param.ndim >= 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
 
 
-def prepared(name, mesh_shape, level):
+def prepared(name, mesh_shape, zero_stage):
     """Return a model, a batch and a plan: data parallel along dp, Megatron-core's layers along mp if that is there."""
     whole = made(getattr(small_models, name))
     if len(mesh_shape) == 2:
@@ -33,7 +33,7 @@ def prepared(name, mesh_shape, level):
     else:
         batch = [tokens_of(6, torch.Generator().manual_seed(7)) for _ in range(2)]
         plan = propagate(trace(whole, batch), ProcessMesh(list(range(*mesh_shape)), ["dp"]), {}, semi_auto="dp")
-    return whole, batch, sharded_parameters(plan, "dp") if level == 3 else plan
+    return whole, batch, sharded_parameters(plan, "dp") if zero_stage == 3 else plan
 
 
 def train_whole(model, batch, max_norm):
@@ -48,17 +48,17 @@ def train_whole(model, batch, max_norm):
     return found
 
 
-def train(group, name, mesh_shape, level, by="slices", unreduced=True, overlap=True):
+def train(group, name, mesh_shape, zero_stage, partition_by="slices", unreduced=True, overlap=True):
     max_norm = 0.7
-    whole, batch, plan = prepared(name, mesh_shape, level)
+    whole, batch, plan = prepared(name, mesh_shape, zero_stage)
     sharded = ShardedModule(whole, plan, overlap=overlap, settings=Settings(**CHUNKS))
-    made_of = recipe(adamw(whole), whole)
+    made_of = optimizer_factory(adamw(whole), whole)
     truth = train_whole(whole, batch, max_norm)
     optimizer = ParallelOptimizer(
         module_targets(sharded, "dp"),
         made_of,
-        level=level,
-        by=by,
+        zero_stage=zero_stage,
+        partition_by=partition_by,
         max_norm=max_norm,
         unreduced=unreduced,
         bucket_bytes=3000,
@@ -79,25 +79,25 @@ def train(group, name, mesh_shape, level, by="slices", unreduced=True, overlap=T
     assert any(norm > max_norm for _, norm in truth)
     assert truth[-1][0] < truth[0][0]
     torch.testing.assert_close(sharded.full_state_dict(), dict(whole.state_dict()), rtol=1e-7, atol=1e-9)
-    return sum(one.numel() for one in sharded.parameters()), sum(one.numel() for one in whole.parameters())
+    return sum(param.numel() for param in sharded.parameters()), sum(param.numel() for param in whole.parameters())
 
 
 @pytest.mark.parametrize(
-    ("level", "by", "unreduced"), [(1, "slices", False), (1, "parameters", True), (2, "slices", True)]
+    ("zero_stage", "partition_by", "unreduced"), [(1, "slices", False), (1, "parameters", True), (2, "slices", True)]
 )
-def test_gpt_on_a_plane(ranks, level, by, unreduced):
-    ranks(4).run(train, "GPT", (2, 2), level, by, unreduced)
+def test_gpt_on_a_plane(ranks, zero_stage, partition_by, unreduced):
+    ranks(4).run(train, "GPT", (2, 2), zero_stage, partition_by, unreduced)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
-def test_level_3(ranks, mesh_shape):
+def test_zero_stage_3(ranks, mesh_shape):
     count = torch.Size(mesh_shape).numel()
     held = ranks(count).run(train, "GPT", mesh_shape, 3, "slices", True)
     print(held)
 
 
 class Wide(nn.Module):
-    """Much more weight than activations; two matmuls of one input, which run as one."""
+    """Much more weight than activations; two matmuls of the same input, run as one matmul."""
 
     def __init__(self, layers=4, width=256):
         super().__init__()
@@ -105,8 +105,8 @@ class Wide(nn.Module):
         self.two = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
 
     def forward(self, x):
-        for one, two in zip(self.one, self.two, strict=True):
-            x = torch.tanh(one(x)) + two(x).sin()
+        for first, second in zip(self.one, self.two, strict=True):
+            x = torch.tanh(first(x)) + second(x).sin()
         return x.square().sum()
 
 
@@ -125,7 +125,7 @@ def kept_for_backward(group, mesh_shape, frozen):
         rows = dict.fromkeys(("one.*", "two.*"), ((("dp", None), (None, None)), None))
         plan = propagate(graph, ProcessMesh(list(range(*mesh_shape)), ["dp"]), rows)
     model(x).backward()
-    truth = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    truth = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     for regather in (True, False):
         sharded = ShardedModule(model, sharded_parameters(plan, regather=regather), settings=Settings(**CHUNKS))
         sharded(x.detach().requires_grad_())
@@ -135,9 +135,9 @@ def kept_for_backward(group, mesh_shape, frozen):
             found.append(watch.alive)
             losses[0].backward()
         torch.testing.assert_close(sharded.full_gradients(), truth, rtol=1e-10, atol=1e-12)
-        gradients.append({name: one.grad for name, one in sharded.named_parameters() if one.grad is not None})
+        gradients.append({name: param.grad for name, param in sharded.named_parameters() if param.grad is not None})
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-    weights = sum(one.numel() for one in model.parameters()) * 8
+    weights = sum(param.numel() for param in model.parameters()) * 8
     return found, weights // (mesh_shape[1] if len(mesh_shape) == 2 else 1)
 
 

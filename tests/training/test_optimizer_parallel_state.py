@@ -1,4 +1,4 @@
-"""ParallelOptimizer: clipping, master weights, loss scaling, memory, and a state that is kept and loaded elsewhere."""
+"""ParallelOptimizer: clipping, master weights, loss scaling, memory, and a state that is saved and loaded elsewhere."""
 
 from functools import partial
 from math import inf, prod
@@ -10,22 +10,28 @@ from torch import nn
 
 from ascend_parallel.sharding.layout import bounds, shard
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.optimizer import LossScale, ParallelOptimizer, Target, predicted_memory, recipe
+from ascend_parallel.training.optimizer import LossScale, ParallelOptimizer, Target, optimizer_factory, predicted_memory
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 
 
 def backward(model, step, group, rank=None):
-    for one in range(group.size()) if rank is None else [rank]:
-        model(seeds(step, one), step % 2).backward()
+    for seed in range(group.size()) if rank is None else [rank]:
+        model(seeds(step, seed), step % 2).backward()
 
 
 def clipped(group, norm_type, limit):
-    for level, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         whole, mine = Odd(), Odd()
         optimizer = OPTIMIZERS["momentum"](groups(whole))
         parallel = made(
-            mine, OPTIMIZERS["momentum"], level=level, by=by, max_norm=limit, norm_type=norm_type, unreduced=True
+            mine,
+            OPTIMIZERS["momentum"],
+            zero_stage=zero_stage,
+            partition_by=partition_by,
+            max_norm=limit,
+            norm_type=norm_type,
+            unreduced=True,
         )
         seen = []
         for step in range(5):
@@ -64,7 +70,9 @@ def cut(group):
         Target("bias", part.bias, TensorShard(part.bias, (5,), (0,)), replicas, 4),
     ]
     optimizer = OPTIMIZERS["AdamW"](whole.parameters())
-    parallel = ParallelOptimizer(targets, recipe(OPTIMIZERS["AdamW"](whole.parameters()), whole), max_norm=1.0)
+    parallel = ParallelOptimizer(
+        targets, optimizer_factory(OPTIMIZERS["AdamW"](whole.parameters()), whole), max_norm=1.0
+    )
     for _ in range(3):
         whole.weight.grad, whole.bias.grad = torch.randn_like(whole.weight), torch.randn_like(whole.bias)
         part.weight.grad, part.bias.grad = whole.weight.grad[:, at[1][0] : at[1][1]].clone(), whole.bias.grad.clone()
@@ -74,12 +82,14 @@ def cut(group):
         assert parallel.norm == pytest.approx(norm.item(), rel=1e-13)
         torch.testing.assert_close(part.weight, whole.weight[:, at[1][0] : at[1][1]], **CLOSE)
         torch.testing.assert_close(part.bias, whole.bias, **CLOSE)
-    return {name: (tuple(one.local.shape), one.offsets, one.shape) for name, one in parallel.pieces().items()}
+    return {
+        name: (tuple(held.local.shape), held.offsets, held.shape) for name, held in parallel.tensor_shards().items()
+    }
 
 
-def test_clipping_and_pieces_where_parameters_are_cut(ranks):
+def test_clipping_and_shards_where_parameters_are_cut(ranks):
     found = ranks(4).run(cut)
-    assert [one["weight.exp_avg"] for one in found] == [
+    assert [bounds["weight.exp_avg"] for bounds in found] == [
         ((3, 3), (0, 0), (5, 6)),
         ((3, 3), (0, 3), (5, 6)),
         ((2, 3), (3, 0), (5, 6)),
@@ -92,10 +102,18 @@ def test_clipping_and_pieces_where_parameters_are_cut(ranks):
 def with_masters(group, dtype):
     """A 16-bit model with fp32 masters, against an fp32 model that gives the same gradients, then rounded."""
     kind = OPTIMIZERS["AdamW"]
-    for level, by in WAYS:
+    for zero_stage, partition_by in WAYS:
         low, master = Odd(dtype), Odd(dtype).float()
         optimizer = kind(groups(master))
-        parallel = made(low, kind, level=level, by=by, master_dtype=torch.float32, max_norm=90.0, unreduced=True)
+        parallel = made(
+            low,
+            kind,
+            zero_stage=zero_stage,
+            partition_by=partition_by,
+            master_dtype=torch.float32,
+            max_norm=90.0,
+            unreduced=True,
+        )
         for step in range(4):
             backward(low, step, group, group.rank())
             backward(master, step, group)
@@ -104,20 +122,20 @@ def with_masters(group, dtype):
             parallel.step()
             optimizer.zero_grad()
             parallel.zero_grad()
-            for (name, one), truth in zip(low.named_parameters(), master.parameters(), strict=True):
-                assert one.dtype == dtype
+            for (name, param), truth in zip(low.named_parameters(), master.parameters(), strict=True):
+                assert param.dtype == dtype
                 # fp32 steps agree up to the norm's last bits, which may fall on either side of a rounding to 16 bits
-                torch.testing.assert_close(one.float(), truth.to(dtype).float(), rtol=2**-7, atol=0, msg=name)
-                assert (one != truth.to(dtype)).sum() <= 1
-        pieces = parallel.pieces()
-        for name, piece in pieces.items():
+                torch.testing.assert_close(param.float(), truth.to(dtype).float(), rtol=2**-7, atol=0, msg=name)
+                assert (param != truth.to(dtype)).sum() <= 1
+        shards = parallel.tensor_shards()
+        for name, held in shards.items():
             if name.endswith(".master"):
                 truth = master.get_parameter(name.removesuffix(".master")).detach()
-                at = tuple(slice(a, a + b) for a, b in zip(piece.offsets, piece.local.shape, strict=True))
-                torch.testing.assert_close(piece.local, truth[at], rtol=1e-6, atol=1e-7)
-        assert any(name.endswith(".master") for name in pieces)
+                at = tuple(slice(a, a + b) for a, b in zip(held.offsets, held.local.shape, strict=True))
+                torch.testing.assert_close(held.local, truth[at], rtol=1e-6, atol=1e-7)
+        assert any(name.endswith(".master") for name in shards)
     without = made(low, kind, unreduced=True)
-    assert not any(name.endswith(".master") for name in without.pieces())
+    assert not any(name.endswith(".master") for name in without.tensor_shards())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,10 +144,15 @@ def test_master_weights(ranks, dtype):
 
 
 def scaled(group):
-    """An overflow on one rank leaves the step out on all; else scaling by a power of two changes nothing."""
-    for level, by in WAYS:
+    """An overflow on one rank skips the step on all ranks; otherwise scaling by a power of two changes nothing."""
+    for zero_stage, partition_by in WAYS:
         low, twin = Odd(torch.float16), Odd(torch.float16)
-        options = {"level": level, "by": by, "master_dtype": torch.float32, "unreduced": True}
+        options = {
+            "zero_stage": zero_stage,
+            "partition_by": partition_by,
+            "master_dtype": torch.float32,
+            "unreduced": True,
+        }
         scale = LossScale(scale=16.0, interval=2)
         parallel = made(low, OPTIMIZERS["AdamW"], loss_scale=scale, **options)
         unscaled = made(twin, OPTIMIZERS["AdamW"], **options)
@@ -142,11 +165,11 @@ def scaled(group):
                 with parallel.no_sync():
                     parallel.scale(low(step)).backward()
                 low.row._backward_hooks.clear()
-            elif step == 1 and level == 2:
+            elif step == 1 and zero_stage == 2:
                 parallel.zero_grad()
                 with parallel.no_sync():
                     parallel.scale(low(step)).backward()
-            before = {name: one.clone() for name, one in low.state_dict().items()}
+            before = {name: tensor.clone() for name, tensor in low.state_dict().items()}
             parallel.step()
             assert parallel.skipped == (step == 1)
             if step == 1:
@@ -165,31 +188,33 @@ def test_loss_scaling(ranks):
     ranks(2).run(scaled)
 
 
-def kept(group, kind, steps, level, by, dtype, given=None, states=None):
+def kept(group, kind, steps, zero_stage, partition_by, dtype, given=None, states=None):
     """Train for some steps from a given state; return the model's state and this rank's part of the optimizer's."""
     mine = Odd(dtype)
     if given is not None:
         mine.load_state_dict(given)
     master = torch.float32 if dtype == torch.bfloat16 else None
-    parallel = made(mine, OPTIMIZERS[kind], level=level, by=by, unreduced=True, master_dtype=master)
+    parallel = made(
+        mine, OPTIMIZERS[kind], zero_stage=zero_stage, partition_by=partition_by, unreduced=True, master_dtype=master
+    )
     if states is not None:
-        targets = parallel.empty_pieces()
-        for name, piece in targets.items():
-            at = tuple(slice(a, a + b) for a, b in zip(piece.offsets, piece.local.shape, strict=True))
-            piece.local.copy_(states[name][at])
-        parallel.load_pieces(targets)
+        targets = parallel.empty_tensor_shards()
+        for name, shard in targets.items():
+            at = tuple(slice(a, a + b) for a, b in zip(shard.offsets, shard.local.shape, strict=True))
+            shard.local.copy_(states[name][at])
+        parallel.load_tensor_shards(targets)
     for step in steps:
         for rank in range(4):  # as many terms, however many ranks
             if rank % group.size() == group.rank():
                 mine(seeds(step, rank), step % 2).backward()
         parallel.step()
         parallel.zero_grad()
-    pieces = {name: (one.local, one.shape, one.offsets) for name, one in parallel.pieces().items()}
-    return dict(mine.state_dict()), pieces
+    shards = {name: (held.local, held.shape, held.offsets) for name, held in parallel.tensor_shards().items()}
+    return dict(mine.state_dict()), shards
 
 
 def together(parts):
-    """Return whole tensors, made of every rank's pieces; each element has to be there."""
+    """Return whole tensors, made of every rank's shards; each element must be present."""
     found, filled = {}, {}
     for part in parts:
         for name, (local, shape, offsets) in part.items():
@@ -197,48 +222,48 @@ def together(parts):
             seen = filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
             at = tuple(slice(a, a + b) for a, b in zip(offsets, local.shape, strict=True))
             whole[at], seen[at] = local, True
-    assert all(bool(one.all()) for one in filled.values())
+    assert all(bool(mask.all()) for mask in filled.values())
     return found
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("AdamW", torch.float64), ("NAdam", torch.bfloat16), ("momentum", torch.float32)]
 )
-def test_state_goes_to_other_numbers_of_ranks_and_levels(ranks, kind, dtype):
+def test_state_goes_to_other_numbers_of_ranks_and_stages(ranks, kind, dtype):
     steps = range(4)
     straight = ranks(2).run(kept, kind, steps, 1, "slices", dtype)
     halfway = ranks(4).run(kept, kind, steps[:1], 2, "slices", dtype)
-    states = together([one[1] for one in halfway])
+    states = together([state for _, state in halfway])
     assert set(states) >= {"unused.stepped", "sometimes.stepped", "row.stepped"}
     assert (states["unused.stepped"], states["sometimes.stepped"], states["row.stepped"]) == (0, 0, 1)
     more = ranks(3).run(kept, kind, steps[1:2], 1, "parameters", dtype, halfway[0][0], states)
-    states = together([one[1] for one in more])
-    for level, by in WAYS:
-        rest = ranks(2).run(kept, kind, steps[2:], level, by, dtype, more[0][0], states)
+    states = together([state for _, state in more])
+    for zero_stage, partition_by in WAYS:
+        rest = ranks(2).run(kept, kind, steps[2:], zero_stage, partition_by, dtype, more[0][0], states)
         torch.testing.assert_close(rest[0][0], straight[0][0], rtol=0, atol=0)
         torch.testing.assert_close(
-            together([one[1] for one in rest]), together([one[1] for one in straight]), rtol=0, atol=0
+            together([state for _, state in rest]), together([state for _, state in straight]), rtol=0, atol=0
         )
 
 
 def mismatched(group):
     mine = Odd()
     parallel = made(mine, OPTIMIZERS["AdamW"])
-    pieces = parallel.empty_pieces()
-    name = next(iter(pieces))
-    with pytest.raises(ValueError, match=f"{name} is missing among the pieces given"):
-        parallel.load_pieces({other: one for other, one in pieces.items() if other != name})
+    shards = parallel.empty_tensor_shards()
+    name = next(iter(shards))
+    with pytest.raises(ValueError, match=f"{name} is missing among the shards given"):
+        parallel.load_tensor_shards({key: held for key, held in shards.items() if key != name})
     with pytest.raises(ValueError, match="elsewhere is of another rank"):
-        parallel.load_pieces({**pieces, "elsewhere": pieces[name]})
+        parallel.load_tensor_shards({**shards, "elsewhere": shards[name]})
     wrong = TensorShard(torch.zeros(1), (1,), (0,))
     with pytest.raises(ValueError, match=r"is \[1\] at \[0\] of \[1\]; this rank has"):
-        parallel.load_pieces({**pieces, "odd.exp_avg": wrong})
+        parallel.load_tensor_shards({**shards, "odd.exp_avg": wrong})
     backward(mine, 1, group)
     parallel.step()
     twin = made(Odd(), OPTIMIZERS["AdamW"])
     twin.load_state_dict(parallel.state_dict())
-    for name, piece in twin.pieces().items():
-        assert torch.equal(piece.local, parallel.pieces()[name].local)
+    for name, held in twin.tensor_shards().items():
+        assert torch.equal(held.local, parallel.tensor_shards()[name].local)
     assert twin.plain_state() == parallel.plain_state()
 
 
@@ -246,38 +271,52 @@ def test_states_that_are_not_this_ranks(ranks):
     ranks(2).run(mismatched)
 
 
-def held(group, level, by):
+def held(group, zero_stage, partition_by):
     """Return the bytes of parameters, gradients and state between backward and step, by counting tensors."""
     mine = Odd(torch.bfloat16)
-    parallel = made(mine, OPTIMIZERS["AdamW"], level=level, by=by, unreduced=True, master_dtype=torch.float32)
+    parallel = made(
+        mine,
+        OPTIMIZERS["AdamW"],
+        zero_stage=zero_stage,
+        partition_by=partition_by,
+        unreduced=True,
+        master_dtype=torch.float32,
+    )
     for step in range(2):
         mine(seeds(step, group.rank()), True).backward()
-        mine.unused.grad = None if level == 2 else torch.zeros_like(mine.unused)
-        gradients = [one.grad for one in mine.parameters()] + [one.inner.grad for one in parallel._owned]
-        sizes = sum(one.nbytes for one in gradients if one is not None)
+        mine.unused.grad = None if zero_stage == 2 else torch.zeros_like(mine.unused)
+        gradients = [param.grad for param in mine.parameters()] + [owned.inner.grad for owned in parallel._owned]
+        sizes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         parallel.step()
         parallel.zero_grad()
-    named = [one for name, one in parallel.pieces().items() if not name.endswith((".step", ".stepped"))]
-    return sum(one.nbytes for one in mine.parameters()), sizes, sum(one.local.nbytes for one in named)
+    named = [held for name, held in parallel.tensor_shards().items() if not name.endswith((".step", ".stepped"))]
+    return sum(param.nbytes for param in mine.parameters()), sizes, sum(held.local.nbytes for held in named)
 
 
-@pytest.mark.parametrize(("level", "by"), WAYS)
-def test_memory_is_as_predicted(ranks, level, by):
+@pytest.mark.parametrize(("zero_stage", "partition_by"), WAYS)
+def test_memory_is_as_predicted(ranks, zero_stage, partition_by):
     shapes = [*SHAPES.values(), (3,), (5,)]
-    found = ranks(3).run(held, level, by)
-    options = {"level": level, "ranks": 3, "by": by, "itemsize": 2, "master_itemsize": 4, "states": 2}
+    found = ranks(3).run(held, zero_stage, partition_by)
+    options = {
+        "zero_stage": zero_stage,
+        "ranks": 3,
+        "partition_by": partition_by,
+        "itemsize": 2,
+        "master_itemsize": 4,
+        "states": 2,
+    }
     for rank, counted in enumerate(found):
-        told = predicted_memory(shapes, rank=rank, **options)
-        assert (told.parameters, told.gradients, told.optimizer) == counted
+        memory = predicted_memory(shapes, rank=rank, **options)
+        assert (memory.parameters, memory.gradients, memory.optimizer) == counted
 
 
 def test_the_formula_of_zero():
     """With sizes that divide: arXiv:1910.02054, 16 bytes per element of which 12 are the optimizer's."""
     shapes, ranks = [(8, 16), (32,)], 4
     elements = sum(prod(shape) for shape in shapes)
-    told = partial(predicted_memory, shapes, ranks=ranks, itemsize=2, master_itemsize=4)
-    assert told(level=0).total == 16 * elements
-    assert told(level=1).total == (2 + 2 + 12 / ranks) * elements
-    assert told(level=2).total == (2 + (4 + 12) / ranks) * elements  # gradients add up in fp32
-    assert told(level=3).total == 16 / ranks * elements
-    assert predicted_memory(shapes, level=2, ranks=ranks).total == (4 + (4 + 8) / ranks) * elements
+    memory = partial(predicted_memory, shapes, ranks=ranks, itemsize=2, master_itemsize=4)
+    assert memory(zero_stage=0).total == 16 * elements
+    assert memory(zero_stage=1).total == (2 + 2 + 12 / ranks) * elements
+    assert memory(zero_stage=2).total == (2 + (4 + 12) / ranks) * elements  # gradients add up in fp32
+    assert memory(zero_stage=3).total == 16 / ranks * elements
+    assert predicted_memory(shapes, zero_stage=2, ranks=ranks).total == (4 + (4 + 8) / ranks) * elements

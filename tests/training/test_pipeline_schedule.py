@@ -1,4 +1,4 @@
-"""Schedules: what each rank runs in which order, how long that takes, and how it is drawn."""
+"""Schedules: each rank's actions and their order, times and drawing."""
 
 import itertools
 import re
@@ -40,7 +40,7 @@ def test_every_action_runs_once_after_what_it_needs(name, ranks, stages, count):
     for rank, slots in enumerate(found.slots):
         assert [slot.action for slot in slots] == list(order(name, ranks, stages, count)[rank])
         assert all(at[slot.action.stage] == rank for slot in slots)
-        assert all(one.stop <= other.start for one, other in itertools.pairwise(slots))
+        assert all(first.stop <= second.start for first, second in itertools.pairwise(slots))
         for slot in slots:
             assert slot.action not in stop
             start[slot.action], stop[slot.action] = slot.start, slot.stop
@@ -54,7 +54,7 @@ def test_every_action_runs_once_after_what_it_needs(name, ranks, stages, count):
             if stage:
                 send = 0.25 if at[stage] != at[stage - 1] else 0
                 assert start[forward] >= stop[Action("F", stage - 1, number)] + send
-                before = next(one for kind in "BI" if (one := Action(kind, stage - 1, number)) in stop)
+                before = next(action for kind in "BI" if (action := Action(kind, stage - 1, number)) in stop)
                 assert start[before] >= stop[backward] + send
     assert len(stop) == sum(len(actions) for actions in order(name, ranks, stages, count))
 
@@ -96,7 +96,7 @@ def test_stages_of_their_own_times():
     ("given", "message"),
     [
         (("pipedream", 2, 2, 4), "give one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv"),
-        (("gpipe", 2, 4, 4), "4 stages on 2 meshes: it has one stage on each"),
+        (("gpipe", 2, 4, 4), "4 stages on 2 meshes: this schedule has one stage on each mesh"),
         (("interleaved_1f1b", 2, 3, 4), "give a multiple of that many stages"),
         (("zbv", 2, 6, 4), "give twice as many stages"),
         (("1f1b", 4, 4, 3), "'1f1b' needs at least as many as stages, 4"),

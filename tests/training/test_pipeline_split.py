@@ -1,4 +1,4 @@
-"""A plan cut into stages: what goes between them and in which layout, who holds what, and what is refused."""
+"""A plan split into stages: the tensors sent and their layouts, the parameters of each stage, and refusals."""
 
 import pytest
 import small_models
@@ -13,7 +13,7 @@ from ascend_parallel.sharding.layout import REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.tracing.trace import trace
-from ascend_parallel.training.pipeline.split_plan import cut, shared
+from ascend_parallel.training.pipeline.split_plan import shared_parameters, split_into_stages
 from ascend_parallel.training.pipeline.stage_assignment import StageError, assign
 
 R = (REPLICATE,)
@@ -23,14 +23,14 @@ def crossing(**plan):
     graph = trace(made(Crossing), crossing_batch(4, torch.Generator().manual_seed(1)))
     meshes = lines(6, 3)
     made_plan = by_hand(graph, meshes[0], **plan) if plan else propagate(graph, meshes[0])
-    return cut(made_plan, assign(graph, Crossing(), STAGES), meshes)
+    return split_into_stages(made_plan, assign(graph, Crossing(), STAGES), meshes)
 
 
 def test_tensors_across_borders():
     first, second, third = crossing()
     assert first.received == third.sent == ()
     assert first.sent == second.received == ("chunk", "chunk.1", "gt")
-    assert second.sent == third.received == ("chunk", "gt", "flatten")  # two of them are handed through
+    assert second.sent == third.received == ("chunk", "gt", "flatten")  # two of them are passed through
     assert (first.inputs, second.inputs, third.inputs) == (("x",), (), ("present", "targets"))
     assert [value.node for value in second.plan.graph.outputs] == ["chunk", "gt", "flatten"]
     assert third.plan.graph.outputs == Value("mse_loss")
@@ -45,17 +45,17 @@ def test_tensors_across_borders():
         assert set(part.plan.layouts) == {
             Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))
         }
-    # What has no gradient brings none back.
+    # A tensor without gradient brings no gradient back.
     assert [Value(name) in second.plan.differentiable for name in second.received] == [True, True, False]
 
 
 def test_parameters_of_several_stages():
-    assert shared(crossing()) == {"frozen": (0, 1), "scale": (0, 1, 2)}
+    assert shared_parameters(crossing()) == {"frozen": (0, 1), "scale": (0, 1, 2)}
     graph = trace(made(small_models.GPT), [tokens_of(2, torch.Generator().manual_seed(1)) for _ in "xy"])
     meshes = lines(4, 2)
     stages = {"tokens": 0, "places": 0, "layers.0": 0, "layers.1": 1, "norm": 1}
-    parts = cut(planned("GPT", graph, meshes[0]), assign(graph, small_models.GPT(), stages), meshes)
-    assert shared(parts) == {"tokens.weight": (0, 1)}
+    parts = split_into_stages(planned("GPT", graph, meshes[0]), assign(graph, small_models.GPT(), stages), meshes)
+    assert shared_parameters(parts) == {"tokens.weight": (0, 1)}
     assert [part.plan.mesh for part in parts] == meshes
     assert parts[0].plan.digest != parts[1].plan.digest
 
@@ -71,7 +71,7 @@ def test_parameters_of_several_stages():
     ],
 )
 def test_the_layout_in_which_a_tensor_travels(made_as, read_as, travels):
-    """Of the two that go from the second stage to the third, one is read there once."""
+    """Of the two tensors sent from the second stage to the third, the third reads one only once."""
     first, second, third = crossing(calls={"flatten": ([R], made_as), "add_1": ([read_as, R], R)})
     assert second.plan.layouts[Value("flatten")] == made_as
     assert second.plan.returned[Value("flatten")] == travels
@@ -80,8 +80,8 @@ def test_the_layout_in_which_a_tensor_travels(made_as, read_as, travels):
     assert all(part.plan.conversions is not None for part in (first, second, third))
 
 
-def test_a_hub_goes_with_its_readers():
-    """chunk is read by all stages, converted once in each of them that has it as it was made."""
+def test_a_shared_layout_goes_with_its_readers():
+    """All stages read chunk; each stage that has chunk in its original layout converts it once."""
     parts = crossing(shared_layouts={"chunk": C}, calls={"chunk": ([R], S0)})
     assert [part.plan.shared_layouts.get(Value("chunk")) for part in parts] == [C, C, C]
     assert [part.plan.layouts[Value("chunk")] for part in parts] == [S0, S0, S0]
@@ -102,7 +102,7 @@ def refused(model, batch, stages, match, meshes=None, **plan):
     graph = trace(model, batch)
     meshes = meshes or lines(4, 2)
     with pytest.raises(StageError, match=match):
-        cut(by_hand(graph, meshes[0], **plan), assign(graph, model, stages), meshes)
+        split_into_stages(by_hand(graph, meshes[0], **plan), assign(graph, model, stages), meshes)
 
 
 def test_what_cannot_be_is_refused():
@@ -128,7 +128,7 @@ def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused():
 
 
 class Aside(nn.Module):
-    """Its loss does not need the last stage."""
+    """A model whose loss does not need the last stage."""
 
     def __init__(self):
         super().__init__()
@@ -144,5 +144,5 @@ def test_a_stage_behind_the_loss_is_refused():
     x = torch.randn(4, 4, dtype=torch.float64)
     graph = trace(made(Aside), (x,))
     stages = dict.fromkeys((name for name, node in graph.nodes.items() if node.call), 0) | {"linear_1": 1}
-    with pytest.raises(StageError, match="the loss is made in stage 0, after which stages up to 1"):
-        cut(by_hand(graph, lines(4, 2)[0]), stages, lines(4, 2))
+    with pytest.raises(StageError, match="the loss is made in stage 0, and stages up to 1 come after it"):
+        split_into_stages(by_hand(graph, lines(4, 2)[0]), stages, lines(4, 2))

@@ -1,4 +1,4 @@
-"""Which operator belongs to which stage: marks, patterns, what lies between, balanced cuts, and what is refused."""
+"""The stage of each operator: marks, patterns, operators in between, balanced cuts, and refusals."""
 
 import pytest
 import small_models
@@ -87,7 +87,7 @@ def test_stages_need_not_be_adjacent_in_definition_order():
     assert by_module(graph, found)["last"] == {2}
     own = operators(graph, found, "")
     assert ("add", 1) in own  # the latest stage that it reads from
-    assert [stage for operator, stage in own if operator in ("ones", "tril")] == [2, 2]  # who reads it
+    assert [stage for operator, stage in own if operator in ("ones", "tril")] == [2, 2]  # the stage that reads it
     assert ("mean", 2) in own
 
 
@@ -104,9 +104,9 @@ def test_operators_by_pattern():
         ({}, "no module has a pipeline stage"),
         ({"first": 1, "middle": 0, "last": 2}, r"middle \(linear\) of stage 0 reads what first \(linear\) of stage 1"),
         ({"first": 0, "middle": 0, "last": 2}, "stage 2 is used, but no operator runs in stage 1"),
-        ({"first": 0, "last": -1}, "'last': pipeline stage -1 is no stage"),
-        ({"first": 0, "last": True}, "'last': pipeline stage True is no stage"),
-        ({"first": 0, "last": "1"}, "'last': pipeline stage '1' is no stage"),
+        ({"first": 0, "last": -1}, "'last': pipeline stage -1 is not allowed"),
+        ({"first": 0, "last": True}, "'last': pipeline stage True is not allowed"),
+        ({"first": 0, "last": "1"}, "'last': pipeline stage '1' is not allowed"),
         ({"first": 0, "lost": 1}, "'lost' names no module; there are last, first, middle"),
         ({"first": 0, ":softmax": 1}, "':softmax' names nothing"),
     ],
@@ -121,12 +121,12 @@ def test_what_cannot_be_is_refused(patterns, message):
 def test_the_number_of_stages_is_checked():
     model = Mixed()
     graph = traced(model, torch.randn(2, 4))
-    with pytest.raises(StageError, match="are in 2 stages, and there have to be 3"):
+    with pytest.raises(StageError, match="are in 2 stages, and there must be 3"):
         assign(graph, model, {"first": 0, "last": 1}, 3)
-    with pytest.raises(StageError, match=r"Linear: pipeline stage 1\.5 is no stage"):
+    with pytest.raises(StageError, match=r"Linear: pipeline stage 1\.5 is not allowed"):
         set_stage(model.first, 1.5)
     model.first.pipeline_stage = 1.5
-    with pytest.raises(StageError, match=r"first: pipeline stage 1\.5 is no stage"):
+    with pytest.raises(StageError, match=r"first: pipeline stage 1\.5 is not allowed"):
         assign(graph, model)
 
 
@@ -146,7 +146,7 @@ def test_balanced_cuts_between_layers(stages):
             per_stage[stage].add(graph.nodes[name].module.split(".")[1])
     assert sum(map(len, per_stage)) == len(set(layers)) == 12  # no layer is cut in two
     assert max(map(len, per_stage)) - min(map(len, per_stage)) <= 1
-    # Between stages goes the residual stream alone.
+    # Only the residual stream is sent between stages.
     for stage in range(1, stages):
         values = {
             value

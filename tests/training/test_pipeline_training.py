@@ -22,7 +22,7 @@ from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.pipeline.pipeline import Pipeline, PipelineError
 from ascend_parallel.training.pipeline.schedule import order, simulate
-from ascend_parallel.training.pipeline.split_plan import shared
+from ascend_parallel.training.pipeline.split_plan import shared_parameters
 from ascend_parallel.training.recompute import Recompute
 
 STEPS = 10
@@ -56,7 +56,7 @@ MODELS = {
 def meshes_of(ranks, groups, mesh_shape):
     names = {0: ["mp"], 1: ["mp"], 2: ["dp", "mp"]}[len(mesh_shape)]
     shape = mesh_shape or (1,)
-    return [ProcessMesh(one.reshape(shape), names) for one in torch.arange(ranks).chunk(groups)]
+    return [ProcessMesh(tensor.reshape(shape), names) for tensor in torch.arange(ranks).chunk(groups)]
 
 
 def train(group, name, case, mesh_shape, overlap):
@@ -94,14 +94,14 @@ def train(group, name, case, mesh_shape, overlap):
             optimizer.zero_grad()
         losses.append((found.item(), expected.item()))
     at = [mesh.coordinate(group.rank()) is not None for mesh in meshes].index(True)
-    assert [slot.action for slot in pipeline.ran] == list(order(schedule, groups, groups * several, count)[at])
-    fused = sum(bool(one.operator) for module in pipeline.modules for one in module.fused)
+    assert [slot.action for slot in pipeline.executed] == list(order(schedule, groups, groups * several, count)[at])
+    fused = sum(bool(fusion.operator) for module in pipeline.modules for fusion in module.fused)
     return losses, fused, shared_copies(pipeline)
 
 
 def shared_copies(pipeline):
-    """Return what this rank has of parameters that several stages hold, by name and place in the mesh."""
-    names = list(shared(pipeline.parts))
+    """Return this rank's shards of parameters that several stages hold, by name and place in the mesh."""
+    names = list(shared_parameters(pipeline.parts))
     return [
         (name, module.coordinate, module.get_parameter(name).detach())
         for module in pipeline.modules
@@ -123,11 +123,11 @@ def check(results, name):
         assert len(losses) == STEPS
         assert [ours for ours, _ in losses] == pytest.approx([theirs for _, theirs in losses], rel=1e-9)
         assert losses[-1][1] < losses[0][1]
-    copies = [one for _, _, found in results for one in found]
+    copies = [copy for _, _, found in results for copy in found]
     assert len(copies) == (0 if name == "Llama" else 2 * len({place for _, place, _ in copies}))
-    pieces = {}
+    shards = {}
     for key, place, tensor in copies:
-        assert torch.equal(pieces.setdefault((key, place), tensor), tensor)
+        assert torch.equal(shards.setdefault((key, place), tensor), tensor)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -154,7 +154,7 @@ def test_data_and_tensor_parallel_stages(ranks, name, case):
 
 
 def crossing(group, schedule):
-    """Several tensors across a border, a skipped stage, a mask, parameters in all stages; whole and local inputs."""
+    """Several tensors between stages, a skipped stage, a mask, parameters in all stages; whole and local inputs."""
     whole = made(Crossing)
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))
@@ -166,12 +166,14 @@ def crossing(group, schedule):
         pipeline = Pipeline(
             whole, plan, STAGES, meshes, schedule=schedule, micro_batches=4, overlap=False, local_inputs=local
         )
-        given = [own_part(pipeline, name, one) for name, one in zip(INPUTS, batch, strict=True)] if local else batch
+        given = (
+            [own_part(pipeline, name, tensor) for name, tensor in zip(INPUTS, batch, strict=True)] if local else batch
+        )
         whole.zero_grad()
         for _ in range(2):  # gradients of two steps add up
             losses.append((pipeline.step(*given).item(), whole(*batch).item()))
             whole(*batch).backward()
-        for module in pipeline.modules:  # what is not summed yet is not the whole
+        for module in pipeline.modules:  # gradients are not summed yet
             with pytest.raises(AssertionError):
                 torch.testing.assert_close(module.get_parameter("scale").grad, whole.scale.grad, rtol=1e-3, atol=1e-5)
         pipeline.reduce_gradients()
@@ -193,10 +195,10 @@ def frozen(module):
 
 
 def own_part(pipeline, name, whole):
-    """A rank's part of each micro-batch, one after another."""
+    """Return a rank's parts of all micro-batches, joined."""
     plan, place = pipeline.plan, pipeline.modules[0].coordinate
     layout = plan.layouts[Value(name)]
-    return torch.cat([local_slice(one, layout, plan.mesh.shape, place) for one in whole.chunk(4)])
+    return torch.cat([local_slice(tensor, layout, plan.mesh.shape, place) for tensor in whole.chunk(4)])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
@@ -225,7 +227,7 @@ def weighted(group):
     power = torch.tensor(1.5, dtype=torch.float64)
     meshes = lines(2, 2)
     plan = propagate(trace(whole, (x[:2], weights), {"power": power}), meshes[0])
-    pipeline = Pipeline(whole, plan, 2, meshes, micro_batches=4, uncut=["weights"])
+    pipeline = Pipeline(whole, plan, 2, meshes, micro_batches=4, broadcast_inputs=["weights"])
     pipeline.factor = 0.5
     expected = whole(x, weights, power)
     (expected * 0.5).backward()
@@ -242,7 +244,7 @@ def test_inputs_that_are_not_cut_and_a_factor(ranks):
 
 
 def resnet(group):
-    """Batch norm's running statistics are those of the micro-batches one after another."""
+    """Batch norm's running statistics are updated micro-batch by micro-batch."""
     return example("resnet_pipeline").train()
 
 
@@ -283,7 +285,7 @@ def peaks(group, schedule):
 
 
 def test_one_forward_one_backward_holds_fewer_activations(ranks):
-    """GPipe holds those of all 8 micro-batches, 1F1B those of 4, 3, 2 and 1; what is sent comes on top."""
+    """GPipe holds those of all 8 micro-batches, 1F1B those of 4, 3, 2 and 1; tensors that are sent come on top."""
     gpipe, other = ranks(4).run(peaks, "gpipe"), ranks(4).run(peaks, "1f1b")
     live = simulate("1f1b", 4, 4, 8).live
     for before, after, count in zip(gpipe, other, live, strict=True):
@@ -291,7 +293,7 @@ def test_one_forward_one_backward_holds_fewer_activations(ranks):
 
 
 def unlike(group):
-    """Each way to call a pipeline wrongly, found before anything is sent."""
+    """Every wrong call of a pipeline is refused before anything is sent."""
     whole = made(Crossing)
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))
@@ -305,8 +307,8 @@ def unlike(group):
         Pipeline(whole, propagate(graph, meshes[0]), STAGES, meshes[:2], micro_batches=4)
     with pytest.raises(ValueError, match="rank 0 is in several meshes"):
         Pipeline(whole, propagate(graph, meshes[0]), STAGES, [*meshes[:2], meshes[0]], micro_batches=4)
-    with pytest.raises(ValueError, match="uncut: 'mask' is no input; there are x, present, targets"):
-        make(micro_batches=4, uncut=["mask"])
+    with pytest.raises(ValueError, match="broadcast_inputs: 'mask' is no input; there are x, present, targets"):
+        make(micro_batches=4, broadcast_inputs=["mask"])
     with pytest.raises(DisagreementError, match="micro_batches is 4 on rank 0, 4 on rank 1, 5 on rank 2"):
         make(micro_batches=4 + group.rank() // 2)
     with pytest.raises(DisagreementError, match="the model's parameters"):
@@ -324,7 +326,7 @@ def unlike(group):
         pipeline.step(x[:8], present[:8], targets[:8])
     with pytest.raises(ValueError, match="missing a required argument: 'targets'"):
         pipeline.step(x, present)
-    with pytest.raises(ValueError, match="x wants a gradient"):
+    with pytest.raises(ValueError, match="x requires a gradient"):
         pipeline.step(x.clone().requires_grad_(), present, targets)
     assert pipeline.step(x, present, targets).item() == pytest.approx(whole(x, present, targets).item(), rel=1e-12)
 
@@ -334,7 +336,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
 
 
 def late(group):
-    """The last rank never comes to the step; the others say where they waited."""
+    """The last rank never starts the step; the others' errors name where they waited."""
     whole = made(Crossing)
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))

@@ -1,4 +1,4 @@
-"""recompute() on plain modules and functions, and what its marks do once the model is planned."""
+"""recompute() on plain modules and functions, and the effect of its marks in a planned model."""
 
 import copy
 from collections import Counter
@@ -33,7 +33,7 @@ class CollectiveEvent(TorchDispatchMode):
 
 
 class Block(Recomputable):
-    """Modules in modules, dropout, attention, an activation of its own."""
+    """A model of nested modules, dropout, attention, and a custom activation."""
 
     def __init__(self, activation=F.gelu):
         super().__init__()
@@ -63,7 +63,7 @@ def step(model, x):
     torch.manual_seed(1)
     loss = model(x)
     loss.backward()
-    gradients = [one.grad.clone() for one in model.parameters()]
+    gradients = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
     return loss.detach(), x.grad, gradients, torch.rand(1)
 
@@ -84,7 +84,7 @@ KEEPS = [(), ("mlp.3",), ("mlp.*",), (":*scaled_dot_product*", "mix"), ("mlp.0:a
 def test_a_module(stack, keep):
     model, x = stack
     if "mlp.*" in keep:
-        model.blocks.apply(lambda one: setattr(one, "p", 0.0) if isinstance(one, nn.Dropout) else None)
+        model.blocks.apply(lambda module: setattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else None)
     expected, plain = step(model, x), bytes_between(model, x)
     for block in model.blocks:
         assert recompute(block, keep=keep) is block
@@ -95,7 +95,7 @@ def test_a_module(stack, keep):
     for block in model.blocks:
         recompute(block, False)
     assert bytes_between(model, x) == plain
-    assert not any("forward" in vars(one) or one._forward_hooks for one in model.modules())
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
     torch.testing.assert_close(step(model, x), expected, rtol=0, atol=0)
 
 
@@ -109,7 +109,7 @@ def test_what_is_kept_is_not_computed_twice(stack):
         step(model, x)
     assert again.counts["_scaled_dot_product_flash_attention_for_cpu"] == 3
     assert again.counts["silu"] == 2 * plain.counts["silu"] == 6
-    # of the three linear layers of each block the last one's product is not computed again
+    # of the three linear layers of each block the last layer's product is not computed again
     assert again.counts["addmm"] - plain.counts["addmm"] == 2 * 3
 
 
@@ -160,7 +160,7 @@ def test_refusals(stack):
 
 
 def marked(group):
-    """Marks on the modules of a model that is traced are what its plan's parts run again."""
+    """The marks on a traced model's modules determine the recomputed regions of its plan."""
     model = made(small_models.GPT, dropout=0.3)
     batch = BATCHES["GPT"](torch.Generator().manual_seed(7))
     names = list(trace(model, batch).nodes)
@@ -179,7 +179,7 @@ def marked(group):
         sharded = ShardedModule(model, plan, recompute=recomputed)
         manual_seed(sharded, 3)
         sharded(*batch).backward()
-        found.append((sharded.full_gradients(), [one.module for one in sharded.regions.values()]))
+        found.append((sharded.full_gradients(), [region.module for region in sharded.regions.values()]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
     recompute(model.layers[0])
     with pytest.raises(ValueError, match="give the same option on all modules"):

@@ -1,4 +1,4 @@
-"""A rank that is killed: the others end and name it, torchrun starts all again, and the losses go on bit for bit."""
+"""A rank is killed: the others end and name it, torchrun restarts all, and the losses continue bit for bit."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel.training.heartbeats import PATIENCE, Beats
+from ascend_parallel.training.heartbeats import PATIENCE, Heartbeats
 
 TRAIN = Path(__file__).parents[2] / "examples" / "strategy" / "train.py"
 STRATEGY = """
@@ -22,7 +22,7 @@ dp = 2
 degree = 2
 micro_batches = 4
 [sharding]
-level = 1
+zero_stage = 1
 """
 
 
@@ -43,40 +43,40 @@ def test_training_goes_on_after_a_rank_was_killed(tmp_path):
     for folder in folders:
         folder.mkdir()
     _, expected = train(folders[0], "--steps", "12")
-    told, found = train(folders[1], "--steps", "12", "--kill", "2:6")
+    output, found = train(folders[1], "--steps", "12", "--kill", "2:6")
     assert [int(step) for step, _ in found] == [*range(6), *range(4, 12)]
     assert dict(found) == dict(expected)  # bit for bit: all digits
     assert found[:6] == expected[:6]
     for rank in (0, 1, 3):
-        assert re.search(rf"rank 2 stopped in step 6 of the training \(told on rank {rank}\)", told), told
+        assert re.search(rf"rank 2 stopped in step 6 of the training \(reported by rank {rank}\)", output), output
 
 
 def test_a_beat_that_was_on_its_way_when_a_rank_died_is_no_life():
     store = dist.PrefixStore("job", dist.HashStore())
-    beats = [Beats(store, rank, 3, 0.05) for rank in range(3)]
+    heartbeats = [Heartbeats(store, rank, 3, 0.05) for rank in range(3)]
     ended = threading.Event()
 
     def beating():
         while not ended.wait(0.02):
-            beats[0].beat()
+            heartbeats[0].beat()
 
-    threads = [threading.Thread(target=beating), threading.Timer(0.01, beats[2].beat)]
+    threads = [threading.Thread(target=beating), threading.Timer(0.01, heartbeats[2].beat)]
     for thread in threads:
         thread.start()
-    found = beats[1].stopped()
+    found = heartbeats[1].stopped()
     ended.set()
     for thread in threads:
         thread.join()
-    assert found == {2: 1} == beats[0].heard()
-    beats[2].beat()
-    assert not beats[0].heard()
+    assert found == {2: 1} == heartbeats[0].reported()
+    heartbeats[2].beat()
+    assert not heartbeats[0].reported()
 
 
 WATCHED = """
 import os, select, signal, sys, time, datetime, torch, torch.distributed as dist
-from ascend_parallel.training.rank_watch import RankLostError, Watch
+from ascend_parallel.training.rank_watch import RankLostError, RankWatch
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-rank, watch = dist.get_rank(), Watch(interval=0.1)
+rank, watch = dist.get_rank(), RankWatch(interval=0.1)
 store = dist.distributed_c10d._get_default_store()
 store.set(f"process/{rank}", str(os.getpid()))
 dist.barrier()
@@ -84,7 +84,7 @@ dist.barrier()
 
 WITHOUT_A_DEATH = """
 try:
-    with watch.naming(3):
+    with watch.name_lost_ranks(3):
         raise RuntimeError("of its own")
 except RuntimeError as error:
     print(type(error).__name__, error)
@@ -119,7 +119,7 @@ os._exit(0)
 def test_a_terminated_rank_says_who_is_gone_whatever_it_waits_for():
     _, _, terminated = launch(WATCHED + TERMINATED, [{}] * 3, timeout=90)
     assert terminated.returncode == 128 + signal.SIGTERM
-    assert "ascend_parallel: rank 1 stopped in step 7 of the training (told on rank 2)" in terminated.stderr
+    assert "ascend_parallel: rank 1 stopped in step 7 of the training (reported by rank 2)" in terminated.stderr
     assert PATIENCE >= 8
 
 
@@ -129,30 +129,30 @@ dist.barrier()
 if rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
-    with watch.naming(5):
+    with watch.name_lost_ranks(5):
         if rank == 1:
             raise RuntimeError("the connection was closed")
         signal.pause()  # until a launcher ends it
 except RankLostError as error:
     print(error, flush=True)
-    for other in others:  # as a launcher does that ends all as soon as one has ended
+    for other in others:  # like a launcher that ends all ranks as soon as any rank has ended
         os.kill(other, signal.SIGKILL)
     os._exit(1)
 """
 
 
 def test_no_survivor_leaves_before_all_have_said_who_died():
-    zero, one, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)
-    assert one.stdout == "rank 2 stopped in step 5 of the training (told on rank 1)\n"
+    zero, first, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)
+    assert first.stdout == "rank 2 stopped in step 5 of the training (reported by rank 1)\n"
     for rank, survivor in ((0, zero), (3, three)):
         assert survivor.returncode == -signal.SIGKILL
-        assert f"rank 2 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr
+        assert f"rank 2 stopped in step 5 of the training (reported by rank {rank})" in survivor.stderr
 
 
 HOST_DIES = """
 if rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-with watch.naming(5):
+with watch.name_lost_ranks(5):
     dist.all_reduce(torch.ones(1))
 """
 
@@ -160,4 +160,4 @@ with watch.naming(5):
 def test_every_survivor_says_so_if_the_host_of_the_store_died():
     _, *survivors = launch(WATCHED + HOST_DIES, [{}] * 3, timeout=90)
     for rank, survivor in enumerate(survivors, 1):
-        assert f"RankLostError: rank 0 stopped in step 5 of the training (told on rank {rank})" in survivor.stderr
+        assert f"RankLostError: rank 0 stopped in step 5 of the training (reported by rank {rank})" in survivor.stderr

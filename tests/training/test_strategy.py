@@ -1,4 +1,4 @@
-"""Strategy: what is allowed, alone and together, from Python and TOML; passes over the graph; a model with its loss."""
+"""Strategy: allowed options, alone and together, from Python and TOML; graph passes; a model with its loss."""
 
 import pytest
 import small_models
@@ -33,7 +33,7 @@ micro_batches = 4
 modules = ["layers.*"]
 
 [sharding]
-level = 1
+zero_stage = 1
 """
 
 
@@ -47,11 +47,11 @@ def test_a_strategy_is_read_from_toml(tmp_path):
     assert found.operators == {"layers.*.up": ([None, ("tp", 1)], [])}
     assert found.pipeline == PipelineOptions(degree=2, stages={"tokens": 0, "layers.*": 1}, micro_batches=4)
     assert found.recompute.modules == ("layers.*",)
-    assert (found.sharding.level, found.max_norm, found.fused_passes) == (1, 1.0, ("matmul_add",))
+    assert (found.sharding.zero_stage, found.max_norm, found.fused_passes) == (1, 1.0, ("matmul_add",))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('mode = "automatic"', "mode='automatic': give one of data, semi_auto, auto, hybrid"),
         ('mod = "auto"', "there is no 'mod'; did you mean mode?"),
@@ -63,9 +63,9 @@ def test_a_strategy_is_read_from_toml(tmp_path):
         ('[pipeline]\ndegree = 2\nschedule = "zbv"', "zbv has 2 stages on each group"),
         ("[pipeline]\nvirtual_stages = 2\nschedule = 'interleaved_1f1b'", "need pipeline.degree of 2 or more"),
         ("[pipeline]\ndegree = 2\nmicro_batches = 2\nstages = { a = 2 }", "'a': 2; give 0 to 1"),
-        ("[sharding]\nlevel = 4", "sharding.level=4: give one of 0, 1, 2, 3"),
-        ('[sharding]\nlevel = 3\nby = "parameters"', "with level 3"),
-        ('[sharding]\nlevel = 1\ndim = "mp"', "sharding.dim='mp': the mesh has dp"),
+        ("[sharding]\nzero_stage = 4", "sharding.zero_stage=4: give one of 0, 1, 2, 3"),
+        ('[sharding]\nzero_stage = 3\npartition_by = "parameters"', "with zero_stage 3"),
+        ('[sharding]\nzero_stage = 1\ndim = "mp"', "sharding.dim='mp': the mesh has dp"),
         ('[amp]\ndtype = "float8"', "amp.dtype='float8': give one of bfloat16, float16"),
         ("[gradient_merge]\nsteps = true", "gradient_merge.steps=True"),
         ("[comm_fusion]\nbucket_mb = -1", "comm_fusion.bucket_mb=-1"),
@@ -78,12 +78,12 @@ def test_a_strategy_is_read_from_toml(tmp_path):
         ("mode = ", "is no valid TOML"),
     ],
 )
-def test_what_is_not_allowed_is_named(tmp_path, text, said):
+def test_what_is_not_allowed_is_named(tmp_path, text, message):
     file = tmp_path / "strategy.toml"
     file.write_text(text)
     with pytest.raises(ValueError) as error:
         Strategy.from_toml(file)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -92,7 +92,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"mode": "data", "mesh": {"dp": 2, "tp": 2}}, 'mode="data" with the mesh dimension tp'),
         ({"mode": "data", "operators": {"a": ([None], None)}}, 'mode="data" with strategies of operators'),
@@ -100,14 +100,14 @@ def test_a_missing_file_is_named(tmp_path):
         ({"mode": "hybrid", "pipeline": PipelineOptions(micro_batches=2)}, 'mode="hybrid" with pipeline'),
         ({"mode": "hybrid", "operators": {"a": ([None], None)}}, 'mode="hybrid" with operators'),
         ({"mode": "hybrid", "fused_passes": ("matmul_add",)}, 'mode="hybrid" with fused_passes'),
-        ({"mode": "hybrid", "sharding": ShardingOptions(level=3)}, 'mode="hybrid" with sharding.level=3'),
-        ({"sharding": {"level": 1}}, "give a ShardingOptions"),
+        ({"mode": "hybrid", "sharding": ShardingOptions(zero_stage=3)}, 'mode="hybrid" with sharding.zero_stage=3'),
+        ({"sharding": {"zero_stage": 1}}, "give a ShardingOptions"),
     ],
 )
-def test_what_cannot_be_mixed_is_named(options, said):
+def test_what_cannot_be_mixed_is_named(options, message):
     with pytest.raises(StrategyOptionError) as error:
         Strategy(**options)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_parts_are_values():
@@ -133,11 +133,11 @@ def test_a_bias_is_added_by_the_matmul():
         return first.square().mean() + second.mean() * third.mean()
 
     graph = trace_with_loss(Additions(), loss, (torch.randn(3, 8),))
-    fused, spared = fuse_operators(graph, ("matmul_add",))
+    fused, ops_fused = fuse_operators(graph, ("matmul_add",))
     before, after = (
-        [node.call.name.split(".")[1] for node in one.nodes.values() if node.call] for one in (graph, fused)
+        [node.call.name.split(".")[1] for node in traced.nodes.values() if node.call] for traced in (graph, fused)
     )
-    assert spared == {"matmul_add": 2}  # not the linear whose result is read without the bias too
+    assert ops_fused == {"matmul_add": 2}  # not the linear whose result is read without the bias too
     assert (before.count("add"), after.count("add")) == (4, 2)
     assert (after.count("linear"), after.count("addmm"), after.count("matmul")) == (2, 1, 0)
 

@@ -1,4 +1,4 @@
-"""The GPT of examples/strategy by hand, of torch's parts and by annotations: one card's losses; the lines counted."""
+"""The GPT of examples/strategy by hand and by annotations: the losses of one card; the counted lines."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a strategy says of itself: each option's effect, without processes."""
+"""The explanation of a strategy: each option's effect, without processes."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def planned(**options):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({}, "mode: auto, 4 ranks, a mesh of dp=2, tp=2"),
         ({}, r"overlap: (\d+) of \1 matmuls next to a collective can overlap; 1 chunk: off"),
@@ -47,7 +47,7 @@ def planned(**options):
         ),
         ({"pipeline": PipelineOptions(degree=2, micro_batches=4)}, r"stage 0 sends 4.1 KB a rank and micro-batch"),
         ({"recompute": Recompute(modules=["layers.*"])}, r"recompute: layers.*: \S+ KB kept for backward"),
-        ({"sharding": ShardingOptions(level=2)}, "sharding: level 2 over dp by slices: "),
+        ({"sharding": ShardingOptions(zero_stage=2)}, "sharding: ZeRO stage 2 over dp by slices: "),
         ({"max_norm": 0.5}, "max_norm: gradients are clipped to a global norm of 0.5"),
         ({"amp": AmpOptions(dtype="bfloat16")}, "amp: bfloat16, fp32 master weights"),
         (
@@ -56,12 +56,12 @@ def planned(**options):
         ),
     ],
 )
-def test_an_option_says_what_it_does(options, said):
-    assert re.search(said, explain(planned(**options)))
+def test_an_option_says_what_it_does(options, message):
+    assert re.search(message, explain(planned(**options)))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (Settings(num_chunks=4), "can overlap; 4 chunks (COC_PARALLEL_NUM=4)"),
         (Settings(num_chunks=4, mode=1), "can overlap; 1 chunk: off (COC_MODE=1)"),
@@ -69,12 +69,12 @@ def test_an_option_says_what_it_does(options, said):
         (Settings(fused=True), "can overlap; fused operators where they can run, else 4 chunks"),
     ],
 )
-def test_what_runs_is_said_and_not_what_could(settings, said):
-    assert said in explain(planned(), settings=settings)
+def test_what_runs_is_said_and_not_what_could(settings, message):
+    assert message in explain(planned(), settings=settings)
 
 
 def large(layers, **options):
-    """Plan a GPT of the size of real layers on the meta device."""
+    """Plan a GPT with layers of real size on the meta device."""
     with torch.device("meta"):
         model = gpt.GPT(layers=layers, width=4096, heads=32, vocabulary=32768)
         tokens = torch.zeros(2, gpt.LENGTH, dtype=torch.long)
@@ -83,10 +83,10 @@ def large(layers, **options):
 
 def test_a_plan_that_no_card_holds_is_warned_of():
     found = large(32, mesh={"dp": 2})
-    said = "a rank holds 105 GB, and Ascend 910B2, 8 cards of an Atlas A2 has 68.7 GB a card: shard more"
-    assert f"warning: {said}" in explain(found)
-    assert f"warning: {said}"[:22] in explain_plan(found.plan)
-    assert said in as_dict(found)["warnings"][0]
+    message = "a rank holds 105 GB, and Ascend 910B2, 8 cards of an Atlas A2 has 68.7 GB a card: shard more"
+    assert f"warning: {message}" in explain(found)
+    assert f"warning: {message}"[:22] in explain_plan(found.plan)
+    assert message in as_dict(found)["warnings"][0]
     for fitting in (large(2, mesh={"dp": 2}), large(32, mesh={"dp": 2}, hardware="cpu-gloo")):
         assert "warning" not in explain(fitting)
 
@@ -109,26 +109,26 @@ def test_no_overlap_says_nothing_of_it():
     assert "overlap:" not in explain(planned(overlap=OverlapOptions(operators=False)))
 
 
-def test_the_levels_divide_what_they_say():
+def test_zero_stages_divide_what_they_say():
     held = {}
-    for level in range(4):
-        (stage,) = as_dict(planned(sharding=ShardingOptions(level=level)))["stages"]
-        held[level] = [stage[name] for name in ("parameters", "gradients", "optimizer")]
-    for level, (parameters, gradients, optimizer) in held.items():
-        assert optimizer == pytest.approx(held[0][2] / (2 if level >= 1 else 1), rel=0.02)
-        assert gradients == pytest.approx(held[0][1] / (2 if level >= 2 else 1), rel=0.02)
-        assert parameters == pytest.approx(held[0][0] / (2 if level >= 3 else 1), rel=0.02)
+    for zero_stage in range(4):
+        (stage,) = as_dict(planned(sharding=ShardingOptions(zero_stage=zero_stage)))["stages"]
+        held[zero_stage] = [stage[name] for name in ("parameters", "gradients", "optimizer")]
+    for zero_stage, (parameters, gradients, optimizer) in held.items():
+        assert optimizer == pytest.approx(held[0][2] / (2 if zero_stage >= 1 else 1), rel=0.02)
+        assert gradients == pytest.approx(held[0][1] / (2 if zero_stage >= 2 else 1), rel=0.02)
+        assert parameters == pytest.approx(held[0][0] / (2 if zero_stage >= 3 else 1), rel=0.02)
 
 
 def test_gradients_of_several_backwards_take_fp32():
-    told = {}
+    plans = {}
     for count in (1, 2):
         options = {"amp": AmpOptions(dtype="bfloat16"), "pipeline": PipelineOptions(micro_batches=count)}
-        told[count] = planned(**options)
-    (one,), (two,) = (as_dict(told[count])["stages"] for count in (1, 2))
-    assert (one["gradients"], two["gradients"]) == (one["parameters"], 2 * one["parameters"])
-    assert "amp: gradients of 2 backwards add up, and are summed over ranks, in fp32" in explain(told[2])
-    assert "add up" not in explain(told[1])
+        plans[count] = planned(**options)
+    (first,), (second,) = (as_dict(plans[count])["stages"] for count in (1, 2))
+    assert (first["gradients"], second["gradients"]) == (first["parameters"], 2 * first["parameters"])
+    assert "amp: gradients of 2 backwards add up, and are summed over ranks, in fp32" in explain(plans[2])
+    assert "add up" not in explain(plans[1])
 
 
 def test_stages_hold_their_part_and_the_embedding_twice():

@@ -1,4 +1,4 @@
-"""Losses of a sum and a count: the mean over all that counts, exactly, however masks lie, against float64."""
+"""Losses that return a sum and a count: the exact mean over all counted targets, for any mask, against float64."""
 
 import logging
 
@@ -46,7 +46,7 @@ def mean(model, tokens, targets):
 
 
 def masked_batch(number):
-    """Return a batch of 16 rows, of which row r counts r + 1 targets: no two parts count as many."""
+    """Return a batch of 16 rows; row r counts r + 1 targets, so the counts of all parts differ."""
     tokens, targets = gpt.batch_of(number)
     ignored = torch.arange(gpt.LENGTH) > torch.arange(gpt.BATCH)[:, None]
     return tokens, targets.masked_fill(ignored, IGNORED)
@@ -59,14 +59,14 @@ def made():
 
 
 def trained(_group, options, more):
-    """Return this rank's losses, those of one process, and how far its part of the state is from the whole's."""
+    """Return this rank's losses, the losses of one process, and the largest error of this rank's state."""
     strategy, (model, optimizer) = Strategy(**options), made()
     merge, replicas = strategy.gradient_merge.steps, strategy.mesh["dp"]
     own = slice(None)
     if strategy.mode == "hybrid" or more.get("local_batches"):
         place, rows = strategy.data_rank(dist.get_rank()), gpt.BATCH // replicas
         own = slice(place * rows, (place + 1) * rows)
-    given = [tuple(one[own] for one in masked_batch(number)) for number in range(STEPS * merge)]
+    given = [tuple(tensor[own] for tensor in masked_batch(number)) for number in range(STEPS * merge)]
     like = given[0] if strategy.mode == "hybrid" else masked_batch(0)
     step = train_step(model, like, optimizer, strategy, loss=summed, **more)
     losses = [step(*batch).item() for batch in given]
@@ -81,10 +81,10 @@ def trained(_group, options, more):
         optimizer.step()
         optimizer.zero_grad()
     state = whole.state_dict()
-    worst = max(farthest(piece, state[name]) for name, piece in step.pieces().items())
-    told = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
+    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
+    evaluated = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
     step.close()
-    return [*losses, told[0]], [*expected, told[1]], worst
+    return [*losses, evaluated[0]], [*expected, evaluated[1]], worst
 
 
 MICRO = {**TP, "pipeline": PipelineOptions(micro_batches=4)}
@@ -100,14 +100,14 @@ def staged(schedule, virtual=1):
     ("options", "more"),
     [
         (MICRO, {}),
-        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(level=2)}, {}),
-        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(level=3)}, {}),
+        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=2)}, {}),
+        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=3)}, {}),
         (MICRO, {"static": False}),
         ({**MICRO, "gradient_merge": GradientMerge(steps=3)}, {"local_batches": True}),
         ({"mode": "auto", "mesh": {"dp": 2, "tp": 2}, "hardware": "cpu-gloo"}, {}),
-        ({**staged("1f1b"), "max_norm": 0.3, "sharding": ShardingOptions(level=1)}, {}),
+        ({**staged("1f1b"), "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=1)}, {}),
         (staged("zbv", 2), {}),
-        ({"mode": "hybrid", "mesh": {"dp": 4}, "sharding": ShardingOptions(level=1), "max_norm": 0.3}, {}),
+        ({"mode": "hybrid", "mesh": {"dp": 4}, "sharding": ShardingOptions(zero_stage=1), "max_norm": 0.3}, {}),
     ],
 )
 def test_unequal_masks_train_as_one_process(ranks, options, more):
@@ -117,7 +117,7 @@ def test_unequal_masks_train_as_one_process(ranks, options, more):
 
 
 def wrong(_group, what):
-    """Return what is said of counts that cannot be divided by."""
+    """Return the errors for counts that cannot be divisors."""
     model, optimizer = made()
     tokens, targets = masked_batch(0)
     merge = GradientMerge(steps=2, average=False) if what == "sum of means" else GradientMerge()
@@ -137,20 +137,20 @@ def wrong(_group, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "messages"),
     [
         ("nothing", "with a count of 0 in all: give a number above 0"),
         ("sum of means", "gradient_merge.average=False with steps=2 and a loss that returns (sum, count)"),
-        ("three", "or (sum, count), two of them"),
-        ("vector", "or (sum, count), two of them"),
+        ("three", "or (sum, count), two such tensors"),
+        ("vector", "or (sum, count), two such tensors"),
     ],
 )
-def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, said):
-    assert all(said in one for one in ranks(2).run(wrong, what))
+def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, messages):
+    assert all(messages in message for message in ranks(2).run(wrong, what))
 
 
 def masked_by_hand(model, tokens, targets):
-    """Return the mean as many write it, of a mask that the labels were shifted for."""
+    """Return a masked mean in the usual form, with a mask for shifted labels."""
     mask = (targets != IGNORED).double()
     losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
     return (losses * mask.flatten()).sum() / mask.sum()
@@ -164,13 +164,13 @@ def warned(_group, options, more, loss, equal):
     strategy, (model, optimizer) = Strategy(**options), made()
     batch = gpt.batch_of(0) if equal else masked_batch(0)
     if strategy.mode == "hybrid" or more.get("local_batches"):
-        local = tuple(one.chunk(2)[strategy.data_rank(dist.get_rank())] for one in batch)
+        local = tuple(tensor.chunk(2)[strategy.data_rank(dist.get_rank())] for tensor in batch)
     else:
         local = batch
-    like, said = (local if strategy.mode == "hybrid" else batch), []
+    like, messages = (local if strategy.mode == "hybrid" else batch), []
     step = train_step(model, like, optimizer, strategy, loss=LOSSES[loss], **more)
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("ascend_parallel")
     logger.addHandler(handler)
     try:
@@ -179,7 +179,7 @@ def warned(_group, options, more, loss, equal):
     finally:
         logger.removeHandler(handler)
         step.close()
-    return [one for one in said if "the loss is a mean" in one]
+    return [message for message in messages if "the loss is a mean" in message]
 
 
 DATA = {"mode": "data", "mesh": {"dp": 2}}
@@ -189,7 +189,7 @@ COUNTS = "micro-batches count 10, 26, 42, 58: the mean of their means is not the
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "loss", "said"),
+    ("options", "more", "loss", "messages"),
     [
         (SEVERAL, {}, "cross_entropy", COUNTS),
         (SEVERAL, {}, "by hand", COUNTS),
@@ -199,10 +199,10 @@ COUNTS = "micro-batches count 10, 26, 42, 58: the mean of their means is not the
         ({**DATA, "mode": "hybrid"}, {}, "cross_entropy", "of which replicas have between 36 and 100: "),
     ],
 )
-def test_a_mean_over_unequal_counts_is_said_once_on_rank_0(ranks, options, more, loss, said):
+def test_a_mean_over_unequal_counts_is_said_once_on_rank_0(ranks, options, more, loss, messages):
     first, second = ranks(2).run(warned, options, more, loss, False)
     assert len(first) == 1
-    assert said in first[0]
+    assert messages in first[0]
     assert second == []
 
 

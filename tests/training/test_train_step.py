@@ -1,4 +1,4 @@
-"""train_step: every strategy alone and composed, against the whole model trained in float64 by one process."""
+"""train_step: strategies alone and combined, against the whole model trained in float64 by one process."""
 
 import gpt
 import modes
@@ -52,19 +52,19 @@ def trained_whole(options, steps=STEPS):
 
 
 def trained(_group, options, more=None):
-    """Return this rank's losses, and how far its part of the state is from the whole model's."""
+    """Return this rank's losses, and the largest error of its state against the whole model's."""
     model, optimizer = model_and_optimizer()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **(more or {}))
     losses = [step(*gpt.batch_of(number)).item() for number in range(STEPS)]
     expected, state = trained_whole(options)
-    worst = max(farthest(piece, state[name]) for name, piece in step.pieces().items())
+    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
     step.close()
     return losses, expected, worst
 
 
-def farthest(piece, whole):
-    box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.local.shape, strict=True))
-    return (piece.local - whole[box]).abs().max().item() if piece.local.numel() else 0.0
+def farthest(shard, whole):
+    box = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
+    return (shard.local - whole[box]).abs().max().item() if shard.local.numel() else 0.0
 
 
 def check(found):
@@ -78,15 +78,15 @@ ALONE = {
     "auto from nothing": {"mode": "auto", "mesh": {"dp": 2, "tp": 2}, "hardware": "cpu-gloo"},
     "semi_auto": TP,
     "recompute": {**TP, "recompute": Recompute(modules=["layers.*"], keep=["layers.*:scaled_dot_product_attention"])},
-    "zero 1": {**TP, "sharding": ShardingOptions(level=1), "max_norm": 0.3},
-    "zero 2": {**TP, "sharding": ShardingOptions(level=2), "max_norm": 0.3},
-    "zero 3": {**TP, "sharding": ShardingOptions(level=3), "max_norm": 0.3},
-    "zero 1 by parameters": {**TP, "sharding": ShardingOptions(level=1, by="parameters")},
+    "zero 1": {**TP, "sharding": ShardingOptions(zero_stage=1), "max_norm": 0.3},
+    "zero 2": {**TP, "sharding": ShardingOptions(zero_stage=2), "max_norm": 0.3},
+    "zero 3": {**TP, "sharding": ShardingOptions(zero_stage=3), "max_norm": 0.3},
+    "zero 1 by parameters": {**TP, "sharding": ShardingOptions(zero_stage=1, partition_by="parameters")},
     "gradient merge": {**TP, "gradient_merge": GradientMerge(steps=2)},
     "gradient merge by sum, zero 2": {
         **TP,
         "gradient_merge": GradientMerge(steps=5, average=False),
-        "sharding": ShardingOptions(level=2),
+        "sharding": ShardingOptions(zero_stage=2),
         "max_norm": 1.0,
     },
     "micro-batches": {**TP, "pipeline": PipelineOptions(micro_batches=4)},
@@ -97,7 +97,7 @@ ALONE = {
         "mode": "data",
         "mesh": {"dp": 2},
         "pipeline": PipelineOptions(degree=2, micro_batches=2, schedule="gpipe"),
-        "sharding": ShardingOptions(level=2),
+        "sharding": ShardingOptions(zero_stage=2),
         "max_norm": 0.3,
     },
     "interleaved pipeline": {
@@ -114,23 +114,23 @@ def test_training_on_four_ranks_is_that_of_one(ranks, name):
     check(ranks(4).run(trained, ALONE[name]))
 
 
-@pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.stress)])
-def test_data_tensor_and_pipeline_parallel_together_on_eight_ranks(ranks, level):
-    pipeline, sharding = PipelineOptions(degree=2, micro_batches=4), ShardingOptions(level=level)
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.stress)])
+def test_data_tensor_and_pipeline_parallel_together_on_eight_ranks(ranks, zero_stage):
+    pipeline, sharding = PipelineOptions(degree=2, micro_batches=4), ShardingOptions(zero_stage=zero_stage)
     together = {**TP, "pipeline": pipeline, "recompute": LAYERS, "max_norm": 0.3, "sharding": sharding}
     check(ranks(8).run(trained, together))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_the_models_own_code_trains_alike(ranks, level):
-    options = {**TP, "sharding": ShardingOptions(level=level), "max_norm": 0.3}
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_the_models_own_code_trains_alike(ranks, zero_stage):
+    options = {**TP, "sharding": ShardingOptions(zero_stage=zero_stage), "max_norm": 0.3}
     check(ranks(4).run(trained, options, {"static": False}))
 
 
 def uneven(_group):
-    """Train on 3 ranks, whose number divides nothing."""
-    return trained(_group, {"mode": "data", "mesh": {"dp": 3}, "sharding": ShardingOptions(level=2)})
+    """Train on 3 ranks, which divide no size."""
+    return trained(_group, {"mode": "data", "mesh": {"dp": 3}, "sharding": ShardingOptions(zero_stage=2)})
 
 
 def test_three_ranks(ranks):
@@ -142,7 +142,7 @@ def hybrid(_group):
     torch.manual_seed(0)
     whole = modes.MLP().double()
     x = torch.randn(12, 8, dtype=torch.float64)
-    strategy = Strategy(mode="hybrid", mesh={"dp": 2, "tp": 2}, sharding=ShardingOptions(level=1), max_norm=0.05)
+    strategy = Strategy(mode="hybrid", mesh={"dp": 2, "tp": 2}, sharding=ShardingOptions(zero_stage=1), max_norm=0.05)
     mesh = strategy.meshes()[0]
     mine = modes.ParallelMLP(whole, mesh.group("tp"))
     data = mesh.coordinate(torch.distributed.get_rank())[0]
@@ -160,7 +160,7 @@ def hybrid(_group):
         expected.append(loss.item())
     step.close()
     state = {"up": whole.up.weight.detach(), "down": whole.down.weight.detach()}
-    return found, expected, max(farthest(piece, state[name]) for name, piece in mine.pieces().items())
+    return found, expected, max(farthest(shard, state[name]) for name, shard in mine.tensor_shards().items())
 
 
 def test_a_model_with_collectives_of_its_own(ranks):
@@ -183,7 +183,12 @@ def mixed_precision(_group, dtype):
     """Train in 16 bits with fp32 master weights; return losses of this and of fp32 training."""
     torch.manual_seed(0)
     model = gpt.GPT()
-    options = {"mode": "data", "mesh": {"dp": 2}, "amp": AmpOptions(dtype=dtype), "sharding": ShardingOptions(level=1)}
+    options = {
+        "mode": "data",
+        "mesh": {"dp": 2},
+        "amp": AmpOptions(dtype=dtype),
+        "sharding": ShardingOptions(zero_stage=1),
+    }
 
     def loss_of(model, tokens, targets):
         return model(tokens, targets).float()
@@ -202,7 +207,9 @@ def mixed_precision(_group, dtype):
         expected.append(loss.item())
     dtypes = {parameter.dtype for module in step.modules for parameter in module.parameters()}
     state = {
-        piece.local.dtype for name, piece in step.optimizer.pieces().items() if name.endswith(("exp_avg", "master"))
+        shard.local.dtype
+        for name, shard in step.optimizer.tensor_shards().items()
+        if name.endswith(("exp_avg", "master"))
     }
     step.close()
     return found, expected, dtypes, state
@@ -227,15 +234,15 @@ def refused(_group, options, more):
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "said"),
+    ("options", "more", "message"),
     [
         ({"mode": "data", "mesh": {"dp": 4}}, {}, "the strategy is for 4 ranks"),
         ({"mode": "semi_auto", "mesh": {"dp": 2}}, {}, "without any operator's strategy"),
         ({"mode": "data", "mesh": {"dp": 2}, "recompute": LAYERS}, {"static": False}, "recompute with static=False"),
         ({"mode": "data", "mesh": {"dp": 2}, "pipeline": PipelineOptions(micro_batches=3)}, {}, "micro_batches=3"),
-        ({"mode": "hybrid", "mesh": {"dp": 1, "tp": 2}}, {}, "by a method pieces()"),
+        ({"mode": "hybrid", "mesh": {"dp": 1, "tp": 2}}, {}, "by a method tensor_shards()"),
         ({"mode": "data", "mesh": {"dp": 2}, "amp": AmpOptions(dtype="float16")}, {}, "a loss in float16"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(ranks, options, more, said):
-    assert all(said in one for one in ranks(2).run(refused, options, more))
+def test_what_cannot_be_is_refused_by_name(ranks, options, more, message):
+    assert all(message in message for message in ranks(2).run(refused, options, more))

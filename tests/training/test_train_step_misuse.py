@@ -1,4 +1,4 @@
-"""train_step under attack: tied tensors in pipelines, ranks that come with something else, batches that fail."""
+"""train_step misused: tied tensors in pipelines, ranks with different arguments, batches that fail."""
 
 import gpt
 import pytest
@@ -18,7 +18,7 @@ from ascend_parallel.training import (
 
 
 class Tied(gpt.GPT):
-    """A GPT whose head is a module tied to the embedding: one tensor of two names."""
+    """A GPT whose head is a module tied to the embedding: a tensor with two names."""
 
     def __init__(self):
         super().__init__(layers=2, width=16, heads=2)
@@ -32,14 +32,14 @@ class Tied(gpt.GPT):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def tied(_group, schedule, virtual, level):
+def tied(_group, schedule, virtual, zero_stage):
     """Train with a clipped norm that counts the tied tensor once; return as `trained` does."""
     pipeline = PipelineOptions(degree=2, micro_batches=2, schedule=schedule, virtual_stages=virtual)
     strategy = Strategy(
         mode="data",
         pipeline=pipeline,
         overlap=OverlapOptions(operators=False),
-        sharding=ShardingOptions(level=level),
+        sharding=ShardingOptions(zero_stage=zero_stage),
         max_norm=0.1,
     )
     found, whole = [], []
@@ -56,18 +56,18 @@ def tied(_group, schedule, virtual, level):
         optimizer.zero_grad()
         whole.append(loss.item())
     state = model.state_dict()
-    worst = max(farthest(piece, state[name]) for name, piece in step.pieces().items())
+    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
     step.close()
     return found, whole, worst
 
 
-@pytest.mark.parametrize(("schedule", "virtual", "level"), [("1f1b", 1, 2), ("zbv", 2, 1)])
-def test_a_tied_head_counts_once_in_the_norm_also_where_both_stages_are_on_one_rank(ranks, schedule, virtual, level):
-    check(ranks(2).run(tied, schedule, virtual, level))
+@pytest.mark.parametrize(("schedule", "virtual", "zero_stage"), [("1f1b", 1, 2), ("zbv", 2, 1)])
+def test_a_tied_head_counts_once_in_the_norm_also_with_both_stages_on_one_rank(ranks, schedule, virtual, zero_stage):
+    check(ranks(2).run(tied, schedule, virtual, zero_stage))
 
 
 def disagreeing(group, what):
-    """Come with something else on rank 1; return the error."""
+    """Give rank 1 a different argument; return the error."""
     rank, options, more = group.rank(), {"mode": "data", "mesh": {"dp": 2}}, {}
     if rank and what == "gradient_merge":
         options["gradient_merge"] = GradientMerge(steps=2)
@@ -91,11 +91,11 @@ def disagreeing(group, what):
 
 @pytest.mark.parametrize("what", ["gradient_merge", "mesh", "static", "argument 0"])
 def test_ranks_that_come_with_something_else_are_told_so_on_all(ranks, what):
-    assert all(f"differently: {what}" in one for one in ranks(2).run(disagreeing, what))
+    assert all(f"differently: {what}" in message for message in ranks(2).run(disagreeing, what))
 
 
 def interrupted(_group, merge):
-    """Fail in the second micro-batch of the second batch, and go on; return the losses, or the error."""
+    """Fail in the second micro-batch of the second batch, then continue; return the losses, or the error."""
     model, optimizer = model_and_optimizer()
     options = {"pipeline": PipelineOptions(micro_batches=2), "gradient_merge": GradientMerge(steps=merge)}
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}, **options))
@@ -125,13 +125,13 @@ def interrupted(_group, merge):
 def test_what_a_failed_batch_left_is_not_trained_on(ranks):
     for found, expected in ranks(2).run(interrupted, 1):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-    assert all("batch 1 failed before" in one for one in ranks(2).run(interrupted, 2))
+    assert all("batch 1 failed before" in message for message in ranks(2).run(interrupted, 2))
 
 
 def misused(_group):
-    """Do what trains otherwise than it looks; return what is said."""
+    """Misuse the step so that it would train something else; return the errors."""
     model, optimizer = model_and_optimizer()
-    strategy, said = Strategy(mode="data", mesh={"dp": 2}), []
+    strategy, messages = Strategy(mode="data", mesh={"dp": 2}), []
     dropping = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
     of_dropping = torch.optim.SGD(dropping.parameters(), lr=0.1)
     for made, its, batch in (
@@ -140,40 +140,40 @@ def misused(_group):
     ):
         with pytest.raises((ValueError, TypeError)) as error:
             train_step(made, batch, its, strategy, loss=lambda model, *batch: model(*batch).mean())
-        said.append(str(error.value))
+        messages.append(str(error.value))
     step = train_step(model, gpt.batch_of(0), optimizer, strategy)
     with pytest.raises(ValueError, match="argument 0") as error:
-        step(*(one[:8] for one in gpt.batch_of(0)))
-    said.append(str(error.value))
+        step(*(tensor[:8] for tensor in gpt.batch_of(0)))
+    messages.append(str(error.value))
     scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda number: 1 / (number + 1))
     step(*gpt.batch_of(0))
-    scheduler.step()  # over the step's own: fine
+    scheduler.step()  # over the step's own optimizer: allowed
     step(*gpt.batch_of(1))
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(RuntimeError) as error:
         step(*gpt.batch_of(2))
-    said.append(str(error.value))
+    messages.append(str(error.value))
     step.close()
     model, _ = model_and_optimizer()
-    of_model = torch.optim.Adagrad(model.parameters())  # which has a state from the first
+    of_model = torch.optim.Adagrad(model.parameters())  # Adagrad has a state from the start
     step = train_step(model, gpt.batch_of(0), of_model, strategy)
     step(*gpt.batch_of(0))
     model(*gpt.batch_of(0)).backward()
     of_model.step()
     with pytest.raises(RuntimeError) as error:
         step(*gpt.batch_of(1))
-    said.append(str(error.value))
+    messages.append(str(error.value))
     step.close()
-    return said
+    return messages
 
 
 def test_what_would_train_otherwise_than_it_looks_is_refused(ranks):
-    for said in ranks(2).run(misused):
-        assert "is in evaluation mode, in which aten.dropout.default would be trained without dropout" in said[0]
-        assert "batch is a dict: give the loss's arguments as a tuple" in said[1]
-        assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in said[2]
-        assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in said[3]
-        assert "was stepped since, which trains nothing" in said[4]
+    for messages in ranks(2).run(misused):
+        assert "is in evaluation mode: aten.dropout.default would be trained without dropout" in messages[0]
+        assert "batch is a dict: give the loss's arguments as a tuple" in messages[1]
+        assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in messages[2]
+        assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in messages[3]
+        assert "was stepped since, which trains nothing" in messages[4]
 
 
 def with_an_argument_less(_group):

@@ -190,7 +190,7 @@ class ShardedModule(torch.nn.Module):
         """Sum the gradients that `no_sync` deferred, over these mesh dimensions or all. Every rank must call this."""
         self.gradients.reduce(mesh_dims)
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's shard of each parameter and persistent buffer, by its name in the model."""
         state = self.state_dict(keep_vars=True)
         mesh_shape, coordinate = self.plan.mesh.shape, self.coordinate

@@ -55,7 +55,7 @@ def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
     if hardware is not None and 0 < capacity < nbytes:
         found.append(
             f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: shard more, as by a "
-            "larger mesh, stages, sharding.level or recompute"
+            "larger mesh, stages, sharding.zero_stage or recompute"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""From one format to another, and what two checkpoints differ in, by one process and a tensor at a time."""
+"""Convert checkpoints between formats and compare them, in one process and tensor by tensor."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences
 from ascend_parallel.training.checkpoint.folder import whole_file
-from ascend_parallel.training.checkpoint.reader import Saved
+from ascend_parallel.training.checkpoint.reader import CheckpointReader
 from ascend_parallel.training.checkpoint.safetensors import SafeTensors, write_safetensors
 from ascend_parallel.training.checkpoint.saving import save
 
 FORMATS = ("safetensors", "torch", "dcp")
 MODEL, OPTIMIZER = "model.", "optimizer."
-# Returns a model's whole tensors by name, or None for a path that is not of its format.
+# Returns a model's whole tensors by name, or None if the path is not of this format.
 OtherFormat = Callable[[Path], Mapping[str, torch.Tensor] | None]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of any format that is read.
+    """An open checkpoint of any format.
 
     kinds
         Shape and dtype by ``model.<name>`` or ``optimizer.<name>``.
     read
-        Gives a whole tensor by such a name.
+        Returns a whole tensor by such a name.
     """
 
     kinds: dict[str, Kind]
@@ -39,9 +39,9 @@ class Source:
 
 
 def open_source(path: str | Path, step: int | None = None, others: Sequence[OtherFormat] = ()) -> Source:
-    """Open a checkpoint of ours, a .safetensors file, or a checkpoint in one of the `others`' formats.
+    """Open a checkpoint of ours, a .safetensors file, or a checkpoint of a format in `others`.
 
-    Raises `CheckpointError` if `path` is none of them, or is damaged.
+    Raises `CheckpointError` if `path` is none of these, or is damaged.
     """
     path = Path(path)
     if path.is_file():
@@ -53,7 +53,7 @@ def open_source(path: str | Path, step: int | None = None, others: Sequence[Othe
             state = {f"{MODEL}{name}": tensor for name, tensor in model.items()}
             kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
             return Source(kinds, state.__getitem__)
-    saved = Saved.open(path, step)
+    saved = CheckpointReader.open(path, step)
     return Source(saved.kinds, saved.read, saved.manifest["step"], saved.values)
 
 
@@ -64,25 +64,25 @@ def convert(
     dtype: torch.dtype | None = None,
     progress: Callable[[str], object] = lambda name: None,
 ) -> Path:
-    """Write a checkpoint in another format; return where.
+    """Write a checkpoint in another format; return its path.
 
     out
         safetensors (the model) and torch (a dict of model, optimizer, values and step, for ``torch.load``): a file.
         dcp, a checkpoint as `save` writes it: a folder.
     dtype
-        Of the model's floating-point tensors; else theirs. The optimizer's state keeps its own.
+        The new dtype of the model's floating-point tensors; None: unchanged. The optimizer's state keeps its dtypes.
     progress
-        Called with each name before it is read.
+        Called with each name before the tensor is read.
 
-    safetensors needs the memory of the largest tensor, the others that of all. Raises `ValueError` for an unknown
-    format or a dtype that is no floating-point one, and `CheckpointError` where something is at `out` already, for dcp
-    a checkpoint of that step, or it cannot be written; then nothing is left of it.
+    safetensors needs the memory of the largest tensor, the others the memory of all tensors. Raises `ValueError` for an
+    unknown format or a dtype that is not floating-point, and `CheckpointError` if `out` exists already (for dcp: a
+    checkpoint of that step) or cannot be written; a failed write leaves nothing.
     """
     if to not in FORMATS or (dtype is not None and not dtype.is_floating_point):
         raise ValueError(f"to={to!r}, dtype={dtype}: one of {', '.join(FORMATS)}, and a floating-point dtype or none")
 
     if to != "dcp" and Path(out).exists():
-        raise CheckpointError(f"{out} is there already")
+        raise CheckpointError(f"{out} is there already: remove it, or write to another path")
 
     def kind(name: str) -> Kind:
         shape, own = source.kinds[name]
@@ -113,15 +113,15 @@ def convert(
 def compare(
     first: Source, second: Source, progress: Callable[[str], object] = lambda name: None
 ) -> Iterator[tuple[str, str]]:
-    """Give a line for every tensor, and value, in which two checkpoints differ: its name, and how."""
+    """Yield the name and the difference of every tensor, and value, that differs between two checkpoints."""
     for line in differences(first.kinds, second.kinds, "in the first", "in the second"):
         name, _, how = line.partition(": ")
         yield name, how
     for name in (name for name, kind in first.kinds.items() if second.kinds.get(name) == kind):
         progress(name)
-        one, other = first.read(name), second.read(name)
-        if not torch.equal(one, other):
-            yield name, _how_far(one, other)
+        a, b = first.read(name), second.read(name)
+        if not torch.equal(a, b):
+            yield name, _distance(a, b)
     for key in sorted({*first.values, *second.values}):
         if repr(first.values.get(key)) != repr(second.values.get(key)):
             yield f"values[{key!r}]", f"{first.values.get(key)!r} and {second.values.get(key)!r}"
@@ -131,7 +131,7 @@ def _whole(tensor: torch.Tensor) -> TensorShard:
     return TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
-def _how_far(one: torch.Tensor, other: torch.Tensor) -> str:
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    apart = (one.to(wide) - other.to(wide)).abs()
-    return f"{int((one != other).sum())} of {one.numel()} elements, by {apart.max().item():.3g} at most"
+def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    apart = (a.to(wide) - b.to(wide)).abs()
+    return f"{int((a != b).sum())} of {a.numel()} elements, by {apart.max().item():.3g} at most"

@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint's format, read after what they say of each other was compared."""
+"""Read files of torch.distributed.checkpoint's format, after checking that the metadata and the files agree."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint.dcp_planner import LoadPieces, saved_kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, saved_kinds
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import METADATA
 from ascend_parallel.training.checkpoint.unpickling import unpickle
 
 
 class Reader(FileSystemReader):
-    """torch's reader, which unpickles the metadata without limits, with ours of the metadata."""
+    """torch's reader with our `read_metadata`: torch's own unpickles the metadata without limits."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Read from a directory."""
+        """Read from the directory `checkpoint`."""
         super().__init__(checkpoint)
         self._checkpoint = checkpoint
 
@@ -44,31 +44,31 @@ class Reader(FileSystemReader):
 def read_metadata(checkpoint: Path) -> Metadata:
     """Return torch.distributed.checkpoint's metadata.
 
-    Raises `CheckpointError` when it is missing or damaged, names code, or says of the files what they do not have.
+    Raises `CheckpointError` when the metadata is missing or damaged, names code, or lists bytes that the files lack.
     """
     try:
-        found = unpickle((checkpoint / METADATA).read_bytes())
-        if not isinstance(found, Metadata):
-            raise ValueError(f"it holds a {type(found).__name__}")
-        wrong = [line for name, entry in found.state_dict_metadata.items() for line in _wrong(name, entry)]
-        wrong += _misplaced(checkpoint, found)
-    except Exception as error:  # of a pickle that is damaged, any
+        metadata = unpickle((checkpoint / METADATA).read_bytes())
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        wrong = [line for name, entry in metadata.state_dict_metadata.items() for line in _wrong(name, entry)]
+        wrong += _misplaced(checkpoint, metadata)
+    except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{checkpoint}: {METADATA} is missing or damaged: {error}") from error
     refuse(wrong, f"{checkpoint}: {METADATA} is damaged")
-    return found
+    return metadata
 
 
 def read_whole(checkpoint: Path, metadata: Metadata, name: str) -> torch.Tensor:
     """Return a whole tensor."""
     shape, dtype = saved_kinds(metadata)[name]
     whole = torch.empty(shape, dtype=dtype)
-    _read(checkpoint, metadata, LoadPieces({name: TensorShard(whole, shape, (0,) * len(shape))}))
+    _read(checkpoint, metadata, TensorShardLoadPlanner({name: TensorShard(whole, shape, (0,) * len(shape))}))
     return whole
 
 
 def read_values(checkpoint: Path, metadata: Metadata, names: Sequence[str]) -> dict[str, Any]:
-    """Return what was saved beside tensors, on the CPU, by name: plain values alone are read."""
-    planner = LoadPieces({}, names)
+    """Return the values of `names`, on the CPU; only plain values are read, no code."""
+    planner = TensorShardLoadPlanner({}, names)
     _read(checkpoint, metadata, planner)
     try:
         return {name: _from_bytes(planner.blobs[name]) for name in names}
@@ -80,18 +80,18 @@ def _from_bytes(value: bytes) -> Any:
     return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
-def _read(checkpoint: Path, metadata: Metadata, planner: LoadPieces) -> None:
+def _read(checkpoint: Path, metadata: Metadata, planner: TensorShardLoadPlanner) -> None:
     reader = Reader(checkpoint)
     planner.set_up_planner({}, metadata, True)
     reader.set_up_storage_reader(metadata, True)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
-    except Exception as error:  # of a file that is damaged, any
+    except Exception as error:  # a damaged file can raise anything
         raise CheckpointError(f"{checkpoint} cannot be read: {in_words(error)}") from error
 
 
 def _wrong(name: object, entry: object) -> list[str]:
-    """Say what an entry has that no tensor can have."""
+    """Return a line if an entry describes no possible tensor, else []."""
     if isinstance(name, str) and isinstance(entry, BytesStorageMetadata):
         return []
     if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
@@ -101,21 +101,21 @@ def _wrong(name: object, entry: object) -> list[str]:
         return [f"{name}: shape {shape}, dtype {entry.properties.dtype}"]
     inside = all(isinstance(chunk, ChunkStorageMetadata) and _is_inside(chunk, shape) for chunk in chunks)
     if not inside or sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
-        return [f"{name}: its boxes do not make up shape {list(shape)}"]
+        return [f"{name}: its shards do not make up shape {list(shape)}"]
     return []
 
 
 def _is_inside(chunk: ChunkStorageMetadata, shape: tuple[int, ...]) -> bool:
-    spans = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-    return all(at >= 0 <= size and at + size <= whole for at, size, whole in spans)
+    ranges = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    return all(start >= 0 <= size and start + size <= full for start, size, full in ranges)
 
 
 def _misplaced(checkpoint: Path, metadata: Metadata) -> list[str]:
-    """Return a line for every box that is said to be where no file has it."""
+    """Return a line for every shard whose recorded place is in no file."""
     wrong, sizes = [], {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.is_file()}
     for name, entry in metadata.state_dict_metadata.items():
-        at = [None] if isinstance(entry, BytesStorageMetadata) else [chunk.offsets for chunk in entry.chunks]
-        for offsets in at:
+        starts = [None] if isinstance(entry, BytesStorageMetadata) else [chunk.offsets for chunk in entry.chunks]
+        for offsets in starts:
             place = metadata.storage_data.get(MetadataIndex(name, offsets))
             if place is None:
                 wrong.append(f"{name}: in no file")

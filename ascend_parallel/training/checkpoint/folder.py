@@ -1,15 +1,15 @@
-"""A folder of checkpoints: which are whole, what each file has to be, and what an interrupted save left.
+"""A folder of checkpoints: the complete ones, the files of each, and the leftovers of interrupted saves.
 
-    step-00000010/           whole: renamed to this name when all else was written
-        .metadata            torch.distributed.checkpoint's: which box of which tensor is in which file
+    step-00000010/           complete: renamed to this name after everything was written
+        .metadata            torch.distributed.checkpoint's: which shard of which tensor is in which file
         __0_0.distcp ...     each rank's file
-        manifest.json        step, ranks, bytes and SHA-256 of each file, and of itself
-    step-00000020.7c1e55d2.saving/    a save under way, or interrupted; the word is the save's own
-    step-00000020.lock                who saves it, and lives
-    step-00000005.90ab3c1f.removing/  one of more than are kept, on its way out
+        manifest.json        step, ranks, bytes and SHA-256 of each file, and of the manifest
+    step-00000020.7c1e55d2.saving/    a save under way or interrupted; each save has its own token
+    step-00000020.lock                the process that saves the step, and its heartbeats
+    step-00000005.90ab3c1f.removing/  a checkpoint beyond the number to keep, being removed
 
-A directory's name changes at once or not at all, so that whatever is killed when, the names that mean whole are. A
-save writes into a directory that no other has, so that two jobs cannot mix, and one of them gets the name.
+A directory is renamed atomically, so a kill at any moment leaves no incomplete checkpoint under a complete name. Each
+save writes into a directory of its own, so two jobs cannot mix, and only one of them gets the name.
 """
 
 from __future__ import annotations
@@ -42,56 +42,56 @@ _BLOCK = 1 << 20
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
+    """Return the folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
 def steps(folder: str | Path) -> list[int]:
-    """Return the steps of the checkpoints of a folder that were saved wholly, rising; none if there is no folder."""
+    """Return the steps of a folder's complete checkpoints, ascending; none if there is no folder."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = (_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Return the whole checkpoint of the highest step, or None if there is none."""
-    found = steps(folder)
-    return step_folder(Path(folder), found[-1]) if found else None
+    """Return the complete checkpoint of the highest step, or None if there is none."""
+    complete_steps = steps(folder)
+    return step_folder(Path(folder), complete_steps[-1]) if complete_steps else None
 
 
 def of_step(folder: str | Path, step: int | None) -> Path:
-    """Return the checkpoint of a step, or the latest; a checkpoint itself is returned as it is.
+    """Return the checkpoint of a step, or the latest; if `folder` is a checkpoint and `step` is None, return it.
 
-    Raises `CheckpointError` when it is not there, with those that are.
+    Raises `CheckpointError` listing the steps that exist if the checkpoint does not.
     """
     folder = Path(folder)
     if step is None and (folder / MANIFEST).is_file():
         return folder
-    there = steps(folder)
-    if not there or (step is not None and step not in there):
-        shown = ", ".join(map(str, there)) or "none"
+    existing = steps(folder)
+    if not existing or (step is not None and step not in existing):
+        shown = ", ".join(map(str, existing)) or "none"
         raise CheckpointError(
             f"{folder}: no whole checkpoint{'' if step is None else f' of step {step}'}; steps: {shown}"
         )
-    return step_folder(folder, there[-1] if step is None else step)
+    return step_folder(folder, existing[-1] if step is None else step)
 
 
 def new_token() -> str:
-    """Return the word of a new save."""
+    """Return the token of a new save."""
     return secrets.token_hex(4)
 
 
 def saving_folder(folder: Path, step: int, token: str) -> Path:
-    """Return where a save writes."""
+    """Return the directory that a save writes into."""
     return folder / f"{step_folder(folder, step).name}.{token}.saving"
 
 
 def prepare(folder: Path, step: int, token: str) -> StepLock:
-    """Take the step's lock, and remove what interrupted saves left; return the lock.
+    """Take the step's lock and remove the leftovers of interrupted saves; return the lock.
 
-    Raises `CheckpointError` if the step is saved already, or being saved by a job that lives.
+    Raises `CheckpointError` if the step is saved already, or a live job is saving it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = step_folder(folder, step)
@@ -108,18 +108,18 @@ def prepare(folder: Path, step: int, token: str) -> StepLock:
 
 
 def _clean(folder: Path, own: Path, token: str) -> None:
-    """Remove locks of dead jobs but our `own`, and directories of saves that no lock is held for."""
+    """Remove locks of dead jobs except `own`, and directories of saves without a lock."""
     paths = sorted(folder.iterdir())
     for path in (path for path in paths if _LOCK.fullmatch(path.name) and path != own):
-        told = read(path)
-        if told is not None and is_left(path, told, own):
-            take_away(path, told, token)
+        text = read(path)
+        if text is not None and is_left(path, text, own):
+            take_away(path, text, token)
     for path in paths:
         match = _UNFINISHED.fullmatch(path.name)
         if match is None:
             continue
-        told = read(folder / f"{match[1]}.lock")
-        holder = owner_of(told) if told is not None else None
+        text = read(folder / f"{match[1]}.lock")
+        holder = owner_of(text) if text is not None else None
         if match[3] == "removing" or holder is None or holder.token != match[2]:
             _remove(path)
 
@@ -131,25 +131,25 @@ def complete(
     files: Mapping[str, Written],
     metadata: Written,
 ) -> None:
-    """Write the manifest of a save's directory and give it the step's name.
+    """Write the manifest into a save's directory and rename the directory to the step's name.
 
     files, metadata
-        Bytes and SHA-256 of each file, and of the metadata, as they were written.
+        Bytes and SHA-256 of each file, and of the metadata, as written.
 
-    Raises `CheckpointError` when a rank's file is not in it, as when the ranks' hosts do not share the file system,
-    and when another job's save got the name first.
+    Raises `CheckpointError` if a rank's file is missing (the ranks' hosts do not share the file system), or if another
+    job's save got the name first.
     """
     written = {**files, METADATA: metadata}
     lost = [f"{name}: {size} bytes written" for name, (size, _) in written.items() if _size(saving / name) != size]
     refuse(lost, f"{saving} is not a file system that all ranks share; not there as written")
-    told = {"format": FORMAT, **about, "files": written}
+    content = {"format": FORMAT, **about, "files": written}
     with (saving / MANIFEST).open("w", encoding="utf-8") as out:
-        json.dump({**told, "digest": _digest(told)}, out, indent=1)
+        json.dump({**content, "digest": _digest(content)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
     _sync(saving)
     try:
-        saving.rename(target)  # onto a directory that holds anything: refused by the system
+        saving.rename(target)  # the system refuses to rename onto a directory that is not empty
     except OSError as error:
         raise CheckpointError(f"{target} was saved by another job meanwhile: {error.strerror}") from error
     _sync(target.parent)
@@ -162,7 +162,7 @@ def prune(folder: Path, keep: int | None) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Take a directory its name first, so that nobody takes what is half removed for whole; others may be at it too."""
+    """Rename a directory before removing it, so that a half-removed checkpoint never counts as complete."""
     away = path.with_name(f"{path.name.partition('.')[0]}.{new_token()}.removing")
     with suppress(FileNotFoundError):
         path.rename(away)
@@ -170,30 +170,30 @@ def _remove(path: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest; raise `CheckpointError` if it, or the metadata, is not what was written."""
+    """Return the manifest; raise `CheckpointError` if the manifest or the metadata is not as written."""
     path = checkpoint / MANIFEST
     try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is missing or damaged: {error}") from error
-    if not isinstance(told, dict) or "digest" not in told:
+    if not isinstance(content, dict) or "digest" not in content:
         raise CheckpointError(f"{path} is damaged: it is no table with a digest")
-    digest = told.pop("digest")
-    if digest != _digest(told):
+    digest = content.pop("digest")
+    if digest != _digest(content):
         raise CheckpointError(f"{path} is damaged: its checksum differs")
-    if told.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {told.get('format')!r}, this version reads {FORMAT!r}")
-    wrong = [f"{key}={shown(told.get(key))}" for key, fits in _CONTENT.items() if not fits(told.get(key))]
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {content.get('format')!r}, this version reads {FORMAT!r}")
+    wrong = [f"{key}={shown(content.get(key))}" for key, is_valid in _CONTENT.items() if not is_valid(content.get(key))]
     refuse(wrong, f"{path} is damaged")
-    verify(checkpoint, told, [METADATA])
-    return {**told, "digest": digest}
+    verify(checkpoint, content, [METADATA])
+    return {**content, "digest": digest}
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write to, which has its name once it is whole; else nothing is left.
+    """Yield a file to write to; rename it to `path` when it is complete, else remove it.
 
-    Raises `CheckpointError` when it cannot be written.
+    Raises `CheckpointError` when the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{new_token()}.saving")
     try:
@@ -202,11 +202,11 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             out.flush()
             os.fsync(out.fileno())
         unfinished.rename(path)
-    except CheckpointError:  # of what is read
+    except CheckpointError:  # raised by the source that is being read
         raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
-    except RuntimeError as error:  # torch.save's for a write that fails, whose own error it swallows
+    except RuntimeError as error:  # torch.save raises this for a failed write, without the write's own error
         raise CheckpointError(f"{path} cannot be written, as on a full disk: {error}") from error
     finally:
         with suppress(OSError):
@@ -214,7 +214,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_files(value: Any) -> bool:
-    """Tell whether a manifest's files are bytes and checksums by plain names, the metadata among them."""
+    """Tell whether a manifest's files map plain names, including the metadata's, to bytes and checksums."""
     return (
         isinstance(value, dict)
         and METADATA in value
@@ -233,30 +233,30 @@ _CONTENT: dict[str, Callable[[Any], bool]] = {
 
 
 def verify(checkpoint: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise `CheckpointError` naming the files that are missing, or not of the size and checksum written."""
+    """Raise `CheckpointError` naming files that are missing, or whose size or checksum differs from the manifest."""
     damaged = []
     for name in names:
         size, written = manifest["files"][name]
-        there = _size(checkpoint / name)
-        if there != size:
-            damaged.append(f"{name}: {'missing' if there is None else f'{there} bytes'}, {size} bytes were written")
+        actual = _size(checkpoint / name)
+        if actual != size:
+            damaged.append(f"{name}: {'missing' if actual is None else f'{actual} bytes'}, {size} bytes were written")
         elif checksum(checkpoint / name)[1] != written:
-            damaged.append(f"{name}: its checksum differs from the one written")
+            damaged.append(f"{name}: its checksum differs from the manifest's")
     refuse(damaged, f"{checkpoint} is damaged")
 
 
 def checksum(path: Path) -> tuple[int, str]:
     """Return a file's bytes and SHA-256."""
-    found, size = hashlib.sha256(), 0
+    sha, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found.update(block)
+            sha.update(block)
             size += len(block)
-    return size, found.hexdigest()
+    return size, sha.hexdigest()
 
 
-def _digest(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _size(path: Path) -> int | None:

@@ -1,11 +1,11 @@
-"""One save of a step at a time in a folder, whichever jobs share it.
+"""A lock file that allows only one save of a step at a time in a folder, whichever jobs share the folder.
 
-The lock is a file that only one process can create (``O_EXCL``, which network file systems have too, unlike locks of
-the system). It says who holds it, and how often its holder has beaten since. A holder of this host is dead when its
-process is; one of another host when its beat stands still, watched for `STILL` seconds by this process's own clock.
+Only one process can create the file (``O_EXCL``, which network file systems support, unlike system locks). The file
+names its holder and gets a heartbeat byte from time to time. A holder on this host is dead when its process has ended.
+A holder on another host is dead when the file does not grow for `STILL` seconds by this process's own clock.
 
-Taking the lock of a job that lives after all, stopped for longer, mixes nothing: each save has a directory of its own,
-and only one can be given the step's name.
+Taking the lock of a live job that was stopped for longer mixes nothing: each save has a directory of its own, and only
+one directory can be renamed to the step's name.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _DEAD = ("Z", "X")
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock.
+    """The process that holds a lock.
 
     token
-        Of the save, part of its directory's name.
+        The save's token, part of its directory's name.
     place
-        What processes see each other: a host's name, its start, a namespace of processes.
+        Processes with the same place see each other's pids: host name, boot id, pid namespace.
     pid, started
-        The process, and when it started in ticks of the host's clock: pids are used again.
+        The process, and its start in ticks of the host's clock, since pids are reused.
     """
 
     token: str
@@ -46,36 +46,36 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can see whether the owner lives."""
+        """Whether this process can see the owner's process."""
         return self.place == _place() != "" and self.started >= 0
 
     @property
     def has_ended(self) -> bool:
-        """Whether the owner, which is here, is dead."""
+        """Whether the owner, which must be here, is dead."""
         return _started(self.pid) != self.started
 
 
 class StepLock:
-    """The lock of one step, taken and given back by the process that leads a save."""
+    """The lock of one step, held by the process that leads a save."""
 
     def __init__(self, path: Path, token: str) -> None:
-        """Prepare; `token` names the save."""
+        """Prepare the lock of `path` for the save `token`."""
         self.path, self._token = path, token
         self._file: int | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock, also a dead job's; raise `CheckpointError` naming the holder if that lives.
+        """Take the lock, also from a dead job; raise `CheckpointError` naming the holder if the holder is alive.
 
-        Waits for the beat of a holder on another host, at most `STILL` seconds.
+        Waits for a heartbeat of a holder on another host, at most `STILL` seconds.
         """
         while not self._create():
-            told = read(self.path)
-            if told is not None and not lives(self.path, told):
-                take_away(self.path, told, self._token)
-            elif told is not None and (now := read(self.path)) is not None:  # it may have said who it is meanwhile
-                owner = owner_of(now)
+            text = read(self.path)
+            if text is not None and not lives(self.path, text):
+                take_away(self.path, text, self._token)
+            elif text is not None and (latest := read(self.path)) is not None:  # the holder may have written its name
+                owner = owner_of(latest)
                 who = "a process that does not say which" if owner is None else f"process {owner.pid} of {owner.host}"
                 raise CheckpointError(
                     f"{self.path.with_suffix('')} is being saved by another job, {who}: save to another folder, or wait"
@@ -84,7 +84,7 @@ class StepLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Give the lock back if it is held; a second call does nothing."""
+        """Release the lock if it is held; a second call does nothing."""
         if self._file is None:
             return
         self._over.set()
@@ -92,8 +92,8 @@ class StepLock:
             self._thread.join()
         os.close(self._file)
         self._file = None
-        told = read(self.path)
-        owner = owner_of(told) if told is not None else None
+        text = read(self.path)
+        owner = owner_of(text) if text is not None else None
         if owner is not None and owner.token == self._token:
             self.path.unlink(missing_ok=True)
 
@@ -110,70 +110,70 @@ class StepLock:
         return True
 
     def _beat(self) -> None:
-        """Add a byte now and then: a file that grows is seen by hosts that remember its times."""
+        """Append a byte every `BEAT` seconds: other hosts see the file grow even if they cache its times."""
         while not self._over.wait(BEAT):
             assert self._file is not None
-            with suppress(OSError):  # a full or absent disk: the save itself says so
+            with suppress(OSError):  # for a full or absent disk the save itself raises
                 os.write(self._file, b".")
                 os.fsync(self._file)
 
 
 def read(path: Path) -> str | None:
-    """Return what a lock says, or None if there is none."""
+    """Return a lock file's text, or None if there is no file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
 
 
-def owner_of(told: str) -> Owner | None:
-    """Return who holds a lock, by what it says; None where it says nothing yet."""
+def owner_of(text: str) -> Owner | None:
+    """Return the holder that a lock file's text names; None if it names none yet."""
     try:
-        return Owner(**json.loads(told.partition("\n")[0]))
+        return Owner(**json.loads(text.partition("\n")[0]))
     except (ValueError, TypeError):
         return None
 
 
-def lives(path: Path, told: str) -> bool:
-    """Tell whether the holder of a lock, which said `told`, lives; watches it if nothing else tells."""
-    owner = owner_of(told)
+def lives(path: Path, text: str) -> bool:
+    """Tell whether the holder of a lock file with `text` is alive; watch the file if nothing else tells."""
+    owner = owner_of(text)
     if owner is not None and owner.is_here:
         return not owner.has_ended
     end = time.monotonic() + STILL
     while time.monotonic() < end:
         time.sleep(LOOK)
-        now = read(path)
-        if now is None:
+        latest = read(path)
+        if latest is None:
             return False
-        if now != told:
+        if latest != text:
             return True
     return False
 
 
-def is_left(path: Path, told: str, now: Path) -> bool:
-    """Tell, without waiting, whether a lock is a dead job's: of this host, or `LEFT` seconds older than file `now`."""
-    owner = owner_of(told)
+def is_left(path: Path, text: str, own: Path) -> bool:
+    """Tell, without waiting, whether a lock is a dead job's: of this host, or `LEFT` seconds older than file `own`."""
+    owner = owner_of(text)
     if owner is not None and owner.is_here:
         return owner.has_ended
-    try:  # by the file system's clock, which is the same for both
-        return now.stat().st_mtime - path.stat().st_mtime > LEFT
+    try:  # by the file system's clock, which is the same for both files
+        return own.stat().st_mtime - path.stat().st_mtime > LEFT
     except FileNotFoundError:
         return False
 
 
-def take_away(path: Path, told: str, token: str) -> None:
-    """Remove a dead holder's lock, unless another one has taken its place meanwhile."""
+def take_away(path: Path, text: str, token: str) -> None:
+    """Remove a dead holder's lock, unless another process has replaced the lock meanwhile."""
     away = path.with_name(f"{path.name}.{token}")
     with suppress(FileNotFoundError):  # another process was faster
         path.rename(away)
-        if read(away) != told:
+        if read(away) != text:
             with suppress(OSError):
                 os.link(away, path)
         away.unlink()
 
 
 def _place() -> str:
-    """Return what is alike for processes that see each other's pids."""
+    """Return a string that is equal for processes that see each other's pids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -182,10 +182,10 @@ def _place() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started; None if there is none, or it is a dead one that nobody has waited for."""
+    """Return when a process started; None if there is no such process, or it is a zombie."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        state, *rest = told.rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        state, *rest = text.rpartition(")")[2].split()
         return None if state in _DEAD else int(rest[18])
     except (OSError, ValueError, IndexError):
         return None

@@ -1,4 +1,4 @@
-"""The pieces that a module, and an optimizer of torch's, have on this rank: of DTensors and of plain tensors."""
+"""This rank's tensor shards of any module, and of torch's optimizers: of DTensors and of plain tensors."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
-def pieces_of(module: torch.nn.Module) -> dict[str, TensorShard]:
-    """Return this rank's piece of every parameter and persistent buffer, by name; sharing memory with them.
+def tensor_shards_of(module: torch.nn.Module) -> dict[str, TensorShard]:
+    """Return this rank's shard of every parameter and persistent buffer, by name; shards share their memory.
 
-    A plain tensor is held whole; a DTensor whose mesh this rank is not in is left out. Raises `ValueError` for state
-    that is no tensor, and for a DTensor whose part here is no box of it.
+    A plain tensor is one whole shard. A DTensor is left out if this rank is not in its mesh. Raises `ValueError` for
+    state that is no tensor, and for a DTensor whose local tensor is not one contiguous range of each dimension.
     """
     found = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if value is None:  # what a module without extra state gives for it
+        if value is None:  # the extra state of a module that has none
             continue
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name} is a {type(value).__name__}: save what is no tensor among the values")
         if _is_here(value):
-            found[name] = piece_of(name, value)
+            found[name] = _tensor_shard(name, value)
     return found
 
 
-def pieces_of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorShard]:
-    """Return this rank's piece of every tensor of the state, named ``<parameter>.<key>``; sharing memory with them.
+def optimizer_tensor_shards(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorShard]:
+    """Return this rank's shard of every tensor of the state, as ``<parameter>.<key>``; shards share their memory.
 
-    An optimizer that has made no step yet is given its state first, with a step of learning rate 0. Learning rates and
-    other settings are not part of it. Raises `ValueError` for state that is no tensor.
+    If the optimizer has made no step yet, a step of learning rate 0 creates its state first. Learning rates and other
+    settings are left out. Raises `ValueError` for state that is no tensor.
     """
     state: dict[str, dict[str, Any]] = get_optimizer_state_dict(module, optimizer)["state"]  # type: ignore[assignment]
     found = {}
     for parameter, entries in state.items():
         for key, value in entries.items():
             if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{parameter}.{key} is a {type(value).__name__}, which pieces cannot hold")
+                raise ValueError(f"{parameter}.{key} is a {type(value).__name__}, which shards cannot hold")
             if _is_here(value):
-                found[f"{parameter}.{key}"] = piece_of(f"{parameter}.{key}", value)
+                found[f"{parameter}.{key}"] = _tensor_shard(f"{parameter}.{key}", value)
     return found
 
 
-def piece_of(name: str, tensor: torch.Tensor) -> TensorShard:
-    """Return this rank's piece of a tensor; `name` is for the `ValueError` if its part is no box of the whole."""
+def _tensor_shard(name: str, tensor: torch.Tensor) -> TensorShard:
+    """Return this rank's shard of a tensor; the `ValueError` for a placement that is no `TensorShard` has `name`."""
     if not isinstance(tensor, DTensor):
         return TensorShard(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     local = tensor.to_local().detach()
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if not _is_box(tensor) or tuple(shape) != tuple(local.shape):
+    if not _is_contiguous(tensor) or tuple(shape) != tuple(local.shape):
         shown = ", ".join(map(str, tensor.placements))
-        raise ValueError(f"{name} is placed as {shown}: Shard and Replicate are boxes; redistribute it first")
+        raise ValueError(f"{name} is placed as {shown}: only Shard and Replicate can be saved; redistribute it first")
     return TensorShard(local, tuple(tensor.shape), tuple(map(int, offsets)))
 
 
@@ -64,13 +64,16 @@ def _is_here(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
-def _is_box(tensor: DTensor) -> bool:
-    """Tell whether a rank's part is one box. fully_shard's strided shards are, if later dimensions cut as they say."""
-    for at, placement in enumerate(tensor.placements):
+def _is_contiguous(tensor: DTensor) -> bool:
+    """Tell whether the local tensor is one range of each dimension.
+
+    fully_shard's strided shards are, if the later mesh dimensions cut by the split factor.
+    """
+    for index, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
-            later = zip(tensor.placements[at + 1 :], tensor.device_mesh.shape[at + 1 :], strict=True)
+            later = zip(tensor.placements[index + 1 :], tensor.device_mesh.shape[index + 1 :], strict=True)
             if (
-                prod(size for other, size in later if type(other) is Shard and other.dim == placement.dim)
+                prod(size for inner, size in later if type(inner) is Shard and inner.dim == placement.dim)
                 != placement.split_factor
             ):
                 return False

@@ -1,4 +1,4 @@
-"""The states of the generators that a training process draws from."""
+"""The states of the random number generators of a training process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """Return the states of torch's generator, the current accelerator's if there is one, Python's and numpy's."""
+    """Return the generator states of torch, the current accelerator (if any), Python and numpy."""
     kind, keys, *rest = np.random.get_state()
     found: State = {
         "torch": torch.get_rng_state(),
@@ -26,7 +26,7 @@ def random_state() -> State:
 
 
 def set_random_state(state: State) -> None:
-    """Set what `random_state` returned; the state of an accelerator that is not here is left out."""
+    """Set what `random_state` returned; the state of an accelerator that this process lacks is ignored."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]

@@ -19,8 +19,8 @@ from ascend_parallel.training.checkpoint.saving import VALUES
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint of ours, opened: its files are of the size and checksum written.
+class CheckpointReader:
+    """An open checkpoint of ours; its files have the size and checksum of the manifest.
 
     path
         The checkpoint itself.
@@ -32,7 +32,7 @@ class Saved:
     manifest: dict[str, Any]
 
     @classmethod
-    def open(cls, path: str | Path, step: int | None = None) -> Saved:
+    def open(cls, path: str | Path, step: int | None = None) -> CheckpointReader:
         """Open the latest checkpoint of a folder, or that of `step`, or a checkpoint itself.
 
         Raises `CheckpointError` when there is none or a file is missing or damaged.
@@ -44,11 +44,11 @@ class Saved:
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:
-        """Shape and dtype of every tensor, by its name: ``model.<name>`` or ``optimizer.<name>``."""
+        """Shape and dtype of every tensor, by name: ``model.<name>`` or ``optimizer.<name>``."""
         return saved_kinds(self._metadata)
 
-    def boxes(self, name: str) -> list[tuple[Shape, Shape]]:
-        """Return offsets and sizes of the boxes that a tensor was written in."""
+    def shard_bounds(self, name: str) -> list[tuple[Shape, Shape]]:
+        """Return offsets and sizes of the shards in which a tensor was written."""
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
         return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
@@ -59,7 +59,7 @@ class Saved:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The values saved beside tensors."""
+        """The `values` that were saved."""
         found: dict[str, Any] = read_values(self.path, self._metadata, [VALUES])[VALUES]
         return found
 
@@ -69,15 +69,15 @@ class Saved:
 
 
 def whole_state(path: str | Path, *, step: int | None = None, space: str = "model") -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint whole, in one process and without process groups.
+    """Return every whole tensor of a checkpoint, in one process and without process groups.
 
     path, step
         As for `load`.
     space
-        "model" or "optimizer": whose tensors, under their own names.
+        "model" or "optimizer": whose tensors to return, under their own names.
     """
     if space not in ("model", "optimizer"):
         raise ValueError(f"space={space!r}: give 'model' or 'optimizer'")
-    saved = Saved.open(path, step)
+    saved = CheckpointReader.open(path, step)
     prefix = f"{space}."
     return {name.removeprefix(prefix): saved.read(name) for name in saved.kinds if name.startswith(prefix)}

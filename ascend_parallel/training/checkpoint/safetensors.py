@@ -1,8 +1,8 @@
-"""The safetensors format, written a tensor at a time and read a box at a time.
+"""The safetensors format, written tensor by tensor and read shard by shard.
 
-A file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, [start, end) in what
-follows), and the tensors' bytes, row-major and little-endian, without holes. The library's ``save_file`` wants the
-whole model in memory. Source of the format: the README of huggingface/safetensors.
+A file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, [start, end) after the
+header), and the tensors' bytes, row-major and little-endian, without holes. The library's ``save_file`` needs the whole
+model in memory. Source of the format: the README of huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNED = 8
-_MOST_HEADER = 100_000_000  # bytes: what the library reads at most
+_MOST_HEADER = 100_000_000  # bytes: the library's limit
 
 
 def write_safetensors(
@@ -56,9 +56,9 @@ def write_safetensors(
     read: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the tensors, of which ``read(name)`` gives one at a time, on the CPU.
+    """Write the tensors; ``read(name)`` returns a tensor on the CPU, and is called once for each name.
 
-    The file has its name once it is whole. Raises `ValueError` for a dtype that the format has no name for, and
+    The file gets its name once it is complete. Raises `ValueError` for a dtype that the format lacks, and
     `CheckpointError` when the file cannot be written.
     """
     path = Path(path)
@@ -82,10 +82,10 @@ def write_safetensors(
 
 
 class SafeTensors:
-    """A file that is open for reading: `kinds`, and tensors that look into it."""
+    """A file open for reading: the `kinds` of its tensors, and views of them."""
 
     def __init__(self, path: str | Path) -> None:
-        """Read the header; raise `CheckpointError` if it does not fit the file."""
+        """Read the header; raise `CheckpointError` if the header and the file contradict each other."""
         self.path = Path(path)
         try:
             size = self.path.stat().st_size
@@ -112,7 +112,7 @@ class SafeTensors:
         self._bytes = np.memmap(self.path, np.uint8, "c") if end else np.empty(0, np.uint8)
 
     def view(self, name: str) -> torch.Tensor:
-        """Return a tensor that reads the file when it is read; it must not be written."""
+        """Return a tensor backed by the file; do not write to it."""
         shape, dtype = self.kinds[name]
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)
@@ -122,7 +122,7 @@ class SafeTensors:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a table of JSON; raise `ValueError` if it has a name twice, of which `json` takes the last."""
+    """Return a JSON object as a dict; raise `ValueError` for a repeated name, of which `json` would take the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
@@ -131,7 +131,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, entry: dict[str, Any]) -> tuple[Kind, tuple[int, int]]:
-    """Return a tensor's shape, dtype and span; raise `ValueError` if they do not fit one another."""
+    """Return a tensor's shape, dtype and byte range; raise `ValueError` if they contradict each other."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name}: give dtype, shape and data_offsets")
     shape, span, dtype = entry["shape"], entry["data_offsets"], _DTYPES.get(str(entry["dtype"]))
@@ -146,27 +146,27 @@ def _entry(name: str, entry: dict[str, Any]) -> tuple[Kind, tuple[int, int]]:
 
 
 def read_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, by name."""
+    """Return all tensors of a file, by name."""
     file = SafeTensors(path)
     return {name: file.view(name).clone() for name in file.kinds}
 
 
 def load_safetensors(path: str | Path, model: Mapping[str, TensorShard]) -> None:
-    """Fill the pieces of a model in place from a file of the full model; every rank of the default group calls it.
+    """Fill a model's shards in place from a file of the full model; every rank of the default group calls it.
 
-    Names, shapes and dtypes have to be those of the file, except that a rank may hold a part of the names. Raises
-    `CheckpointError` on every rank, with what differs.
+    Names, shapes and dtypes must be the file's; each rank may hold a part of the names. Raises `CheckpointError` on
+    every rank, listing the differences.
     """
     group, fault, file = everybody(), "", None
     try:
         file = SafeTensors(path)
         refuse(differences(kinds(model), {name: file.kinds[name] for name in model if name in file.kinds}), str(path))
-    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+    except Exception as error:  # noqa: BLE001  raised on all ranks by agree()
         fault = in_words(error)
     agree(group, "load of a safetensors file", {"path": str(path)}, fault)
     assert file is not None
     missing = sorted(set(file.kinds) - names_of_all(group, model))
     refuse([f"{name}: in the file, not here" for name in missing], f"{path} is of another model")
-    for name, piece in model.items():
-        box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.local.shape, strict=True))
-        piece.local.detach().copy_(file.view(name)[box])
+    for name, shard in model.items():
+        bounds = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
+        shard.local.detach().copy_(file.view(name)[bounds])

@@ -1,4 +1,4 @@
-"""Saving what every rank holds of a model and its optimizer, values and random states, at once or in background."""
+"""Save each rank's shards of a model and its optimizer, values and random states, at once or in the background."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint.dcp_planner import SavePieces, kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardSavePlanner, kinds
 from ascend_parallel.training.checkpoint.differences import in_words
 from ascend_parallel.training.checkpoint.folder import new_token, step_folder
 from ascend_parallel.training.checkpoint.random_state import random_state
-from ascend_parallel.training.checkpoint.storage import StepWriter, agree, everybody, told_alike
+from ascend_parallel.training.checkpoint.storage import StepWriter, agree, everybody, same_error_on_all_ranks
 from ascend_parallel.version import __version__
 
 log = logging.getLogger(__name__)
@@ -30,29 +30,29 @@ RANDOM = "random"
 
 
 class Saving:
-    """A save that is done or under way.
+    """A save, finished or in the background.
 
     path
-        Where the checkpoint is once it is whole.
+        The checkpoint's folder once it is complete.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make one that is done; `_start` puts it in the background."""
+        """Make a finished save; `_start` runs it in the background."""
         self.path = path
         self._error: BaseException | None = None
-        self._told = False
+        self._raised = False
         self._thread: threading.Thread | None = None
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole, and return where it is; raise what went wrong, on every rank."""
+        """Wait until the checkpoint is complete and return its folder; raise the save's error, on every rank."""
         self._join()
         if self._error is not None:
-            self._told = True
+            self._raised = True
             raise self._error
         return self.path
 
     def done(self) -> bool:
-        """Tell whether it is over on this rank, well or not."""
+        """Tell whether the save has ended on this rank, with or without an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def _join(self) -> None:
@@ -71,7 +71,7 @@ class Saving:
             log.error("saving %s failed: %s", self.path, error)
 
 
-# The asynchronous save begun last in this process: the next one, and a load, wait for it.
+# The last asynchronous save of this process: the next save or load waits for it.
 _LAST: list[Saving] = []
 
 
@@ -85,37 +85,37 @@ def save(
     asynchronous: bool = False,
     keep: int | None = None,
 ) -> Saving:
-    """Save to ``path/step-N``. Every rank of the default process group calls it; without one, this process alone.
+    """Save to ``path/step-N``. Every rank of the default process group calls it; without a group, this process alone.
 
     path
         A folder on a file system that all ranks share.
     model, optimizer
-        This rank's boxes, such as ``module.pieces()`` gives. Together the ranks' boxes of a name make up its tensor
-        exactly; a box that several ranks hold is written by one of them.
+        This rank's shards, such as ``module.tensor_shards()`` returns. Together the ranks' shards of a name cover its
+        tensor exactly; a shard that several ranks hold is written by one rank.
     values
-        What else to continue with, alike on all ranks: data position, the state of a scheduler, ... Of it
-        ``torch.load(weights_only=True)`` has to read everything: numbers, strings, tensors, lists, dicts, ...
+        Anything else to continue with, equal on all ranks: data position, the state of a scheduler, ... All of it must
+        be readable by ``torch.load(weights_only=True)``: numbers, strings, tensors, lists, dicts, ...
     asynchronous
         Return once this rank's state is copied, and write in the background. Needs the memory of a copy.
     keep
-        Remove all but so many last checkpoints once this is whole; else none.
+        Once this checkpoint is complete, remove all but the last `keep` checkpoints; None: remove none.
 
-    Every rank's random state is saved too. A save that ends early, however, leaves the checkpoints before as they are.
-    Waits for the asynchronous save before, and raises what went wrong in it. Raises `CheckpointError` on every rank
-    when ranks differ, boxes do not fit, the step is saved already or being saved by another job, or writing fails
-    anywhere.
+    Every rank's random state is saved too. A save that ends early leaves all earlier checkpoints unchanged. An earlier
+    asynchronous save is waited for, and its error raised. Raises `CheckpointError` on every rank if the ranks'
+    arguments differ, shards do not cover their tensors, the step is saved already, another job is saving it, or writing
+    fails on any rank.
     """
     fault = fault_of_last()
     group = everybody()
-    pieces: dict[str, TensorShard] = {}
+    shards: dict[str, TensorShard] = {}
     blobs: dict[str, bytes] = {}
     digests: dict[str, str] = {}
     try:
-        pieces = named(model, optimizer)
+        shards = named(model, optimizer)
         blobs, digests = _blobs(dict(values or {}), step, keep)
-        kinds(pieces)
+        kinds(shards)
         folder = Path(path)
-    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+    except Exception as error:  # noqa: BLE001  raised on all ranks by agree()
         fault = in_words(error)
     mine = {"path": str(path), "step": str(step), "keep": str(keep), "asynchronous": str(asynchronous), **digests}
     token = agree(group, "save of a checkpoint", mine, fault, offer=new_token())
@@ -123,46 +123,50 @@ def save(
     about = {"step": step, "ranks": 1 if group is None else group.size(), "torch": torch.__version__}
     writer = StepWriter(folder, step, token, keep, {**about, "ascend_parallel": __version__})
     if not asynchronous:
-        _write(group, pieces, blobs, writer)
+        _write(group, shards, blobs, writer)
         return saving
-    copies = {name: replace(piece, local=_copy(piece.local)) for name, piece in pieces.items()}
+    copies = {name: replace(shard, local=_copy(shard.local)) for name, shard in shards.items()}
     saving._start(group, copies, blobs, writer)
     _LAST[:] = [saving]
     return saving
 
 
 def fault_of_last() -> str:
-    """Wait for the save begun last in the background; return what went wrong in it if nobody has been told."""
+    """Wait for the last background save; return its error if the error has not been raised yet, else ""."""
     last = _LAST.pop() if _LAST else None
     if last is None:
         return ""
     last._join()
-    if last._error is None or last._told:
+    if last._error is None or last._raised:
         return ""
-    last._told = True
+    last._raised = True
     return f"the asynchronous save to {last.path} failed: {last._error}"
 
 
 def _write(
-    group: dist.ProcessGroup | None, pieces: Mapping[str, TensorShard], blobs: Mapping[str, bytes], writer: StepWriter
+    group: dist.ProcessGroup | None, shards: Mapping[str, TensorShard], blobs: Mapping[str, bytes], writer: StepWriter
 ) -> None:
     try:
-        with told_alike(group):
+        with same_error_on_all_ranks(group):
             dcp.save(
-                {}, storage_writer=writer, planner=SavePieces(pieces, blobs), process_group=group, no_dist=group is None
+                {},
+                storage_writer=writer,
+                planner=TensorShardSavePlanner(shards, blobs),
+                process_group=group,
+                no_dist=group is None,
             )
     finally:
         writer.release()
 
 
 def named(model: Mapping[str, TensorShard], optimizer: Mapping[str, TensorShard] | None) -> dict[str, TensorShard]:
-    """Return both by the names that they have in a checkpoint."""
-    found = {f"model.{name}": piece for name, piece in model.items()}
-    return found | {f"optimizer.{name}": piece for name, piece in (optimizer or {}).items()}
+    """Return the shards of both, by their names in a checkpoint."""
+    found = {f"model.{name}": shard for name, shard in model.items()}
+    return found | {f"optimizer.{name}": shard for name, shard in (optimizer or {}).items()}
 
 
 def _blobs(values: dict[str, Any], step: int, keep: int | None) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return what this rank writes beside tensors, and what of it has to be alike on all."""
+    """Return the bytes that this rank writes beside tensors, and fingerprints of values that all ranks must share."""
     if type(step) is not int or step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step={step}, keep={keep}: a step is 0 or more, and 1 or more are kept (or None: all)")
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -174,7 +178,7 @@ def _blobs(values: dict[str, Any], step: int, keep: int | None) -> tuple[dict[st
 
 
 def as_bytes(value: Any) -> bytes:
-    """Return what ``torch.load(weights_only=True)`` reads; raise `ValueError` for what it refuses to."""
+    """Return a value as bytes; raise `ValueError` if ``torch.load(weights_only=True)`` cannot read them."""
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written with checksums, named when whole; and the ranks' way to say what went wrong."""
+"""Write a checkpoint's files with checksums and rename the folder when complete; raise errors on all ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ascend_parallel.training.checkpoint.differences import CheckpointError, in_
 from ascend_parallel.training.checkpoint.folder import complete, prepare, prune, saving_folder, step_folder
 from ascend_parallel.training.checkpoint.lock import StepLock
 
-# A gloo group of all ranks for each default group: a save may run under a step, whose collectives it must not meet.
+# A gloo group of all ranks for each default group: a background save must not mix with a step's collectives.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class _HashingFile(io.BufferedWriter):
-    """A new file that hashes what is written to it."""
+    """A new file that hashes the bytes written to it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -46,12 +46,12 @@ class _HashingFile(io.BufferedWriter):
 
     @property
     def written(self) -> tuple[int, str]:
-        """Bytes and SHA-256 of what was written."""
+        """Number and SHA-256 of the bytes written."""
         return self._size, self._hash.hexdigest()
 
 
 class _HashingFiles(FileSystem):
-    """Files of which it is known what was written to them, by name; what is read back may be another's."""
+    """A file system that records the bytes written, by file name: a file read back may be another process's."""
 
     def __init__(self) -> None:
         self.written: dict[str, tuple[int, str]] = {}
@@ -61,7 +61,7 @@ class _HashingFiles(FileSystem):
         assert mode == "wb"
         with _HashingFile(Path(path)) as file:
             yield file
-            if not file.closed:  # torch syncs the metadata while its end is in the buffer
+            if not file.closed:  # torch syncs the metadata while its last bytes are still in the buffer
                 file.flush()
                 os.fsync(file.fileno())
         self.written[Path(path).name] = file.written
@@ -71,10 +71,10 @@ class StepWriter(FileSystemWriter):
     """Writes ``step-N.<token>.saving`` and, once every rank's files are there, renames it to ``step-N``."""
 
     def __init__(self, folder: Path, step: int, token: str, keep: int | None, about: Mapping[str, Any]) -> None:
-        """Keep the `keep` last checkpoints of the folder, or all; `about` goes into the manifest.
+        """Keep the last `keep` checkpoints of the folder (None: all); `about` goes into the manifest.
 
         token
-            The save's own word, the same on all ranks.
+            The save's token, the same on all ranks.
         """
         saving = saving_folder(folder, step, token)
         super().__init__(saving, overwrite=False)
@@ -84,17 +84,17 @@ class StepWriter(FileSystemWriter):
         self._lock: StepLock | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the lock and make way on one rank; no rank writes before it is done."""
+        """Take the lock and clean up on one rank; no rank writes before this is done."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             self._lock = prepare(self._folder, self._step, self._token)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan; the directory is made when ranks write, since one may still be removing an older."""
+        """Return the plan; ranks make the directory when they write, as a rank may still be removing old ones."""
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files, and add to the results their bytes and checksums."""
+        """Write this rank's files; append their sizes and checksums to the results."""
         self._saving.mkdir(parents=True, exist_ok=True)
         results = super().write_data(plan, planner).wait()
         done: Future[list[Any]] = Future()
@@ -102,17 +102,17 @@ class StepWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write metadata and manifest, name the directory, remove what is not kept; on one rank."""
+        """Write metadata and manifest, rename the directory, remove old checkpoints; runs on one rank."""
         before = self._written()
-        super().finish(metadata, [told[:-1] for told in results])
-        (last,) = (entry for name, entry in self._written().items() if name not in before)  # the metadata's own
-        every: list[Any] = [told[-1] for told in results]
-        files = {name: entry for told in every for name, entry in told.items()}
-        complete(self._saving, step_folder(self._folder, self._step), self._about, files, last)
+        super().finish(metadata, [rank_results[:-1] for rank_results in results])
+        (of_metadata,) = (entry for name, entry in self._written().items() if name not in before)
+        written_by_rank: list[Any] = [rank_results[-1] for rank_results in results]
+        files = {name: entry for written in written_by_rank for name, entry in written.items()}
+        complete(self._saving, step_folder(self._folder, self._step), self._about, files, of_metadata)
         prune(self._folder, self._keep)
 
     def release(self) -> None:
-        """Give back the lock, on the rank that has it; the others do nothing."""
+        """Release the lock on the rank that holds it; do nothing on the others."""
         if self._lock is not None:
             self._lock.release()
 
@@ -122,64 +122,65 @@ class StepWriter(FileSystemWriter):
 
 
 def everybody() -> dist.ProcessGroup | None:
-    """Return checkpoints' own gloo group of all ranks, or None in one process. All ranks make it at the same place."""
+    """Return the checkpoints' gloo group of all ranks, or None in one process. All ranks must call it together."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return None
     if dist.get_backend(world) == "fake":
         raise CheckpointError("the default process group is fake: ranks that do not exist have nothing to save or load")
-    if _GROUPS.get(world) not in c10d._world.pg_map:  # not made yet, or destroyed, as Megatron-core's end destroys all
-        made = dist.new_group(backend="gloo", timeout=time_limit(world))
-        assert made is not None
-        _GROUPS[world] = made
+    if _GROUPS.get(world) not in c10d._world.pg_map:  # not made yet, or destroyed: Megatron-core destroys all groups
+        group = dist.new_group(backend="gloo", timeout=time_limit(world))
+        assert group is not None
+        _GROUPS[world] = group
     return _GROUPS[world]
 
 
 def agree(group: dist.ProcessGroup | None, what: str, mine: dict[str, str], fault: str = "", offer: str = "") -> str:
-    """Raise `CheckpointError` on every rank if any has a fault, or the ranks came with different values.
+    """Raise `CheckpointError` on every rank if any rank has a fault, or the ranks' values differ.
 
     mine
-        What has to be alike, by name.
+        This rank's values, by name; all ranks' must be equal.
     fault
-        What this rank found wrong.
+        This rank's error message; "" without an error.
     offer
-        Of what the ranks offer, the first one's is returned.
+        This rank's proposal; the first rank's proposal is returned on all ranks.
     """
     if group is None:
         refuse([fault] if fault else [], what)
         return offer
-    told = exchange(group, what, {"fault": fault, "mine": mine, "offer": offer}, CheckpointError)
-    refuse([f"rank {rank}: {value['fault']}" for rank, value in told.items() if value["fault"]], what)
-    values = {rank: value["mine"] for rank, value in told.items()}
-    names = dict.fromkeys(name for value in values.values() for name in value)
-    differ = [name for name in names if len({value.get(name) for value in values.values()}) > 1]
+    messages = exchange(group, what, {"fault": fault, "mine": mine, "offer": offer}, CheckpointError)
+    refuse([f"rank {rank}: {message['fault']}" for rank, message in messages.items() if message["fault"]], what)
+    values_by_rank = {rank: message["mine"] for rank, message in messages.items()}
+    names = dict.fromkeys(name for values in values_by_rank.values() for name in values)
+    differ = [name for name in names if len({values.get(name) for values in values_by_rank.values()}) > 1]
     lines = [
-        f"{name}: " + ", ".join(f"{value.get(name)} on rank {at}" for at, value in values.items()) for name in differ
+        f"{name}: " + ", ".join(f"{values.get(name)} on rank {rank}" for rank, values in values_by_rank.items())
+        for name in differ
     ]
     refuse(lines, f"{what}: ranks differ")
-    return str(told[min(told)]["offer"])
+    return str(messages[min(messages)]["offer"])
 
 
 def names_of_all(group: dist.ProcessGroup | None, names: Iterable[str]) -> set[str]:
-    """Return the names that any rank has; all ranks call it, after they agreed."""
-    told: list[Any] = [list(names)]
+    """Return the names that any rank has; all ranks call it, after `agree`."""
+    names_by_rank: list[Any] = [list(names)]
     if group is not None:
-        told *= group.size()
-        dist.all_gather_object(told, told[0], group=group)
-    return {name for some in told for name in some}
+        names_by_rank *= group.size()
+        dist.all_gather_object(names_by_rank, names_by_rank[0], group=group)
+    return {name for rank_names in names_by_rank for name in rank_names}
 
 
 @contextmanager
-def told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turn torch.distributed.checkpoint's exception, which all ranks raise alike, into `CheckpointError`."""
+def same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn torch.distributed.checkpoint's exception, which all ranks raise, into `CheckpointError`."""
     with warnings.catch_warnings() if group is None else nullcontext():
         if group is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:
-            found = dict.fromkeys(_words(rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
-            raise CheckpointError("\n".join(found)) from error
+            lines = dict.fromkeys(_words(rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
+            raise CheckpointError("\n".join(lines)) from error
 
 
 def _words(rank: int, cause: BaseException) -> str:

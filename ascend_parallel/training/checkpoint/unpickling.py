@@ -1,7 +1,7 @@
-"""The pickle inside a distributed checkpoint, read without running what it names.
+"""Unpickle the metadata of a distributed checkpoint without running the functions that the pickle names.
 
-``.metadata`` is a pickle, which may name any function to be called when it is read. The classes that
-torch.distributed.checkpoint's metadata is made of are listed here; anything else is refused before it is imported.
+``.metadata`` is a pickle, which may name any function to be called when it is read. The classes that make up
+torch.distributed.checkpoint's metadata are listed here; any other name is refused before it is imported.
 Read from torch 2.6 to 2.13 and megatron-core 0.10 to 0.16.
 """
 
@@ -32,7 +32,7 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 
 def _allowed() -> dict[tuple[str, str], Any]:
-    """Return what a pickle may name, and what stands for it."""
+    """Return the names that a pickle may contain, and the object for each."""
     listed = ((metadata, _METADATA), (planner, _PLANNER), (filesystem, _STORAGE))
     found: dict[tuple[str, str], Any] = {
         (module.__name__, name): getattr(module, name)
@@ -40,7 +40,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
         for name in names
         if hasattr(module, name)
     }
-    for module in ("pathlib", "pathlib._local"):  # where the checkpoint was; a path alone, which opens nothing
+    for module in ("pathlib", "pathlib._local"):  # the checkpoint's path; a pure path opens nothing
         for name in ("PosixPath", "WindowsPath", "PurePosixPath"):
             found[module, name] = PurePosixPath
     for name, value in vars(torch).items():
@@ -50,7 +50,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
         ("collections", "OrderedDict"): OrderedDict,
-        # What Megatron-core before 0.16 derived from torch's; the rest of it is not read.
+        # Subclasses of torch's classes in Megatron-core before 0.16; their additions are not read.
         (_MEGATRON, "MCoreMetadata"): metadata.Metadata,
         (_MEGATRON, "MCoreSavePlan"): planner.SavePlan,
     }
@@ -62,10 +62,10 @@ _ALLOWED = _allowed()
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs and is not loaded")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs; it is not loaded")
         return _ALLOWED[module, name]
 
 
 def unpickle(data: bytes) -> Any:
-    """Return what a pickle of metadata holds; raise `pickle.UnpicklingError` for a name that it has no need of."""
+    """Return the object of a metadata pickle; raise `pickle.UnpicklingError` for a name that metadata does not need."""
     return _Unpickler(io.BytesIO(data)).load()

@@ -1,9 +1,9 @@
-"""Operators of a traced graph that become one, before it is planned.
+"""Passes that fuse operators of a traced graph before planning.
 
-matching    looks at a graph's operators by what reads them
-matmul_add  a bias becomes part of the matmul
+matching    finds operators by what they read and who reads them; replaces nodes
+matmul_add  a bias's addition is merged into the matmul
 attention   matmul, softmax and matmul become scaled_dot_product_attention
-rms_norm    an RMS norm in five or six operators becomes one
+rms_norm    an RMS norm of five or six operators becomes torch's rms_norm
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PASSES: dict[str, Callable[[Graph], Graph]] = {"matmul_add": matmul_add, "attent
 
 
 def fuse_operators(graph: Graph, names: tuple[str, ...]) -> tuple[Graph, dict[str, int]]:
-    """Run the passes of these names (PASSES); return the graph and how many operators each has spared."""
-    spared = {}
+    """Run the passes of these names (PASSES); return the graph and the number of operators that each pass removed."""
+    ops_fused = {}
     for name in names:
         before = len(graph.nodes)
         graph = PASSES[name](graph)
-        spared[name] = before - len(graph.nodes)
-    return graph, spared
+        ops_fused[name] = before - len(graph.nodes)
+    return graph, ops_fused

@@ -1,4 +1,4 @@
-"""A graph's operators looked at from what they give, for passes that put one in the place of several."""
+"""Find operators of a graph from their results backwards, and replace them; used by the passes."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from ascend_parallel.sharding.rules.axes import arguments
 
 
 @dataclass(frozen=True)
-class Merged:
-    """What comes in the place of a node: operators of which the last has its name.
+class Replacement:
+    """The operators that replace a node; the last of them has the node's name.
 
-    gone
-        The nodes that nobody reads any more.
+    removed
+        The nodes that have no readers after the replacement.
     """
 
     nodes: tuple[Node, ...]
-    gone: frozenset[str]
+    removed: frozenset[str]
 
 
-class Reading:
-    """A graph, and who reads what."""
+class GraphReader:
+    """A graph and the readers of its tensors."""
 
     def __init__(self, graph: Graph) -> None:
         """Take a graph."""
         self.graph, self._readers, self._kept = graph, graph.readers(), graph.kept
 
-    def inner(self, value: Value, *targets: Any) -> Node | None:
-        """Return the node that gives a tensor, if it calls one of the operators and has one reader."""
+    def producer(self, value: Value, *targets: Any) -> Node | None:
+        """Return the node that makes a tensor if it calls one of `targets` and the tensor has a single reader."""
         node = self.graph.nodes[value.node]
-        return node if self.calls(node, *targets) and self.alone(value) else None
+        return node if self.calls(node, *targets) and self.has_single_reader(value) else None
 
     def calls(self, node: Node, *targets: Any) -> bool:
-        """Tell whether a node calls one of the operators, and has no strategy of its own, which would be lost."""
+        """Tell whether a node calls one of `targets` and has no strategy of its own, which a pass would lose."""
         return node.call is not None and node.call.target in targets and node.mark is None
 
-    def alone(self, value: Value) -> bool:
-        """Tell whether a tensor has one reader, and is not returned."""
+    def has_single_reader(self, value: Value) -> bool:
+        """Tell whether a tensor has a single reader and is not returned."""
         return len(self._readers[value]) == 1 and value not in self._kept
 
 
-def given(node: Node) -> dict[str, Any]:
+def call_arguments(node: Node) -> dict[str, Any]:
     """Return a call's arguments by name, defaults included."""
     assert node.call is not None
     return arguments(node.call)
 
 
-def read(node: Node, argument: Any) -> Value | None:
-    """Return the tensor that an argument stands for; None for anything else."""
+def tensor_argument(node: Node, argument: Any) -> Value | None:
+    """Return the tensor that an argument refers to; None if the argument is no tensor."""
     return node.inputs[argument.index] if isinstance(argument, Ref) else None
 
 
-def merge(graph: Graph, found: Mapping[str, Merged]) -> Graph:
-    """Put what was found, by node, in the place of the nodes."""
-    gone = frozenset[str]().union(*(one.gone for one in found.values()))
+def replace_nodes(graph: Graph, replacements: Mapping[str, Replacement]) -> Graph:
+    """Return the graph with nodes replaced, by node name."""
+    removed = frozenset[str]().union(*(replacement.removed for replacement in replacements.values()))
     nodes: dict[str, Node] = {}
     for name, node in graph.nodes.items():
-        if name in found:
-            nodes |= {one.name: one for one in found[name].nodes}
-        elif name not in gone:
+        if name in replacements:
+            nodes |= {new.name: new for new in replacements[name].nodes}
+        elif name not in removed:
             nodes[name] = node
     return replace(graph, nodes=nodes)

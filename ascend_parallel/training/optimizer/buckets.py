@@ -1,4 +1,4 @@
-"""Tensors sent together: flat buffers of about a bucket's size, and the collectives that carry them."""
+"""Send tensors together: flat buffers of about a bucket's size, and the collectives that carry them."""
 
 from __future__ import annotations
 
@@ -9,103 +9,107 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.sharding.grad_dtype import grad_dtype
-from ascend_parallel.training.optimizer.partition import Division
+from ascend_parallel.training.optimizer.partition import Partition
 
-# As torch's DistributedDataParallel has it.
+# The bucket size of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
 
 
-def in_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Yield indices, in their order, of tensors of one dtype that together are of about `bucket_bytes`."""
-    found: list[int] = []
+def bucket_indices(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[int]]:
+    """Yield, in order, the indices of each bucket: tensors of one dtype, together about `bucket_bytes`."""
+    bucket: list[int] = []
     filled = 0
     for index, tensor in enumerate(tensors):
-        if found and (filled + tensor.nbytes > bucket_bytes or tensor.dtype != tensors[found[0]].dtype):
-            yield found
-            found, filled = [], 0
-        found.append(index)
+        if bucket and (filled + tensor.nbytes > bucket_bytes or tensor.dtype != tensors[bucket[0]].dtype):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(index)
         filled += tensor.nbytes
-    if found:
-        yield found
+    if bucket:
+        yield bucket
 
 
-def sum_whole(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+def all_reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
     """Sum each tensor over the ranks of `group`, in place."""
-    for indices in in_buckets(tensors, bucket_bytes):
-        parts = [tensors[index] for index in indices]
-        flat = torch.cat([part.reshape(-1) for part in parts])
+    for indices in bucket_indices(tensors, bucket_bytes):
+        bucket = [tensors[index] for index in indices]
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
-        for part, summed in zip(parts, torch.split_with_sizes(flat, [part.numel() for part in parts]), strict=True):
-            part.copy_(summed.view_as(part))
+        sums = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
+        for tensor, summed in zip(bucket, sums, strict=True):
+            tensor.copy_(summed.view_as(tensor))
 
 
-class Scatter:
-    """Sums of several tensors on their way: each rank gets those of its boxes.
+class BucketReduceScatter:
+    """A reduce-scatter of several tensors in flight: each rank gets the sums of its shards.
 
-    An all-to-all, so that slices need not be of one size, and a sum in rank order, so that it has the same bits each
-    time. It holds two buffers of the bucket's size until it is taken.
+    It is an all-to-all, so slices may have different sizes. Sums run in rank order, so they have the same bits each
+    time. It holds two buffers of the bucket's size until `wait`.
     """
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor | None],
-        like: Sequence[torch.Tensor],
-        divisions: Sequence[Division],
+        parameters: Sequence[torch.Tensor],
+        partitions: Sequence[Partition],
         group: dist.ProcessGroup,
     ) -> None:
-        """Start; a tensor that is None counts as zeros, as the gradient of the parameter in `like` has them."""
-        me = group.rank()
-        self._boxes = [division[me] for division in divisions]
-        sizes = [sum(box.size for division in divisions if (box := division[rank])) for rank in range(group.size())]
+        """Start; a tensor that is None counts as zeros, in the gradient dtype of its entry in `parameters`."""
+        my_rank = group.rank()
+        self._bounds = [rank_bounds[my_rank] for rank_bounds in partitions]
+        sizes = [
+            sum(bounds.size for rank_bounds in partitions if (bounds := rank_bounds[rank]))
+            for rank in range(group.size())
+        ]
         sent = torch.cat(
             [
-                torch.zeros(box.size, dtype=grad_dtype(one), device=one.device)
-                if given is None
-                else box.of(given).reshape(-1)
+                torch.zeros(bounds.size, dtype=grad_dtype(parameter), device=parameter.device)
+                if tensor is None
+                else bounds.of(tensor).reshape(-1)
                 for rank in range(group.size())
-                for given, one, division in zip(tensors, like, divisions, strict=True)
-                if (box := division[rank])
+                for tensor, parameter, rank_bounds in zip(tensors, parameters, partitions, strict=True)
+                if (bounds := rank_bounds[rank])
             ]
         )
-        self._received, self._sent = sent.new_empty(sizes[me] * group.size()), sent
+        self._received, self._sent = sent.new_empty(sizes[my_rank] * group.size()), sent
         self._ranks = group.size()
         self._work = dist.all_to_all_single(
-            self._received, sent, [sizes[me]] * self._ranks, sizes, group=group, async_op=True
+            self._received, sent, [sizes[my_rank]] * self._ranks, sizes, group=group, async_op=True
         )
 
-    def take(self) -> list[torch.Tensor | None]:
-        """Wait, and return the sum of this rank's box of each tensor, in fp32 for types of 16 bits."""
+    def wait(self) -> list[torch.Tensor | None]:
+        """Wait, and return the sum of this rank's shard of each tensor, in fp32 for 16-bit types."""
         assert self._work is not None, "this rank is not a member of the group"
         self._work.wait()
         first, *rest = self._received.chunk(self._ranks) if self._received.numel() else [self._received]
         total = first.to(torch.float32 if first.element_size() == 2 else first.dtype, copy=True)
         for part in rest:
             total.add_(part)
-        sums = iter(torch.split_with_sizes(total, [box.size for box in self._boxes if box]))
+        sums = iter(torch.split_with_sizes(total, [bounds.size for bounds in self._bounds if bounds]))
         del self._received, self._sent
-        return [next(sums).view(box.shape) if box else None for box in self._boxes]
+        return [next(sums).view(bounds.shape) if bounds else None for bounds in self._bounds]
 
 
-def spread(
-    tensors: Sequence[torch.Tensor], divisions: Sequence[Division], group: dist.ProcessGroup, bucket_bytes: int
+def gather_shards(
+    tensors: Sequence[torch.Tensor], partitions: Sequence[Partition], group: dist.ProcessGroup, bucket_bytes: int
 ) -> None:
-    """Give every rank the whole of each tensor, of which each rank has its box up to date.
+    """Give every rank the whole of each tensor; before, each rank has only its own shard up to date.
 
-    Tensors that are one rank's are broadcast by it; boxes of others are gathered, filled up to the largest rank's.
+    The owner of a whole tensor broadcasts it. Shards are all-gathered, padded to the largest rank's size.
     """
-    owners = [_only_owner(division) for division in divisions]
-    for owner in range(group.size()):
-        own = [tensor for tensor, found in zip(tensors, owners, strict=True) if found == owner]
-        for indices in in_buckets(own, bucket_bytes):
-            _broadcast([own[index] for index in indices], owner, group)
+    owners = [_only_owner(rank_bounds) for rank_bounds in partitions]
+    for rank in range(group.size()):
+        own = [tensor for tensor, owner in zip(tensors, owners, strict=True) if owner == rank]
+        for indices in bucket_indices(own, bucket_bytes):
+            _broadcast([own[index] for index in indices], rank, group)
     cut = [index for index, owner in enumerate(owners) if owner is None]
-    for indices in in_buckets([tensors[index] for index in cut], bucket_bytes):
+    for indices in bucket_indices([tensors[index] for index in cut], bucket_bytes):
         chosen = [cut[index] for index in indices]
-        _gather([tensors[index] for index in chosen], [divisions[index] for index in chosen], group)
+        _gather([tensors[index] for index in chosen], [partitions[index] for index in chosen], group)
 
 
-def _only_owner(division: Division) -> int | None:
-    owners = [rank for rank, box in enumerate(division) if box is not None]
+def _only_owner(rank_bounds: Partition) -> int | None:
+    owners = [rank for rank, bounds in enumerate(rank_bounds) if bounds is not None]
     return owners[0] if len(owners) == 1 else None
 
 
@@ -119,21 +123,21 @@ def _broadcast(tensors: Sequence[torch.Tensor], owner: int, group: dist.ProcessG
             tensor.copy_(new.view_as(tensor))
 
 
-def _gather(tensors: Sequence[torch.Tensor], divisions: Sequence[Division], group: dist.ProcessGroup) -> None:
-    me, ranks = group.rank(), group.size()
-    sizes = [sum(box.size for division in divisions if (box := division[rank])) for rank in range(ranks)]
-    mine = tensors[0].new_zeros(max(sizes))
-    boxes = zip(tensors, divisions, strict=True)
-    own = [box.of(tensor).reshape(-1) for tensor, division in boxes if (box := division[me])]
+def _gather(tensors: Sequence[torch.Tensor], partitions: Sequence[Partition], group: dist.ProcessGroup) -> None:
+    my_rank, ranks = group.rank(), group.size()
+    sizes = [sum(bounds.size for rank_bounds in partitions if (bounds := rank_bounds[rank])) for rank in range(ranks)]
+    sent = tensors[0].new_zeros(max(sizes))
+    pairs = zip(tensors, partitions, strict=True)
+    own = [bounds.of(tensor).reshape(-1) for tensor, rank_bounds in pairs if (bounds := rank_bounds[my_rank])]
     if own:
-        mine[: sizes[me]] = torch.cat(own)
-    gathered = mine.new_empty(ranks * len(mine))
-    all_gather_single(gathered, mine, group).wait()
+        sent[: sizes[my_rank]] = torch.cat(own)
+    gathered = sent.new_empty(ranks * len(sent))
+    all_gather_single(gathered, sent, group).wait()
     for rank, flat in enumerate(gathered.chunk(ranks)):
-        if rank == me:
+        if rank == my_rank:
             continue
-        at = 0
-        for tensor, division in zip(tensors, divisions, strict=True):
-            if box := division[rank]:
-                box.of(tensor).copy_(flat[at : at + box.size].view(box.shape))
-                at += box.size
+        start = 0
+        for tensor, rank_bounds in zip(tensors, partitions, strict=True):
+            if bounds := rank_bounds[rank]:
+                bounds.of(tensor).copy_(flat[start : start + bounds.size].view(bounds.shape))
+                start += bounds.size

@@ -1,4 +1,4 @@
-"""The norm of all gradients of the job, each counted once, with the same bits on every rank."""
+"""The norm of all gradients of the job: each gradient counts once, and every rank gets the same bits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def global_norm(
     """Return the norm of the gradients of all ranks of `group` (None: of this rank's).
 
     gradients
-        This rank's, each with the number of ranks of `group` that give the same.
+        This rank's gradients, each with the number of ranks of `group` that hold the same gradient.
 
-    Sums are taken in fp64, here in the order given and over ranks in theirs. inf or nan if any gradient has one.
+    Sums run in fp64, over gradients in the given order and over ranks in rank order. The norm is inf or nan if any
+    gradient contains it.
     """
-    given = list(gradients)
-    device = given[0][0].device if given else _device(group)
+    pairs = list(gradients)
+    device = pairs[0][0].device if pairs else _device(group)
     mine = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient, copies in given:
+    for gradient, copies in pairs:
         if norm_type == inf:
             mine = torch.maximum(mine, torch.linalg.vector_norm(gradient, inf).double())
         else:
@@ -38,9 +39,9 @@ def global_norm(
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device whose tensors the group's collectives take."""
+    """Return a device that the group's collectives support."""
     if group is None:
         return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator()
     types = [device.type for device in group._device_types]
-    return found if found is not None and found.type in types else torch.device("cpu")
+    return accelerator if accelerator is not None and accelerator.type in types else torch.device("cpu")

@@ -1,9 +1,9 @@
-"""Which rank updates which part of a parameter. Pure, and alike on all ranks.
+"""Partition parameters among ranks. Pure, with the same result on all ranks.
 
-"slices" (weights sharding): each parameter is cut along its longest dimension as torch.chunk cuts: any size goes, later
-slices are smaller or missing. "parameters" (weights grouping): each parameter is one rank's, the largest first to the
-rank that has the least so far. Slices are boxes, so that the optimizer's state can be kept and loaded in the
-coordinates of the whole parameter.
+"slices" (weights sharding): each parameter is cut along its longest dimension as torch.chunk cuts. Any size works;
+later slices are smaller or missing. "parameters" (weights grouping): each parameter belongs to one rank, the largest
+first to the rank that has the least so far. Slices are rectangular, so the optimizer's state can be saved and loaded
+in the coordinates of the whole parameter.
 """
 
 from __future__ import annotations
@@ -16,54 +16,60 @@ import torch
 
 from ascend_parallel.sharding.layout import Shape
 
-BY = ("slices", "parameters")
+PARTITIONS = ("slices", "parameters")
 
 
 @dataclass(frozen=True)
 class ShardBounds:
-    """A part of a tensor: where it starts on each dimension, and its shape."""
+    """Where a shard lies in a tensor: its start on each dimension, and its shape."""
 
     offsets: tuple[int, ...]
     shape: Shape
 
     @property
     def size(self) -> int:
-        """Number of elements, at least one."""
+        """Number of elements, at least 1."""
         return prod(self.shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the view of `tensor` that this is."""
+        """Return the view of `tensor` inside these bounds."""
         return tensor[tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))]
 
 
-Division = tuple[ShardBounds | None, ...]
-"""The box of each rank; None: nothing."""
+Partition = tuple[ShardBounds | None, ...]
+"""The bounds of each rank's shard; None: the rank has no shard."""
 
 
-def whole(shape: Shape) -> ShardBounds:
-    """Return the box of everything."""
+def full_bounds(shape: Shape) -> ShardBounds:
+    """Return the bounds of a whole tensor."""
     return ShardBounds((0,) * len(shape), tuple(shape))
 
 
-def divide(shapes: Sequence[Shape], ranks: int, by: str) -> list[Division]:
-    """Return, for each parameter, the box of each of `ranks` ranks. What has no dimension is one rank's, whole."""
-    divisions: list[Division] = [(None,) * ranks] * len(shapes)
+def partition(shapes: Sequence[Shape], ranks: int, partition_by: str) -> list[Partition]:
+    """Return, for each parameter, the bounds of the shard of each of `ranks` ranks.
+
+    A parameter without dimensions belongs to one rank.
+    """
+    partitions: list[Partition] = [(None,) * ranks] * len(shapes)
     load = [0] * ranks
-    undivided = []
+    uncut = []
     for index, shape in enumerate(shapes):
-        if by == "slices" and shape and ranks > 1:
-            divisions[index] = _slices(shape, ranks)
-            load = [held + (box.size if box else 0) for held, box in zip(load, divisions[index], strict=True)]
+        if partition_by == "slices" and shape and ranks > 1:
+            partitions[index] = _slices(shape, ranks)
+            load = [
+                elements + (bounds.size if bounds else 0)
+                for elements, bounds in zip(load, partitions[index], strict=True)
+            ]
         elif prod(shape):
-            undivided.append(index)
-    for index in sorted(undivided, key=lambda index: (-prod(shapes[index]), index)):
+            uncut.append(index)
+    for index in sorted(uncut, key=lambda index: (-prod(shapes[index]), index)):
         owner = load.index(min(load))
         load[owner] += prod(shapes[index])
-        divisions[index] = tuple(whole(shapes[index]) if rank == owner else None for rank in range(ranks))
-    return divisions
+        partitions[index] = tuple(full_bounds(shapes[index]) if rank == owner else None for rank in range(ranks))
+    return partitions
 
 
-def _slices(shape: Shape, ranks: int) -> Division:
+def _slices(shape: Shape, ranks: int) -> Partition:
     dim = shape.index(max(shape))
     width = -(-shape[dim] // ranks)
     return tuple(_slice(shape, dim, min(rank * width, shape[dim]), width) for rank in range(ranks))
@@ -71,6 +77,6 @@ def _slices(shape: Shape, ranks: int) -> Division:
 
 def _slice(shape: Shape, dim: int, start: int, width: int) -> ShardBounds | None:
     size = min(width, shape[dim] - start)
-    offsets = tuple(start if other == dim else 0 for other in range(len(shape)))
-    box = ShardBounds(offsets, (*shape[:dim], size, *shape[dim + 1 :]))
-    return box if box.size else None
+    offsets = tuple(start if index == dim else 0 for index in range(len(shape)))
+    bounds = ShardBounds(offsets, (*shape[:dim], size, *shape[dim + 1 :]))
+    return bounds if bounds.size else None

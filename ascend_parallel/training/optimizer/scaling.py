@@ -1,4 +1,4 @@
-"""Scaling of the loss for fp16 gradients, as torch.amp.GradScaler does it, with one decision for all ranks."""
+"""Scale the loss for fp16 gradients as torch.amp.GradScaler does, with the same decision on all ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class LossScale:
     """A factor of the loss that keeps small gradients from vanishing in fp16.
 
-    A step whose gradients overflow on any rank is left out on all, and the scale multiplied by `backoff`; after
-    `interval` steps without it is multiplied by `growth`.
+    If gradients overflow on any rank, all ranks skip the step and multiply the scale by `backoff`. After `interval`
+    steps without overflow the scale is multiplied by `growth`.
 
     good
         Steps since the scale last changed.
@@ -36,7 +36,7 @@ class LossScale:
             raise ValueError(f"interval={self.interval!r}: give a whole number of 1 or more")
 
     def update(self, overflowed: bool) -> None:
-        """Take notice of a step."""
+        """Adjust the scale after a step."""
         self.good = 0 if overflowed else self.good + 1
         if overflowed:
             self.scale *= self.backoff
@@ -44,10 +44,10 @@ class LossScale:
             self.scale, self.good = self.scale * self.growth, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all numbers."""
+        """Return all fields."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take all numbers."""
+        """Set all fields."""
         for name in asdict(self):
             setattr(self, name, state[name])

@@ -1,7 +1,7 @@
-"""The optimizer's state in the coordinates of whole parameters, so that it can be kept and loaded in any layout.
+"""Convert the optimizer's state to `TensorShard`s of whole parameters, so that any layout can save and load it.
 
-A parameter's state has the same names whether it has had a gradient or not: `STEPPED` tells, and without one the other
-tensors mean nothing. So a checkpoint's names do not depend on when it was made.
+A parameter's state has the same names before and after its first gradient: `STEPPED` tells whether it came.
+Before, the other tensors mean nothing. So a checkpoint's names do not depend on the step at which it was saved.
 """
 
 from __future__ import annotations
@@ -12,63 +12,68 @@ from typing import Any
 import torch
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.optimizer.factory import Recipe
-from ascend_parallel.training.optimizer.targets import Owned
+from ascend_parallel.training.optimizer.factory import OptimizerFactory
+from ascend_parallel.training.optimizer.targets import OwnedShard
 
 MASTER = "master"
 STEPPED = "stepped"
 
 
-def pieces(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, recipe: Recipe) -> dict[str, TensorShard]:
-    """Return the state of each box, and its master weights."""
+def tensor_shards(
+    owned_shards: Sequence[OwnedShard], optimizer: torch.optim.Optimizer, factory: OptimizerFactory
+) -> dict[str, TensorShard]:
+    """Return the state and the master weights of each owned shard."""
     found: dict[str, TensorShard] = {}
-    for one in owned:
-        state = optimizer.state.get(one.inner)
-        found |= _pieces(one, state or _made(one, recipe), bool(state))
+    for owned in owned_shards:
+        state = optimizer.state.get(owned.inner)
+        found |= _named_shards(owned, state or _initial_state(owned, factory), bool(state))
     return found
 
 
-def empty_pieces(owned: Sequence[Owned], recipe: Recipe) -> dict[str, TensorShard]:
-    """Return pieces of the same names and shapes, in memory of their own; their values are to be overwritten."""
+def empty_tensor_shards(owned_shards: Sequence[OwnedShard], factory: OptimizerFactory) -> dict[str, TensorShard]:
+    """Return shards of the same names and shapes in new memory; their values are to be overwritten."""
     found: dict[str, TensorShard] = {}
-    for one in owned:
-        found |= _pieces(one, _made(one, recipe), False)
-    return {name: TensorShard(piece.local.clone(), piece.shape, piece.offsets) for name, piece in found.items()}
+    for owned in owned_shards:
+        found |= _named_shards(owned, _initial_state(owned, factory), False)
+    return {name: TensorShard(shard.local.clone(), shard.shape, shard.offsets) for name, shard in found.items()}
 
 
 @torch.no_grad()
-def load_pieces(
-    owned: Sequence[Owned], optimizer: torch.optim.Optimizer, recipe: Recipe, given: Mapping[str, TensorShard]
+def load_tensor_shards(
+    owned_shards: Sequence[OwnedShard],
+    optimizer: torch.optim.Optimizer,
+    factory: OptimizerFactory,
+    loaded: Mapping[str, TensorShard],
 ) -> None:
-    """Take the state of each box. Nothing is taken unless all is there."""
+    """Load the state of each owned shard. Raises `ValueError` before any change unless `loaded` has exactly these."""
     expected: dict[str, TensorShard] = {}
-    for one in owned:
-        expected |= _pieces(one, _made(one, recipe), False)
-    for what, names in (("missing", set(expected) - set(given)), ("of another rank", set(given) - set(expected))):
+    for owned in owned_shards:
+        expected |= _named_shards(owned, _initial_state(owned, factory), False)
+    for fault, names in (("missing", set(expected) - set(loaded)), ("of another rank", set(loaded) - set(expected))):
         if names:
-            raise ValueError(f"{_first(names)} is {what} among the pieces given: fill those of empty_pieces()")
-    for name, piece in expected.items():
-        _check(name, given[name], piece)
-    for one in owned:
-        one.refresh()
-        state = _made(one, recipe)
-        if state and bool(given[f"{one.target.name}.{STEPPED}"].local):
-            optimizer.state[one.inner] = {key: _value(one, key, value, given) for key, value in state.items()}
+            raise ValueError(f"{_first(names)} is {fault} among the shards given: fill those of empty_tensor_shards()")
+    for name, shard in expected.items():
+        _check(name, loaded[name], shard)
+    for owned in owned_shards:
+        owned.refresh()
+        state = _initial_state(owned, factory)
+        if state and bool(loaded[f"{owned.target.name}.{STEPPED}"].local):
+            optimizer.state[owned.inner] = {key: _value(owned, key, value, loaded) for key, value in state.items()}
         elif state:
-            optimizer.state.pop(one.inner, None)
-        if one.is_master:
-            one.inner.copy_(given[f"{one.target.name}.{MASTER}"].local)
+            optimizer.state.pop(owned.inner, None)
+        if owned.is_master:
+            owned.inner.copy_(loaded[f"{owned.target.name}.{MASTER}"].local)
 
 
-def _made(one: Owned, recipe: Recipe) -> dict[str, Any]:
-    _, _, state = recipe.tried(recipe.group_of(one.target.name), one.inner)
+def _initial_state(owned: OwnedShard, factory: OptimizerFactory) -> dict[str, Any]:
+    _, _, state = factory.step_on_zeros(factory.group_of(owned.target.name), owned.inner)
     return state
 
 
-def _value(one: Owned, key: str, value: Any, given: Mapping[str, TensorShard]) -> Any:
+def _value(owned: OwnedShard, key: str, value: Any, loaded: Mapping[str, TensorShard]) -> Any:
     if not _is_kept(value):
         return value
-    local = given[f"{one.target.name}.{key}"].local
+    local = loaded[f"{owned.target.name}.{key}"].local
     return local.to(value.dtype, copy=True) if isinstance(value, torch.Tensor) else type(value)(local.item())
 
 
@@ -76,38 +81,38 @@ def _is_kept(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, bool, int, float))
 
 
-def _pieces(one: Owned, state: Mapping[str, Any], stepped: bool) -> dict[str, TensorShard]:
-    return {f"{one.target.name}.{key}": piece for key, piece in _of_keys(one, state, stepped)}
+def _named_shards(owned: OwnedShard, state: Mapping[str, Any], stepped: bool) -> dict[str, TensorShard]:
+    return {f"{owned.target.name}.{key}": shard for key, shard in _shards_by_key(owned, state, stepped)}
 
 
-def _of_keys(one: Owned, state: Mapping[str, Any], stepped: bool) -> Iterator[tuple[str, TensorShard]]:
+def _shards_by_key(owned: OwnedShard, state: Mapping[str, Any], stepped: bool) -> Iterator[tuple[str, TensorShard]]:
     for key, value in state.items():
         if _is_kept(value):
-            yield key, _piece(one, value if isinstance(value, torch.Tensor) else _number(value))
+            yield key, _shard(owned, value if isinstance(value, torch.Tensor) else _number(value))
     if state:
-        yield STEPPED, _piece(one, _number(stepped))
-    if one.is_master:
-        yield MASTER, _piece(one, one.inner.detach())
+        yield STEPPED, _shard(owned, _number(stepped))
+    if owned.is_master:
+        yield MASTER, _shard(owned, owned.inner.detach())
 
 
 def _number(value: float) -> torch.Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
 
 
-def _piece(one: Owned, value: torch.Tensor) -> TensorShard:
-    """Return a tensor as a box: of the parameter's coordinates if it has an entry for each element."""
-    if value.shape == one.inner.shape:
-        return TensorShard(value, one.target.piece.shape, one.offsets)
+def _shard(owned: OwnedShard, value: torch.Tensor) -> TensorShard:
+    """Return a tensor as a shard: at the owned bounds of the parameter if it has the parameter's shape, else whole."""
+    if value.shape == owned.inner.shape:
+        return TensorShard(value, owned.target.shard.shape, owned.offsets)
     return TensorShard(value, tuple(value.shape), (0,) * value.ndim)
 
 
-def _check(name: str, given: TensorShard, expected: TensorShard) -> None:
-    place = (tuple(given.local.shape), tuple(given.shape), tuple(given.offsets))
-    wanted = (tuple(expected.local.shape), tuple(expected.shape), tuple(expected.offsets))
-    if place != wanted:
+def _check(name: str, loaded: TensorShard, expected: TensorShard) -> None:
+    actual = (tuple(loaded.local.shape), tuple(loaded.shape), tuple(loaded.offsets))
+    needed = (tuple(expected.local.shape), tuple(expected.shape), tuple(expected.offsets))
+    if actual != needed:
         raise ValueError(
-            f"{name} is {list(place[0])} at {list(place[2])} of {list(place[1])}; this rank has {list(wanted[0])} at "
-            f"{list(wanted[2])} of {list(wanted[1])}"
+            f"{name} is {list(actual[0])} at {list(actual[2])} of {list(actual[1])}; "
+            f"this rank has {list(needed[0])} at {list(needed[2])} of {list(needed[1])}"
         )
 
 

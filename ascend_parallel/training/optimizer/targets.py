@@ -1,4 +1,4 @@
-"""What is optimized: a rank's parameters, where they lie in the whole ones, and which ranks hold the same."""
+"""The parameters that an optimizer updates: this rank's shard of each, and the ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -20,98 +20,100 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter as this rank has it.
+    """A parameter as this rank holds it.
 
     name
-        In the whole model.
+        Its name in the whole model.
     parameter
-        This rank's part of it.
-    piece
-        Where that lies in the whole.
+        This rank's shard of the parameter.
+    shard
+        Where this shard lies in the whole parameter.
     replicas
-        The ranks that hold the same part and share its update; None: this rank updates it alone.
+        The ranks that hold the same shard and share its update; None: this rank updates it alone.
     copies
-        How many ranks of the job hold the same part, whether they share its update or not.
+        How many ranks of the job hold the same shard, whether they share its update or not.
     """
 
     name: str
     parameter: torch.nn.Parameter
-    piece: TensorShard
+    shard: TensorShard
     replicas: dist.ProcessGroup | None = None
     copies: int = 1
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The replicas, if they are several."""
+        """The replicas' group if it has more than 1 rank, else None."""
         return self.replicas if self.replicas is not None and self.replicas.size() > 1 else None
 
 
 def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> list[Target]:
-    """Return targets for a model that is whole on every rank of `group` (None: of all), and on no others."""
+    """Return the targets of a model that every rank of `group` (None: all ranks), and no other rank, holds whole."""
     group = group or dist.group.WORLD
     copies = 1 if group is None else group.size()
     return [
-        Target(name, one, TensorShard(one.data, tuple(one.shape), (0,) * one.ndim), group, copies)
-        for name, one in model.named_parameters()
-        if one.requires_grad
+        Target(name, param, TensorShard(param.data, tuple(param.shape), (0,) * param.ndim), group, copies)
+        for name, param in model.named_parameters()
+        if param.requires_grad
     ]
 
 
 def module_targets(
     module: ShardedModule, dim: str | None = "dp", *, meshes: Mapping[str, int] | None = None
 ) -> list[Target]:
-    """Return targets for a rank's part of a planned model.
+    """Return the targets of this rank's part of a planned model.
 
     dim
-        The mesh dimension whose ranks share the update of what is whole on it; None: nobody shares.
+        The mesh dimension whose ranks share the update of parameters that are not cut along it; None: no sharing.
     meshes
-        On how many meshes of a pipeline a parameter is, by name, where that is more than one.
+        By parameter name, on how many meshes of a pipeline the parameter lies, where that is more than 1.
     """
-    mesh, held, pieces = module.plan.mesh, module.held, module.pieces()
+    mesh, held, shards = module.plan.mesh, module.held, module.tensor_shards()
     index = None if dim is None else mesh.dim(dim)
-    given = (node.source for node in module.plan.graph.nodes.values() if node.kind == PARAMETER)
-    read = set(map(module.get_parameter, given))  # the others have no gradient
+    sources = (node.source for node in module.plan.graph.nodes.values() if node.kind == PARAMETER)
+    read = set(map(module.get_parameter, sources))  # parameters that no operator reads have no gradient
     found = []
-    for name, one in module.named_parameters():
-        if one.requires_grad and one in read:
-            whole = [size for size, state in zip(mesh.shape, held[name].layout, strict=True) if state.kind != "shard"]
-            shared = index is not None and held[name].layout[index].kind != "shard"
+    for name, param in module.named_parameters():
+        if param.requires_grad and param in read:
+            layout = held[name].layout
+            replicated = [size for size, placement in zip(mesh.shape, layout, strict=True) if placement.kind != "shard"]
+            shared = index is not None and layout[index].kind != "shard"
             group = mesh.group(index) if shared and index is not None else None
-            found.append(Target(name, one, pieces[name], group, prod(whole) * (meshes or {}).get(name, 1)))
+            copies = prod(replicated) * (meshes or {}).get(name, 1)
+            found.append(Target(name, param, shards[name], group, copies))
     return found
 
 
-class Owned:
-    """The box of a target that this rank updates.
+class OwnedShard:
+    """The part of a target that this rank updates.
 
     inner
-        What the optimizer updates: a view of the parameter, or a copy of another dtype (master weights).
-    held_by
-        How many ranks of the job update the same box.
+        What the inner optimizer updates: a view of the parameter, or a copy in another dtype (master weights).
+    num_owners
+        The tensor that the inner optimizer updates: a view of the parameter, or a copy in another dtype (master).
     """
 
-    def __init__(self, target: Target, box: ShardBounds, held_by: int, master_dtype: torch.dtype | None) -> None:
-        """Take the box, and its master weights if `master_dtype` is another than the parameter's."""
-        self.target, self.box, self.held_by = target, box, held_by
+    def __init__(self, target: Target, bounds: ShardBounds, num_owners: int, master_dtype: torch.dtype | None) -> None:
+        """Take the bounds within the target; make master weights if `master_dtype` is not the parameter's dtype."""
+        self.target, self.bounds, self.num_owners = target, bounds, num_owners
         view = self.view
         self.is_master = master_dtype is not None and view.dtype != master_dtype
         self.inner = view.to(master_dtype, copy=True) if self.is_master else view
-        self._seen = self._state()
-        self._wide: torch.Tensor | None = None
+        self._seen_version = self._version()
+        self._wide_sum: torch.Tensor | None = None
 
     @property
     def view(self) -> torch.Tensor:
-        """The box of the parameter."""
-        return self.box.of(self.target.parameter.detach())
+        """The view of the parameter inside the bounds."""
+        return self.bounds.of(self.target.parameter.detach())
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the box starts in the whole parameter."""
-        return tuple(a + b for a, b in zip(self.target.piece.offsets, self.box.offsets, strict=True))
+        """Where the owned part starts in the whole parameter."""
+        return tuple(a + b for a, b in zip(self.target.shard.offsets, self.bounds.offsets, strict=True))
 
     def refresh(self) -> None:
-        """Follow a parameter that was written by somebody else since `done`: loaded, moved."""
-        if self._seen == self._state():
+        """Read the parameter again if anything but `write_back` has changed it (loaded, moved) since `done`."""
+        if self._seen_version == self._version():
             return
         if self.is_master:
             self.inner.copy_(self.view)
@@ -120,35 +122,35 @@ class Owned:
         self.done()
 
     def done(self) -> None:
-        """Remember the parameter as it is."""
-        self._seen = self._state()
+        """Record the parameter's current version."""
+        self._seen_version = self._version()
 
     def take(self, gradient: torch.Tensor) -> None:
-        """Give the optimizer the box of the parameter's gradient."""
-        self.inner.grad = self.box.of(gradient.detach()).to(self.inner.dtype)
+        """Set the inner optimizer's gradient to this part of the parameter's gradient."""
+        self.inner.grad = self.bounds.of(gradient.detach()).to(self.inner.dtype)
 
     def accumulate(self, summed: torch.Tensor) -> None:
-        """Add to the box of the gradient, in the dtype of the first sum; `settle` gives it to the optimizer."""
+        """Add to the gradient, in the dtype of the first sum; `settle` gives the total to the inner optimizer."""
         if summed.dtype != self.inner.dtype:
-            self._wide = summed if self._wide is None else self._wide.add_(summed)
+            self._wide_sum = summed if self._wide_sum is None else self._wide_sum.add_(summed)
         elif self.inner.grad is None:
             self.inner.grad = summed
         else:
             self.inner.grad += summed
 
     def settle(self) -> None:
-        """Give the optimizer what was added up."""
-        if self._wide is not None:
-            self.inner.grad, self._wide = self._wide.to(self.inner.dtype), None
+        """Give the accumulated sum to the inner optimizer."""
+        if self._wide_sum is not None:
+            self.inner.grad, self._wide_sum = self._wide_sum.to(self.inner.dtype), None
 
     def drop(self) -> None:
-        """Forget the gradient."""
-        self.inner.grad = self._wide = None
+        """Drop the gradient."""
+        self.inner.grad = self._wide_sum = None
 
     def write_back(self) -> None:
-        """Give the parameter its master weights."""
+        """Copy the master weights into the parameter."""
         if self.is_master:
             self.view.copy_(self.inner)
 
-    def _state(self) -> tuple[int, int]:
+    def _version(self) -> tuple[int, int]:
         return self.target.parameter.data_ptr(), self.target.parameter._version

@@ -1,4 +1,4 @@
-"""Parameters held in slices and gathered where they are read: a plan's form of ZeRO level 3."""
+"""ZeRO stage 3 as a change of a plan: parameters are held in slices and gathered where operators read them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 
 
 def sharded_parameters(plan: ShardingPlan, dim: str = "dp", *, regather: bool = True) -> ShardingPlan:
-    """Return the plan with each parameter that is whole on the mesh dimension `dim` cut there instead.
+    """Return the plan with each parameter that is replicated on the mesh dimension `dim` cut along `dim`.
 
-    It is cut along the longest dimension that no other mesh dimension cuts, and gathered where it is read; its
-    gradient is reduce-scattered where it was summed. Slices need not be even: the last ranks' are smaller or empty.
-    What has no such dimension of 2 or more stays whole, and so do buffers.
+    The cut is along the parameter's longest dimension that no other mesh dimension cuts. The parameter is gathered
+    where operators read it; its gradient is reduce-scattered instead of all-reduced. Slices may be uneven: the last
+    ranks' are smaller or empty. A parameter without a free dimension of 2 or more stays replicated, and so do buffers.
 
     regather
-        Gather a parameter again in backward, also one that the plan had cut; else every gathered one is kept until its
-        backward, as much memory as at level 2 then, for a third less to send.
+        Gather parameters again in backward, also those that the plan had cut. False: keep each gathered parameter until
+        its backward, which takes as much memory as ZeRO stage 2 and sends a third less.
 
     Raises `ValueError` for a name that is no mesh dimension.
     """
@@ -37,7 +37,7 @@ def sharded_parameters(plan: ShardingPlan, dim: str = "dp", *, regather: bool = 
 def _cut(layout: Layout, mesh_dim: int, shape: Shape) -> Layout:
     if layout[mesh_dim] != REPLICATE:
         return layout
-    taken = {state.dim for state in layout if state.kind == "shard"}
+    taken = {placement.dim for placement in layout if placement.kind == "shard"}
     free = [dim for dim, size in enumerate(shape) if dim not in taken and size > 1]
     if not free:
         return layout

@@ -1,10 +1,13 @@
-"""Pipeline parallelism: a plan cut into stages, each on its own mesh, run by torch's schedules.
+"""Pipeline parallelism: a plan split into stages, each on its own mesh, run by torch's schedules.
 
-stages           which operator belongs to which stage
-cut              one plan of the whole model becomes one per stage
-schedule         in which order ranks run micro-batches, simulated
-picture          a simulated schedule in text and as a picture
-measured         where the time of a step went, beside what the simulation says
-stage            a rank's part of a stage, as torch.distributed.pipelining runs it
-run              the pipeline
+stage_assignment   the stage of each operator
+split_plan         splits the plan of the whole model into a plan for each stage
+schedule           the order in which ranks run micro-batches, simulated
+picture            a simulated schedule as text and as a picture
+step_times         the measured times of a step, beside the simulation
+groups             meshes and process groups
+batch              checks a batch and takes this rank's part
+shared_parameters  parameters that several stages read
+stage              a rank's part of a stage, run by torch.distributed.pipelining
+pipeline           the pipeline
 """

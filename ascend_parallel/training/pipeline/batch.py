@@ -1,4 +1,4 @@
-"""A batch of micro-batches, and what of it a rank's stages read."""
+"""Check a batch of micro-batches, and take the parts that a rank's stages read."""
 
 from __future__ import annotations
 
@@ -17,49 +17,56 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Batch:
-    """Checks a batch against what was traced, one micro-batch, and finds this rank's part of it."""
+    """Checks a batch against the traced micro-batch, and takes this rank's part."""
 
     def __init__(
-        self, plan: ShardingPlan, micro_batches: int, local: bool, uncut: Sequence[str], place: tuple[int, ...]
+        self,
+        plan: ShardingPlan,
+        micro_batches: int,
+        local: bool,
+        broadcast_inputs: Sequence[str],
+        place: tuple[int, ...],
     ) -> None:
-        """Take the whole plan, what the ranks give, and this rank's place in its mesh.
+        """Take the whole plan, the form of the batch, and this rank's place in its mesh.
 
-        Raises `ValueError` for a name in `uncut` that is no input's.
+        Raises `ValueError` for a name in `broadcast_inputs` that no input has.
         """
         self._plan, self._micro_batches, self._local, self._place = plan, micro_batches, local, place
         self._nodes = [node for node in plan.graph.nodes.values() if node.kind == INPUT]
         names = [node.source for node in self._nodes]
-        for name in uncut:
+        for name in broadcast_inputs:
             if name not in names:
-                raise ValueError(f"uncut: {name!r} is no input; there are {', '.join(names)}")
-        self._uncut = {node.name for node in self._nodes if node.source in uncut or not node.outputs[0].shape}
+                raise ValueError(f"broadcast_inputs: {name!r} is no input; there are {', '.join(names)}")
+        self._broadcast = {
+            node.name for node in self._nodes if node.source in broadcast_inputs or not node.outputs[0].shape
+        }
 
     def inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Sequence[StagePlan], stages: Sequence[int]
     ) -> tuple[Tensors, Tensors]:
-        """Return what these stages read, by node: what is cut along dimension 0, and what is for all micro-batches.
+        """Return the inputs of these stages, by node: those to cut along dimension 0, and those of all micro-batches.
 
-        Raises `ValueError` for other arguments, shapes or dtypes than were traced.
+        Raises `ValueError` for arguments, shapes or dtypes that differ from the traced ones.
         """
         binding = self._plan.graph.binding
-        given = list(args) if binding is None else binding.tensors(args, kwargs)
-        if len(given) != len(self._nodes):
+        tensors = list(args) if binding is None else binding.tensors(args, kwargs)
+        if len(tensors) != len(self._nodes):
             names = ", ".join(node.source for node in self._nodes)
-            raise ValueError(f"{len(given)} tensors were given; traced were {names}")
-        for node, tensor in zip(self._nodes, given, strict=True):
+            raise ValueError(f"{len(tensors)} tensors were given; traced were {names}")
+        for node, tensor in zip(self._nodes, tensors, strict=True):
             self._check(node, tensor)
         read = {name for stage in stages for name in parts[stage].inputs}
-        pairs = [(node, tensor) for node, tensor in zip(self._nodes, given, strict=True) if node.name in read]
-        found = {node.name: self._own(node, tensor) for node, tensor in pairs}
-        cut = {name: tensor for name, tensor in found.items() if name not in self._uncut}
-        return cut, {name: tensor for name, tensor in found.items() if name in self._uncut}
+        pairs = [(node, tensor) for node, tensor in zip(self._nodes, tensors, strict=True) if node.name in read]
+        own = {node.name: self._own(node, tensor) for node, tensor in pairs}
+        cut = {name: tensor for name, tensor in own.items() if name not in self._broadcast}
+        return cut, {name: tensor for name, tensor in own.items() if name in self._broadcast}
 
     def _check(self, node: Node, tensor: torch.Tensor) -> None:
         (meta,), shape, count = node.outputs, self._shape(node), self._micro_batches
         what = f"{node.source} is {list(tensor.shape)} of {tensor.dtype}"
         if tensor.requires_grad:
-            raise ValueError(f"{node.source} wants a gradient, which a pipeline does not give")
-        if node.name in self._uncut:
+            raise ValueError(f"{node.source} requires a gradient, which a pipeline does not compute: detach it")
+        if node.name in self._broadcast:
             if tuple(tensor.shape) != shape or tensor.dtype != meta.dtype:
                 raise ValueError(f"{what}; the plan is for {list(shape)} of {meta.dtype} in every micro-batch")
             return
@@ -69,12 +76,12 @@ class Batch:
             )
         if tuple(tensor.shape) != (count * shape[0], *shape[1:]) or tensor.dtype != meta.dtype:
             raise ValueError(
-                f"{what}; the plan is for micro_batches={count} of {list(shape)} of {meta.dtype} each, one after "
-                f"another along dimension 0 (uncut={[node.source]} if it is the same for all)"
+                f"{what}; the plan is for micro_batches={count} of {list(shape)} of {meta.dtype} each, joined "
+                f"along dimension 0 (broadcast_inputs={[node.source]} if it is the same for all)"
             )
 
     def _shape(self, node: Node) -> Shape:
-        """Return the shape of one micro-batch, of the whole mesh's or of this rank's part of it."""
+        """Return the shape of one micro-batch: the whole mesh's, or this rank's part."""
         if not self._local:
             return node.outputs[0].shape
         return local_shape(node.outputs[0].shape, self._layout(node), self._plan.mesh.shape, self._place)
@@ -83,8 +90,8 @@ class Batch:
         """Return this rank's part of all micro-batches."""
         if self._local:
             return tensor
-        ones = [tensor] if node.name in self._uncut else tensor.chunk(self._micro_batches)
-        own = [local_slice(one, self._layout(node), self._plan.mesh.shape, self._place) for one in ones]
+        parts = [tensor] if node.name in self._broadcast else tensor.chunk(self._micro_batches)
+        own = [local_slice(part, self._layout(node), self._plan.mesh.shape, self._place) for part in parts]
         return own[0] if len(own) == 1 else torch.cat(own)
 
     def _layout(self, node: Node) -> Any:

@@ -1,4 +1,4 @@
-"""The meshes and process groups of a pipeline: who sends to whom, and who holds the same parameter."""
+"""The meshes and process groups of a pipeline: for sends between stages, and for parameters that stages share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Groups:
     """A rank's groups.
 
     index
-        Of the rank's mesh among the pipeline's.
+        The index of the rank's mesh among the pipeline's meshes.
     along
         The ranks at the same place of all meshes, in the order of the meshes.
     mesh
@@ -31,14 +31,14 @@ class Groups:
 
 
 def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
-    """Raise `StageError` unless the meshes are of one shape and no rank is in two of them."""
+    """Raise `StageError` unless all meshes have the same shape and no rank is in two of them."""
     if not meshes:
-        raise StageError("meshes=(): give one for each group of ranks")
+        raise StageError("meshes=(): give a mesh for each group of ranks")
     for number, mesh in enumerate(meshes):
         if (mesh.shape, mesh.dim_names) != (meshes[0].shape, meshes[0].dim_names):
             raise StageError(
-                f"mesh {number} is {mesh}, mesh 0 is {meshes[0]}: each rank sends to the one at the same place of the "
-                "next mesh, so give all the same shape and names"
+                f"mesh {number} is {mesh}, mesh 0 is {meshes[0]}: each rank sends to the rank at the same place of "
+                "the next mesh, so give all meshes the same shape and names"
             )
     ranks = [rank for mesh in meshes for rank in mesh.process_ids]
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
@@ -50,31 +50,31 @@ def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
 
 
 def make_groups(meshes: Sequence[ProcessMesh], timeout: timedelta) -> Groups:
-    """Return this rank's groups, whose operations wait at most `timeout`. Every rank of the default group calls it.
+    """Return this rank's groups, with timeout `timeout`. Every rank of the default group must call it.
 
     Raises `ValueError` for a rank that is in no mesh.
     """
-    rank, made = dist.get_rank(), {}
+    rank, group_of_mesh = dist.get_rank(), {}
     for number, mesh in enumerate(meshes):
         mesh.device_mesh()
-        made[number] = dist.new_group(mesh.process_ids, timeout=timeout)
-    found = None
+        group_of_mesh[number] = dist.new_group(mesh.process_ids, timeout=timeout)
+    groups = None
     for place in np.ndindex(meshes[0].shape):
         ranks = [int(mesh.array[place]) for mesh in meshes]
         along = dist.new_group(ranks, timeout=timeout, sort_ranks=False)
         if rank in ranks:
-            found = Groups(ranks.index(rank), along, made[ranks.index(rank)])
-    if found is None:
+            groups = Groups(ranks.index(rank), along, group_of_mesh[ranks.index(rank)])
+    if groups is None:
         raise ValueError(f"rank {rank} is in none of {', '.join(map(str, meshes))}, so it has no part of the pipeline")
-    return found
+    return groups
 
 
-def make_shared(
+def make_shared_groups(
     shared: Sequence[tuple[int, ...]], meshes: Sequence[ProcessMesh], timeout: timedelta
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return, for sets of meshes that hold a parameter together, this rank's group: the ranks at its place of them.
+    """Return this rank's group for each set of meshes that share a parameter: the ranks at this rank's place.
 
-    A set has the indices of two or more meshes. Every rank of the default group calls it with the same.
+    A set lists the indices of two or more meshes. Every rank of the default group must call it with the same sets.
     """
     rank, found = dist.get_rank(), {}
     for holders in sorted(set(shared)):
@@ -87,7 +87,7 @@ def make_shared(
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Return how long operations of a group wait."""
+    """Return the timeout of a group's operations."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     limit: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
     return limit

@@ -42,9 +42,9 @@ STYLE = """
 
 
 def text(simulated: Simulated) -> str:
-    """Return the schedule in characters: "F3" is the forward of micro-batch 3, dots are bubbles.
+    """Return the schedule as text: "F3" is the forward of micro-batch 3, dots are bubbles.
 
-    Where ranks have several stages, a letter tells which: a for a rank's first, b for its second.
+    If ranks have several stages, a letter tells the stage: a for a rank's first, b for its second.
     """
     unit = min(slot.stop - slot.start for slots in simulated.slots for slot in slots)
     cells = round(simulated.seconds / unit)
@@ -63,7 +63,7 @@ def text(simulated: Simulated) -> str:
 
 
 def title(simulated: Simulated) -> str:
-    """Return the schedule's name, its numbers, and the bubbles as simulated and by the published formula."""
+    """Return the schedule's name, its numbers, and its bubbles: simulated and by the published formula."""
     ranks = len(simulated.slots)
     closed = closed_bubble(simulated.name, ranks, simulated.stages, simulated.micro_batches)
     formula = "" if closed is None else f", by the formula {closed:.1%}"
@@ -72,23 +72,23 @@ def title(simulated: Simulated) -> str:
 
 
 def _held(simulated: Simulated) -> str:
-    live = ", ".join(f"{one:g}" for one in simulated.live)
+    live = ", ".join(f"{count:g}" for count in simulated.live)
     return f"ranks hold the activations of at most {live} micro-batches"
 
 
-def svg(*several: Simulated) -> str:
-    """Return a picture of one or several schedules, one below the other, all on the same scale of time."""
-    scale = (WIDTH - LEFT - 24) / max(one.seconds for one in several)
+def svg(*schedules: Simulated) -> str:
+    """Return a picture of schedules, below each other on the same time scale."""
+    scale = (WIDTH - LEFT - 24) / max(schedule.seconds for schedule in schedules)
     parts: list[str] = []
     top = 0.0
-    for one in several:
-        parts += _card(one, top, scale)
-        top += _height(one) + 10
-    return "\n".join((_head(top, several), *parts, "</svg>\n"))
+    for schedule in schedules:
+        parts += _card(schedule, top, scale)
+        top += _height(schedule) + 10
+    return "\n".join((_head(top, schedules), *parts, "</svg>\n"))
 
 
-def _head(height: float, several: tuple[Simulated, ...]) -> str:
-    names = escape(", ".join(one.name for one in several))
+def _head(height: float, schedules: tuple[Simulated, ...]) -> str:
+    names = escape(", ".join(schedule.name for schedule in schedules))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img">\n'
         f"<title>Pipeline schedules: {names}</title>\n<style>{STYLE}</style>\n"
@@ -124,8 +124,8 @@ def _legend(simulated: Simulated, y: float) -> Iterator[str]:
     kinds = [kind for kind in WORDS if any(slot.action.kind == kind for slot in simulated.slots[0])]
     x = LEFT
     for kind, word in [*((kind, WORDS[kind]) for kind in kinds), ("", "bubble")]:
-        box = f'<rect x="{x}" y="{y - 8:g}" width="12" height="12"'
-        yield f'<g class="slot {kind}">{box}/></g>' if kind else f'{box} class="shade"/>'
+        square = f'<rect x="{x}" y="{y - 8:g}" width="12" height="12"'
+        yield f'<g class="slot {kind}">{square}/></g>' if kind else f'{square} class="shade"/>'
         yield f'<text x="{x + 18}" y="{y + 3:g}">{word}</text>'
         x += 40 + 8 * len(word)
     yield f'<text x="{x}" y="{y + 3:g}">{_held(simulated)}</text>'

@@ -27,32 +27,32 @@ from ascend_parallel.training.pipeline.batch import Batch
 from ascend_parallel.training.pipeline.groups import check_meshes, make_groups, time_limit
 from ascend_parallel.training.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, forward_only, stages_of
 from ascend_parallel.training.pipeline.shared_parameters import SharedGradients
-from ascend_parallel.training.pipeline.split_plan import StagePlan, cut
+from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.pipeline.stage import RankStage, StageModule
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
-from ascend_parallel.training.pipeline.step_times import Measured, measured
+from ascend_parallel.training.pipeline.step_times import Measured, measure_step
 
 
 class PipelineError(RuntimeError):
-    """A step that failed or waited too long; names the rank, its stages and what it had done."""
+    """A step failed or waited too long; the message names the rank, its stages and its last finished action."""
 
 
 class Pipeline:
-    """This rank's part of a model in stages.
+    """This rank's part of a pipeline-parallel model.
 
     plan, parts
-        Of the whole model, and of each stage.
+        The plan of the whole model, and of each stage.
     meshes
-        One for each group of ranks.
+        The mesh of each group of ranks.
     stages, modules
-        Those of this rank, in their order. Parameters are slices, under the model's own names, and a parameter that
-        several stages read is held by each of them.
+        This rank's stages and their modules, in order. Parameters are this rank's shards, under the model's own names.
+        A parameter that several stages read is held by each of them.
     shared
         The parameters that several stages read.
     factor
-        By which the gradients of the next steps are multiplied.
+        The next steps multiply gradients by this number.
     count
-        Of the last batch, where the model returns a sum and a count: what its gradients are to be divided by.
+        If the model returns a sum and a count: the last batch's count, by which its gradients are to be divided.
     """
 
     def __init__(
@@ -67,35 +67,35 @@ class Pipeline:
         overlap: bool = True,
         settings: Settings | None = None,
         local_inputs: bool = True,
-        uncut: Sequence[str] = (),
+        broadcast_inputs: Sequence[str] = (),
         timeout: timedelta | None = None,
         **sharded: Any,
     ) -> None:
-        """Take this rank's part. Every rank of the default group calls it alike.
+        """Build this rank's part. Every rank of the default group must call it with the same arguments.
 
         model
-            The one that was traced, with the same values on every rank; it is not changed.
+            The traced model, with the same values on every rank; it is not changed.
         plan
-            Of the model with its loss, a mean over the batch, for one micro-batch of all ranks of one mesh.
+            The plan of the model with its loss, a mean over the batch, for one micro-batch of all ranks of one mesh.
         stages
-            Of every operator (`assign`, `balanced`), of modules by pattern, or a number of stages of about the same
-            work; None: as `pipeline_stage` on the modules says.
+            The stage of every operator (`assign`, `balanced`), of modules by pattern, or a number of stages of about
+            the same work; None: the modules' `pipeline_stage`.
         meshes
-            One for each group of ranks, of the plan's shape, in the order of the stages; `stages_of` says which
-            stages are on which.
+            A mesh for each group of ranks, of the plan's shape, in the order of the stages; `stages_of` tells which
+            stages lie on which mesh.
         schedule
             "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble" or "zbv".
         local_inputs
-            Every rank gives its part of the batch, laid out as the plan says, and not the whole of it.
-        uncut
+            Every rank gives its part of the batch, in the plan's layout. False: every rank gives the whole batch.
+        broadcast_inputs
             Names of inputs that are the same for every micro-batch, such as a mask.
         timeout
-            How long a rank waits for another in a step; by default as long as in the default group.
+            How long a rank waits for another in a step; None: the default group's timeout.
         overlap, settings, sharded
             Arguments of the stages' `ShardedModule`.
 
-        Raises `StageError` and `ValueError` for what cannot be, and `DisagreementError` if ranks come with different
-        models, plans, stages or schedules.
+        Raises `StageError` and `ValueError` for impossible arguments, and `DisagreementError` if the ranks' models,
+        plans, stages or schedules differ.
         """
         if dist.group.WORLD is None:
             raise RuntimeError("a pipeline needs torch.distributed.init_process_group, on every rank")
@@ -105,14 +105,15 @@ class Pipeline:
         count = max(assignment.values()) + 1
         check(schedule, len(meshes), count, micro_batches)
         _check_split(schedule, overlap, sharded.get("recompute") or Recompute.of(model))
-        self._at = stages_of(schedule, len(meshes), count)
-        self.plan, self.parts = plan, cut(plan, assignment, [meshes[index] for index in self._at])
+        self._mesh_of_stage = stages_of(schedule, len(meshes), count)
+        stage_meshes = [meshes[index] for index in self._mesh_of_stage]
+        self.plan, self.parts = plan, split_into_stages(plan, assignment, stage_meshes)
         self.schedule, self.micro_batches, self.factor = schedule, micro_batches, 1.0
-        batch = {"local_inputs": str(local_inputs), "uncut": ", ".join(sorted(uncut))}
+        batch = {"local_inputs": str(local_inputs), "broadcast_inputs": ", ".join(sorted(broadcast_inputs))}
         seed = _confirm(self, model, {**batch, "overlap": str(overlap), "assignment": _digest(assignment)})
         limit = timeout or time_limit(dist.group.WORLD)
         self._groups = make_groups(meshes, limit)
-        self.stages = tuple(stage for stage, index in enumerate(self._at) if index == self._groups.index)
+        self.stages = tuple(stage for stage, index in enumerate(self._mesh_of_stage) if index == self._groups.index)
         common = {"overlap": overlap, "settings": settings, "local_inputs": True, "group": self._groups.mesh, **sharded}
         common["prefetch"] = schedule not in SPLIT
         self.modules = tuple(ShardedModule(model, self.parts[stage].plan, **common) for stage in self.stages)
@@ -120,43 +121,44 @@ class Pipeline:
             module.randomness.restart(seed)
         own = [self.parts[stage] for stage in self.stages]
         self._wrapped = [StageModule(part, module) for part, module in zip(own, self.modules, strict=True)]
-        self._batch = Batch(plan, micro_batches, local_inputs, uncut, self.modules[0].coordinate)
-        self.shared = SharedGradients(self.parts, self._at, self.modules, meshes, limit)
-        self._ran: list[Slot] = []
+        self._batch = Batch(plan, micro_batches, local_inputs, broadcast_inputs, self.modules[0].coordinate)
+        self.shared = SharedGradients(self.parts, self._mesh_of_stage, self.modules, meshes, limit)
+        self._executed: list[Slot] = []
         self._losses = Losses(micro_batches)
         self.count: torch.Tensor | None = None
         self._seconds = 0.0
-        self._torch = self._made()
+        self._torch_schedule = self._make_schedule()
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward of all micro-batches of a batch, and return the mean of their losses.
+        """Run forward and backward of all micro-batches of a batch; return the mean of their losses.
 
-        The batch is as many times the traced one along dimension 0, of which each micro-batch has the same part.
-        Gradients are those of the mean, times `factor`, and are added to `.grad`; they are not summed over ranks:
-        `reduce_gradients`. Of a model that returns a sum and a count they are the sum's, to be divided by `count`.
+        Along dimension 0 the batch is `micro_batches` times the traced batch; each micro-batch gets an equal part.
+        Gradients are the mean loss's, times `factor`, and are added to `.grad`; `reduce_gradients` sums them over
+        ranks. If the model returns a sum and a count, gradients are the sum's, to be divided by `count`.
 
-        Raises `ValueError` for a batch unlike the traced one, `PipelineError` if a stage fails or waits too long.
+        Raises `ValueError` for a batch that does not match the traced batch, `PipelineError` if a stage fails or waits
+        too long.
         """
         self.shared.check_cleared(self.parameters())
-        loss = self._run(self._torch.step, args, kwargs)
+        loss = self._run(self._torch_schedule.step, args, kwargs)
         self.shared.due = True
         return loss.mean
 
     def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward of all micro-batches of a batch, as the modules are, and return the mean of their losses.
+        """Run forward of all micro-batches of a batch in the modules' current mode; return the mean of their losses.
 
-        No gradient is touched. Arguments and errors as for `step`.
+        No gradient is changed. Arguments and errors as for `step`.
         """
-        with torch.no_grad(), forward_only(self._torch):
-            return self._run(self._torch.eval, args, kwargs).mean
+        with torch.no_grad(), forward_only(self._torch_schedule):
+            return self._run(self._torch_schedule.eval, args, kwargs).mean
 
     def reduce_gradients(self, *dims: str, but: Sequence[str] = ()) -> None:
-        """Sum gradients over the ranks of the named mesh dimensions, or of all, and of shared parameters over stages.
+        """Sum gradients over the ranks of the named mesh dimensions (none: all), and of shared parameters over stages.
 
         but
-            Dimensions left out, over which the caller sums.
+            Dimensions to leave out; the caller sums over them.
 
-        Every rank has to call it alike. Raises `ValueError` for a dimension that the mesh does not have.
+        Every rank must call it alike. Raises `ValueError` for a dimension that the mesh does not have.
         """
         chosen = [dim for dim in dims or self.meshes[0].dim_names if dim not in but]
         for module in self.modules if chosen else ():
@@ -164,87 +166,87 @@ class Pipeline:
         self.shared.sum()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return this rank's slices of all its stages' parameters; what several of them read, once."""
-        found = (parameter for module in self.modules for parameter in module.parameters())
-        return (parameter for parameter in found if parameter not in self.shared.repeated)
+        """Return this rank's shards of all its stages' parameters; a parameter that several stages read, once."""
+        parameters = (parameter for module in self.modules for parameter in module.parameters())
+        return (parameter for parameter in parameters if parameter not in self.shared.repeated)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for module in self.modules:
             module.zero_grad(set_to_none=True)
 
-    def pieces(self) -> dict[str, TensorShard]:
-        """Return this rank's part of parameters and persistent buffers by the model's names."""
-        return {name: piece for module in reversed(self.modules) for name, piece in module.pieces().items()}
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """Return this rank's shards of parameters and persistent buffers, by the model's names."""
+        return {name: shard for module in reversed(self.modules) for name, shard in module.tensor_shards().items()}
 
     def measure(self, *args: Any, **kwargs: Any) -> Measured:
-        """Run a step that all ranks begin together, and return where its time went. Every rank has to call it."""
+        """Run a step that all ranks begin together; return its measured times. Every rank must call it."""
         dist.barrier(self._groups.along)
         self.step(*args, **kwargs)
-        return measured(
+        return measure_step(
             self._groups.along,
             self.schedule,
             len(self.parts),
             self.micro_batches,
-            self._ran,
+            self._executed,
             self._seconds,
         )
 
     @property
-    def ran(self) -> tuple[Slot, ...]:
-        """When this rank's actions of the last step ran, in seconds of time.perf_counter."""
-        return tuple(self._ran)
+    def executed(self) -> tuple[Slot, ...]:
+        """The actions that this rank ran in the last step, with times in seconds of time.perf_counter."""
+        return tuple(self._executed)
 
     def _run(self, schedule: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchLoss:
-        """Run one of the ways of torch's schedule, and return the loss."""
-        cut_inputs, uncut = self._batch.inputs(args, kwargs, self.parts, self.stages)
-        self._ran.clear()
+        """Run `schedule`, a method of torch's schedule, and return the loss."""
+        cut_inputs, broadcast_inputs = self._batch.inputs(args, kwargs, self.parts, self.stages)
+        self._executed.clear()
         self._losses = Losses(self.micro_batches, self.factor)
         start = perf_counter()
         with ExitStack() as stack:
             for wrapped, module in zip(self._wrapped, self.modules, strict=True):
-                wrapped.uncut = uncut
+                wrapped.broadcast_inputs = broadcast_inputs
                 stack.enter_context(module.no_sync())
             try:
                 schedule(target=torch.zeros(self.micro_batches), return_outputs=False, **cut_inputs)
-                found = self._told()
+                loss = self._broadcast_loss()
             except RuntimeError as error:
                 raise PipelineError(self._failure(error)) from error
-        self._seconds, self.count = perf_counter() - start, found.count
-        return found
+        self._seconds, self.count = perf_counter() - start, loss.count
+        return loss
 
-    def _made(self) -> Any:
+    def _make_schedule(self) -> Any:
         """Return torch's schedule of this rank's stages."""
         device, count = torch.device(default_device()), len(self.parts)
-        stages = [RankStage(one, count, device, self._groups.along, self._ran) for one in self._wrapped]
-        given = stages[0] if self.schedule in SINGLE else stages
-        return SCHEDULES[self.schedule](given, self.micro_batches, loss_fn=self._weighted, scale_grads=False)
+        stages = [RankStage(wrapped, count, device, self._groups.along, self._executed) for wrapped in self._wrapped]
+        argument = stages[0] if self.schedule in SINGLE else stages
+        return SCHEDULES[self.schedule](argument, self.micro_batches, loss_fn=self._weighted, scale_grads=False)
 
     def _weighted(self, returned: Any, _: object) -> torch.Tensor:
-        """Return a micro-batch's share of what is differentiated."""
+        """Return a micro-batch's share of the differentiated loss."""
         return self._losses.add(returned)
 
-    def _told(self) -> BatchLoss:
-        """Return the mean loss, and the count if there is one, which the last stage tells the others."""
+    def _broadcast_loss(self) -> BatchLoss:
+        """Return the mean loss, and the count if the model returns it, broadcast from the last stage to all stages."""
         last = self.parts[-1]
-        own = self._losses.batch() if last.stage in self.stages else self._empty(last)
-        for one in (own.total, own.count):
-            if one is not None:
-                dist.broadcast(one, group=self._groups.along, group_src=self._at[-1])
-        return own
+        loss = self._losses.batch() if last.stage in self.stages else self._empty(last)
+        for tensor in (loss.total, loss.count):
+            if tensor is not None:
+                dist.broadcast(tensor, group=self._groups.along, group_src=self._mesh_of_stage[-1])
+        return loss
 
     def _empty(self, last: StagePlan) -> BatchLoss:
-        """Return numbers of the dtypes in which the last stage has them."""
+        """Return zeros of the dtypes of the last stage's losses."""
         graph, device, losses = last.plan.graph, default_device(), Losses(1)
 
-        def zero(one: Any) -> Any:
-            return torch.zeros((), dtype=graph.meta(one).dtype, device=device) if isinstance(one, Value) else one
+        def zero(leaf: Any) -> Any:
+            return torch.zeros((), dtype=graph.meta(leaf).dtype, device=device) if isinstance(leaf, Value) else leaf
 
         losses.add(pytree.tree_map(zero, graph.outputs))
         return losses.batch()
 
     def _failure(self, error: RuntimeError) -> str:
-        last = self._ran[-1].action if self._ran else None
+        last = self._executed[-1].action if self._executed else None
         done = f"after {last.kind} of micro-batch {last.micro_batch} in stage {last.stage}" if last else "at its start"
         which = ", ".join(map(str, self.stages))
         return f"stage {which} on rank {dist.get_rank()}, schedule {self.schedule}, failed {done}: {error}"
@@ -261,12 +263,14 @@ def _check_split(schedule: str, overlap: bool, recompute: Recompute) -> None:
     if schedule in SPLIT and overlap:
         raise ValueError(
             f"schedule={schedule!r}, overlap=True: an overlapped matmul computes its weight's gradient under the sum "
-            "of its input's, which this schedule takes apart, so both would be computed twice; give overlap=False"
+            "of its input's. This schedule computes the two at different times, so both would be computed twice; give "
+            "overlap=False"
         )
     if schedule in SPLIT and recompute.modules:
         raise ValueError(
-            f"schedule={schedule!r} with recomputed modules ({', '.join(recompute.modules)}): what is recomputed gives "
-            "the gradients of inputs and weights together, which this schedule takes apart; give another schedule"
+            f"schedule={schedule!r} with recomputed modules ({', '.join(recompute.modules)}): a recomputed module "
+            "gives the gradients of inputs and weights together, and this schedule computes them at different times; "
+            "give another schedule"
         )
 
 
@@ -275,7 +279,7 @@ def _digest(assignment: Mapping[str, int]) -> str:
 
 
 def _confirm(pipeline: Pipeline, model: nn.Module, more: Mapping[str, str]) -> int:
-    """Return a seed for all ranks; raise `DisagreementError` on every rank unless all have come with the same."""
+    """Return a seed for all ranks; raise `DisagreementError` on every rank unless all ranks' arguments are equal."""
     mine = {
         "the model's parameters": fingerprint(model),
         "the sharding plan": "/".join(part.plan.digest for part in pipeline.parts),

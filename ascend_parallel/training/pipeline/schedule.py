@@ -1,6 +1,6 @@
-"""In which order the ranks of a pipeline run micro-batches, and what that costs. Pure: no process is asked.
+"""The order in which the ranks of a pipeline run micro-batches, and its cost. Pure: uses no processes.
 
-The orders are those that torch.distributed.pipelining runs, so what is drawn is what runs.
+The orders are torch.distributed.pipelining's own, so a drawn schedule is what runs.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ SPLIT = ("zero_bubble", "zbv")
 
 @contextmanager
 def forward_only(schedule: Any) -> Iterator[None]:
-    """Have torch's schedule of several stages on a rank run their forwards and nothing else, inside.
+    """Inside, make torch's schedule of several stages on a rank run only their forwards.
 
-    Its own `eval` leaves out backwards, but not what stages on one rank hand each other for them, on which "zbv" fails.
+    The schedule's `eval` leaves out backwards, but not the gradients that stages on one rank hand to each other, on
+    which "zbv" fails.
     """
     orders = getattr(schedule, "pipeline_order_with_comms", {})
-    whole = dict(orders)
+    complete = dict(orders)
     try:
-        for rank, actions in whole.items():
+        for rank, actions in complete.items():
             orders[rank] = [action for action in actions if action.computation_type.name in FORWARDS]
         yield
     finally:
-        orders.update(whole)
+        orders.update(complete)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of one micro-batch's forward and backward on a rank, all its stages together, and of one send.
+    """Seconds of a micro-batch's forward and backward on a rank, all its stages together, and of a send.
 
     Half of the backward is for the inputs, half for the weights.
     """
@@ -81,7 +82,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds by kind of action and stage, and of one send."""
+    """Seconds by kind of action and stage, and seconds of a send."""
 
     seconds: Mapping[tuple[str, int], float]
     send: float = 0.0
@@ -102,13 +103,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step of a pipeline.
+    """A simulated step of a pipeline.
 
     slots
-        Of each rank, in the order in which they run.
+        Each rank's slots, in running order.
     live
-        Of each rank, for how many micro-batches it holds activations at once at most; a rank that holds those of one
-        of its two stages holds half a micro-batch.
+        For each rank, the most micro-batches whose activations it holds at once. Activations of 1 of a rank's 2 stages
+        count as half a micro-batch.
     """
 
     name: str
@@ -119,67 +120,67 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
-        """When the last rank is done."""
+        """When the last rank finishes."""
         return max(slots[-1].stop for slots in self.slots)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they have nothing to do."""
+        """The share of all ranks' time in which they are idle."""
         busy = sum(slot.stop - slot.start for slots in self.slots for slot in slots)
         return 1 - busy / (self.seconds * len(self.slots))
 
 
 def stages_of(name: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """Return on which of the pipeline's ranks each stage is."""
-    found = generate_stage_to_rank_mapping(ranks, stages, "v" if name == "zbv" else "loop")
-    return tuple(found[stage] for stage in range(stages))
+    """Return, for each stage, the index of the rank (or mesh) that runs the stage."""
+    ranks_by_stage = generate_stage_to_rank_mapping(ranks, stages, "v" if name == "zbv" else "loop")
+    return tuple(ranks_by_stage[stage] for stage in range(stages))
 
 
 def order(name: str, ranks: int, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return what each rank runs, in order.
+    """Return the actions of each rank, in running order.
 
-    Raises `ValueError` for what the schedule cannot: numbers of stages, and of micro-batches.
+    Raises `ValueError` for numbers of stages or micro-batches that the schedule cannot run.
     """
     check(name, ranks, stages, micro_batches)
     if name == "1f1b":  # torch's own listing leaves out the last rank's first forward
         return tuple(_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks))
     if name in SINGLE:
-        given: Any = SimpleNamespace(num_stages=stages)
+        argument: Any = SimpleNamespace(num_stages=stages)
     else:
-        places = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
-        given = [SimpleNamespace(**places) for _ in range(stages // ranks)]
-    planned = SCHEDULES[name](given, micro_batches).pipeline_order
-    return tuple(tuple(_action(one) for one in planned[rank] if _is_work(one)) for rank in range(ranks))
+        attributes = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
+        argument = [SimpleNamespace(**attributes) for _ in range(stages // ranks)]
+    planned = SCHEDULES[name](argument, micro_batches).pipeline_order
+    return tuple(tuple(_action(action) for action in planned[rank] if _is_work(action)) for rank in range(ranks))
 
 
 def simulate(
     name: str, ranks: int, stages: int, micro_batches: int, times: Times | StageTimes | None = None
 ) -> Simulated:
-    """Return when each action runs, by default with a backward of twice a forward. Sends run under the next action.
+    """Return when each action runs. By default a backward takes twice a forward. A send runs under the next action.
 
-    Each rank runs its actions in `order`, each as soon as what it needs is there. Raises `ValueError` as `order` does.
+    Each rank runs its actions in `order`, each action as soon as its inputs are ready. Raises `ValueError` as `order`.
     """
     times, todo = times or Times(), order(name, ranks, stages, micro_batches)
-    at = stages_of(name, ranks, stages)
+    rank_of_stage = stages_of(name, ranks, stages)
     done: dict[Action, float] = {}
     slots: list[list[Slot]] = [[] for _ in range(ranks)]
-    while any(len(found) < len(actions) for found, actions in zip(slots, todo, strict=True)):
+    while any(len(rank_slots) < len(actions) for rank_slots, actions in zip(slots, todo, strict=True)):
         before = len(done)
-        for found, actions in zip(slots, todo, strict=True):
-            for action in actions[len(found) :]:
-                ready = _ready(action, done, at, stages, times.send)
+        for rank_slots, actions in zip(slots, todo, strict=True):
+            for action in actions[len(rank_slots) :]:
+                ready = _ready(action, done, rank_of_stage, stages, times.send)
                 if ready is None:
                     break
-                start = max(ready, found[-1].stop if found else 0.0)
+                start = max(ready, rank_slots[-1].stop if rank_slots else 0.0)
                 done[action] = start + times.of(action, stages // ranks)
-                found.append(Slot(action, start, done[action]))
+                rank_slots.append(Slot(action, start, done[action]))
         assert len(done) > before, "the schedule waits for itself"
     live = tuple(_live(actions, ranks / stages) for actions in todo)
     return Simulated(name, stages, micro_batches, tuple(map(tuple, slots)), live)
 
 
 def closed_bubble(name: str, ranks: int, stages: int, micro_batches: int) -> float | None:
-    """Return the bubble's part of a step by the published formula, sends left out; None where there is none.
+    """Return the bubble's share of a step by the published formula, without sends; None if there is no formula.
 
     gpipe, 1f1b
         (p - 1) / (m + p - 1): GPipe, arXiv:1811.06965, section 2.3; PipeDream-Flush in Megatron-LM,
@@ -194,15 +195,15 @@ def closed_bubble(name: str, ranks: int, stages: int, micro_batches: int) -> flo
 
 
 def check(name: str, ranks: int, stages: int, micro_batches: int) -> None:
-    """Raise `ValueError` for a schedule that cannot be, saying what can."""
+    """Raise `ValueError` for a schedule that cannot run, saying what to give instead."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r}: give one of {', '.join(SCHEDULES)}")
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: give a whole number from 1")
     if name in SINGLE and stages != ranks:
         raise ValueError(
-            f"schedule={name!r}, {stages} stages on {ranks} meshes: it has one stage on each; several have "
-            f"{', '.join(SEVERAL)}"
+            f"schedule={name!r}, {stages} stages on {ranks} meshes: this schedule has one stage on each mesh; for "
+            f"several take {', '.join(SEVERAL)}"
         )
     if stages % ranks or (name == "zbv" and stages != 2 * ranks):
         several = "twice as many stages" if name == "zbv" else "a multiple of that many stages"
@@ -220,12 +221,12 @@ def check(name: str, ranks: int, stages: int, micro_batches: int) -> None:
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Action, ...]:
     ahead = min(micro_batches, ranks - rank)
-    found = [Action(FORWARD, rank, number) for number in range(ahead)]
+    actions = [Action(FORWARD, rank, number) for number in range(ahead)]
     for number in range(micro_batches):
-        found.append(Action(BACKWARD, rank, number))
+        actions.append(Action(BACKWARD, rank, number))
         if number + ahead < micro_batches:
-            found.append(Action(FORWARD, rank, number + ahead))
-    return tuple(found)
+            actions.append(Action(FORWARD, rank, number + ahead))
+    return tuple(actions)
 
 
 def _is_work(action: Any) -> bool:
@@ -236,25 +237,28 @@ def _action(action: Any) -> Action:
     return Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
-def _ready(action: Action, done: Mapping[Action, float], at: Sequence[int], stages: int, send: float) -> float | None:
-    """Return when what an action needs is there, or None if that is not known yet."""
+def _ready(
+    action: Action, done: Mapping[Action, float], rank_of_stage: Sequence[int], stages: int, send: float
+) -> float | None:
+    """Return when an action's inputs are ready, or None if this is not known yet."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
     if kind == WEIGHT:
         return done.get(Action(INPUT, stage, micro_batch))
-    giver = stage - 1 if kind == FORWARD else stage + 1
+    source = stage - 1 if kind == FORWARD else stage + 1
     own = 0.0 if kind == FORWARD else done.get(Action(FORWARD, stage, micro_batch))
-    if not 0 <= giver < stages:
+    if not 0 <= source < stages:
         return own
     kinds = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
-    given = [done[one] for one in (Action(of, giver, micro_batch) for of in kinds) if one in done]
-    if own is None or not given:
+    candidates = [Action(source_kind, source, micro_batch) for source_kind in kinds]
+    finished = [done[candidate] for candidate in candidates if candidate in done]
+    if own is None or not finished:
         return None
-    return max(own, given[0] + (send if at[giver] != at[stage] else 0.0))
+    return max(own, finished[0] + (send if rank_of_stage[source] != rank_of_stage[stage] else 0.0))
 
 
 def _live(actions: Sequence[Action], part: float) -> float:
-    now = most = 0.0
+    live = most = 0.0
     for action in actions:
-        now += {FORWARD: part, INPUT: 0.0}.get(action.kind, -part)
-        most = max(most, now)
+        live += {FORWARD: part, INPUT: 0.0}.get(action.kind, -part)
+        most = max(most, live)
     return most

@@ -1,8 +1,8 @@
-"""One plan of a whole model, its loss included, cut into one plan per stage.
+"""Split the plan of a whole model, loss included, into a plan for each stage.
 
-A tensor that goes from a stage to the next is an output of the one, given back as it lies, and an input of the other:
-each rank sends its part to the rank at the same place of the next stage's mesh. A tensor that is read further on is
-handed through. Its gradient comes back the same way, in the places that its layout says.
+A tensor sent from a stage to the next is an output of the first, in its layout, and an input of the second: each rank
+sends its shard to the rank at the same place of the next stage's mesh. A tensor that a later stage reads is passed
+through the stages between. Gradients return along the same ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ascend_parallel.training.pipeline.stage_assignment import StageError
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the ranks of one stage run.
+    """The plan that the ranks of a stage run.
 
     plan
-        On the stage's mesh. Its graph's inputs are first those of `received`, then those of `inputs`.
+        The plan on the stage's mesh. Its graph's inputs are first those of `received`, then those of `inputs`.
     received, sent
-        Names of the tensors that come from the stage before and go to the next, in the order of both graphs; those of
-        one stage's `sent` are the next one's `received`.
+        Names of the tensors that come from the stage before and go to the next stage, in the order of both graphs; a
+        stage's `sent` is the next stage's `received`.
     inputs
         Names of the whole graph's inputs that the stage reads.
     """
@@ -45,65 +45,66 @@ class StagePlan:
         return frozenset(node.source for node in self.plan.graph.nodes.values() if node.kind == PARAMETER)
 
 
-def cut(plan: ShardingPlan, assignment: Mapping[str, int], meshes: Sequence[ProcessMesh]) -> tuple[StagePlan, ...]:
+def split_into_stages(
+    plan: ShardingPlan, assignment: Mapping[str, int], meshes: Sequence[ProcessMesh]
+) -> tuple[StagePlan, ...]:
     """Return the plan of each stage.
 
     plan
-        Of a model that returns its loss, a mean over the batch; traced with one micro-batch.
+        The plan of a model that returns its loss, a mean over the batch; traced with one micro-batch.
     assignment
         The stage of every operator (`assign`, `balanced`).
     meshes
-        One per stage, each of the shape and the dimension names of the plan's.
+        A mesh for each stage, with the shape and dimension names of the plan's mesh.
 
     The model may also return a sum and a count (`Losses`). Raises `StageError` for meshes of another shape, a model
-    that returns something else, inputs that want a gradient,
-    and a buffer that one stage writes and another reads.
+    that returns something else, inputs that require gradients, and a buffer that one stage writes and another reads.
     """
     _check_meshes(plan.mesh, meshes, max(assignment.values()) + 1)
     loss = _loss(plan, assignment, len(meshes))
     _check_inputs(plan)
     _check_buffers(plan.graph, assignment)
-    cutter = _Cutter(plan, assignment, loss)
-    return tuple(cutter.stage(stage, mesh) for stage, mesh in enumerate(meshes))
+    splitter = _Splitter(plan, assignment, loss)
+    return tuple(splitter.stage(stage, mesh) for stage, mesh in enumerate(meshes))
 
 
-def shared(parts: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that several stages read, and which stages those are."""
+def shared_parameters(parts: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that several stages read, each with these stages."""
     names = sorted(frozenset().union(*(part.parameters for part in parts)))
-    found = {name: tuple(part.stage for part in parts if name in part.parameters) for name in names}
-    return {name: stages for name, stages in found.items() if len(stages) > 1}
+    readers = {name: tuple(part.stage for part in parts if name in part.parameters) for name in names}
+    return {name: stages for name, stages in readers.items() if len(stages) > 1}
 
 
-class _Cutter:
-    """The whole plan, and between which stages each of its tensors goes."""
+class _Splitter:
+    """The whole plan, and the stages between which each tensor is sent."""
 
     def __init__(self, plan: ShardingPlan, assignment: Mapping[str, int], loss: Value) -> None:
         self._plan, self._graph, self._assignment = plan, plan.graph, assignment
         self._readers = self._graph.readers()
         self._last = assignment[loss.node]
-        self._returned = [one for one in _leaves(self._graph) if isinstance(one, Value)]
+        self._returned = [leaf for leaf in _leaves(self._graph) if isinstance(leaf, Value)]
         self._inputs = [name for name, node in self._graph.nodes.items() if node.kind == INPUT]
-        self._travels: dict[Value, tuple[int, Layout]] = {}  # last stage that reads it, and how it travels
+        self._sent: dict[Value, tuple[int, Layout]] = {}  # the last stage that reads the tensor, its layout when sent
         for value, readers in self._readers.items():
             last = max((assignment[name] for name, _ in readers), default=-1)
             if value.node in assignment and last > assignment[value.node]:
-                self._travels[value] = last, self._layout(value)
-        for value in self._graph.kept & set(self._returned):  # a count that an earlier stage makes goes to the last one
+                self._sent[value] = last, self._layout(value)
+        for value in self._graph.kept & set(self._returned):  # a count of an earlier stage is sent to the last stage
             if assignment.get(value.node, self._last) < self._last:
-                self._travels[value] = self._last, self._layout(value)
+                self._sent[value] = self._last, self._layout(value)
 
     def stage(self, stage: int, mesh: ProcessMesh) -> StagePlan:
-        """Return one stage's plan."""
-        received = [value for value, (last, _) in self._travels.items() if self._made(value) < stage <= last]
-        sent = [value for value, (last, _) in self._travels.items() if self._made(value) <= stage < last]
+        """Return a stage's plan."""
+        received = [value for value, (last, _) in self._sent.items() if self._stage_of(value) < stage <= last]
+        sent = [value for value, (last, _) in self._sent.items() if self._stage_of(value) <= stage < last]
         here = {value: Value(_name(value)) for value in received}
         graph, plan = self._part(stage, here, sent), self._plan
-        made = {Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))}
-        layouts = {value: layout for value, layout in plan.layouts.items() if value in made}
-        layouts |= {new: self._travels[value][1] for value, new in here.items()}
+        values = {Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))}
+        layouts = {value: layout for value, layout in plan.layouts.items() if value in values}
+        layouts |= {new: self._sent[value][1] for value, new in here.items()}
         shared = {here.get(value, value): layout for value, layout in plan.shared_layouts.items()}
         read = {value for node in graph.nodes.values() for value in node.inputs}
-        returned = {here.get(value, value): self._travels[value][1] for value in sent}
+        returned = {here.get(value, value): self._sent[value][1] for value in sent}
         part = replace(
             plan,
             graph=graph,
@@ -113,7 +114,7 @@ class _Cutter:
             shared_layouts={
                 value: layout for value, layout in shared.items() if value in read and layouts[value] != layout
             },
-            differentiable=frozenset(here.get(value, value) for value in plan.differentiable) & made,
+            differentiable=frozenset(here.get(value, value) for value in plan.differentiable) & values,
             configured={name: pattern for name, pattern in plan.configured.items() if name in graph.nodes},
             single=plan.single & set(graph.nodes),
             returned=returned,
@@ -122,24 +123,23 @@ class _Cutter:
         return StagePlan(stage, part, tuple(map(_name, received)), tuple(map(_name, sent)), inputs)
 
     def _part(self, stage: int, here: Mapping[Value, Value], sent: Sequence[Value]) -> Graph:
-        """Return the stage's nodes, after those of what comes in."""
+        """Return the stage's nodes, after the nodes of received tensors."""
         graph = self._graph
         nodes = {new.node: Node(new.node, INPUT, (graph.meta(value),), source=new.node) for value, new in here.items()}
         own = {name: node for name, node in graph.nodes.items() if self._assignment.get(name) == stage}
         updates = {name: value for name, value in graph.updates.items() if self._assignment[value.node] == stage}
         written = {node.name for node in graph.nodes.values() if node.kind == BUFFER and node.source in updates}
-        given = {value.node for node in own.values() for value in node.inputs if value.node not in self._assignment}
-        last = (
-            {one.node for one in self._returned if one.node not in self._assignment} if stage == self._last else set()
-        )
+        read = {value.node for node in own.values() for value in node.inputs if value.node not in self._assignment}
+        if stage == self._last:
+            read |= {value.node for value in self._returned if value.node not in self._assignment}
         for name, node in graph.nodes.items():
-            if name in given | written | last:
+            if name in read | written:
                 nodes[name] = node
         for name, node in own.items():
             nodes[name] = replace(node, inputs=tuple(here.get(value, value) for value in node.inputs))
         outputs: Any = tuple(here.get(value, value) for value in sent)
         if stage == self._last:
-            outputs = pytree.tree_map(lambda one: here.get(one, one), graph.outputs)
+            outputs = pytree.tree_map(lambda leaf: here.get(leaf, leaf), graph.outputs)
         return replace(
             graph,
             nodes=nodes,
@@ -149,20 +149,21 @@ class _Cutter:
             binding=None,
         )
 
-    def _made(self, value: Value) -> int:
+    def _stage_of(self, value: Value) -> int:
         return self._assignment[value.node]
 
     def _layout(self, value: Value) -> Layout:
-        """Return the layout in which a tensor travels.
+        """Return the layout in which a tensor is sent.
 
-        As it is made; as all its readers want it, if it is made as a part of a sum or that is less to send.
+        It is the layout in which the tensor is made. It is the layout that all readers need if the tensor is made as
+        partial sums, or if that is fewer bytes to send.
         """
-        plan, made = self._plan, self._plan.layouts[value]
-        wanted = {plan.inputs[name][index] for name, index in self._readers[value]}
-        target = plan.shared_layouts.get(value) or (wanted.pop() if len(wanted) == 1 else made)
+        plan, own = self._plan, self._plan.layouts[value]
+        needed = {plan.inputs[name][index] for name, index in self._readers[value]}
+        target = plan.shared_layouts.get(value) or (needed.pop() if len(needed) == 1 else own)
         shape, mesh_shape = self._graph.meta(value).shape, plan.mesh.shape
-        is_less = local_size(shape, target, mesh_shape) < local_size(shape, made, mesh_shape)
-        return target if is_less or any(state.kind == "partial" for state in made) else made
+        is_less = local_size(shape, target, mesh_shape) < local_size(shape, own, mesh_shape)
+        return target if is_less or any(placement.kind == "partial" for placement in own) else own
 
 
 def _name(value: Value) -> str:
@@ -171,12 +172,12 @@ def _name(value: Value) -> str:
 
 def _check_meshes(whole: ProcessMesh, meshes: Sequence[ProcessMesh], stages: int) -> None:
     if len(meshes) != stages:
-        raise StageError(f"{len(meshes)} meshes for {stages} stages: give one for each")
+        raise StageError(f"{len(meshes)} meshes for {stages} stages: give a mesh for each")
     for stage, mesh in enumerate(meshes):
         if (mesh.shape, mesh.dim_names) != (whole.shape, whole.dim_names):
             raise StageError(
                 f"the mesh of stage {stage} is {_shape(mesh)}, the plan's is {_shape(whole)}: each rank sends to the "
-                "one at the same place, so give all stages meshes of the plan's shape"
+                "rank at the same place, so give all stages meshes of the plan's shape"
             )
 
 
@@ -189,12 +190,12 @@ def _loss(plan: ShardingPlan, assignment: Mapping[str, int], stages: int) -> Val
     loss = leaves[0] if len(leaves) == 1 or (len(leaves) == 2 and not _differentiable(plan, leaves[1])) else None
     if not isinstance(loss, Value) or plan.graph.meta(loss).shape != () or loss not in plan.differentiable:
         raise StageError(
-            "the model returns something else than one loss: trace one that returns the mean over its batch"
+            "the model returns something else than one loss: trace a model that returns the mean over its batch"
         )
     if assignment.get(loss.node) != stages - 1:
         raise StageError(
-            f"the loss is made in stage {assignment.get(loss.node)}, after which stages up to {stages - 1} have "
-            "nothing to do with it: put what makes it in the last stage"
+            f"the loss is made in stage {assignment.get(loss.node)}, and stages up to {stages - 1} come after it: put "
+            "the loss's operators in the last stage"
         )
     return loss
 
@@ -211,7 +212,7 @@ def _check_inputs(plan: ShardingPlan) -> None:
     for node in plan.graph.nodes.values():
         if node.kind == INPUT and Value(node.name) in plan.differentiable:
             raise StageError(
-                f"{node.source} was traced with a gradient, which a pipeline does not give: trace it without"
+                f"{node.source} was traced with a gradient, and a pipeline computes none for inputs: trace it without"
             )
 
 

@@ -1,4 +1,4 @@
-"""A rank's part of a stage, as torch.distributed.pipelining runs it."""
+"""A rank's part of a stage, run by torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -19,74 +19,74 @@ from ascend_parallel.training.pipeline.split_plan import StagePlan
 
 
 class StageModule(torch.nn.Module):
-    """Calls a stage's sharded module with what comes from the stage before, and the inputs it reads, by name."""
+    """Calls a stage's sharded module with the tensors of the stage before and, by name, the inputs that it reads."""
 
     def __init__(self, part: StagePlan, sharded: ShardedModule) -> None:
         """Take the stage's plan, and this rank's part of it."""
         super().__init__()
         self.part, self.sharded = part, sharded
-        self.uncut: Mapping[str, torch.Tensor] = {}  # inputs that are the same for all micro-batches
+        self.broadcast_inputs: Mapping[str, torch.Tensor] = {}  # inputs that are the same for all micro-batches
 
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> Any:
-        """Return what the next stage receives, or the loss."""
-        given = inputs | dict(self.uncut)
-        found = self.sharded(*map(_entered, received), *(given[name] for name in self.part.inputs))
-        return tuple(map(_sendable, found)) if isinstance(found, tuple) else found
+        """Return the tensors that the next stage receives, or the loss."""
+        by_name = inputs | dict(self.broadcast_inputs)
+        outputs = self.sharded(*map(_entered, received), *(by_name[name] for name in self.part.inputs))
+        return tuple(map(_sendable, outputs)) if isinstance(outputs, tuple) else outputs
 
 
 class RankStage(PipelineStage):
-    """One stage on this rank, which notes when each of its actions runs.
+    """A stage on this rank that records when each of its actions runs.
 
-    ran
-        Of the running step, for all stages of the rank.
+    executed
+        The actions of the running step, of all stages of the rank.
     """
 
     def __init__(
-        self, module: StageModule, stages: int, device: torch.device, group: dist.ProcessGroup, ran: list[Slot]
+        self, module: StageModule, stages: int, device: torch.device, group: dist.ProcessGroup, executed: list[Slot]
     ) -> None:
         """Take the stage's module and the group of the ranks at the same place of all meshes."""
         plan = module.part.plan
         received = tuple(self._meta(module, Value(name)) for name in module.part.received)
         outputs = (plan.graph.outputs,) if isinstance(plan.graph.outputs, Value) else plan.graph.outputs
-        given = tuple(self._meta(module, value) for value in outputs)
-        super().__init__(module, module.part.stage, stages, device, received, given, group=group)
-        self._collective_counts = ran
+        returned = tuple(self._meta(module, value) for value in outputs)
+        super().__init__(module, module.part.stage, stages, device, received, returned, group=group)
+        self._executed = executed
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch's forward."""
-        with self._noted(FORWARD, fwd_chunk_id):
+        with self._recorded(FORWARD, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run a micro-batch's backward, or the half of it for the stage's inputs."""
-        with self._noted(BACKWARD if full_backward else INPUT, bwd_chunk_id):
+        """Run a micro-batch's backward, or only the half for the stage's inputs."""
+        with self._recorded(BACKWARD if full_backward else INPUT, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the half of a micro-batch's backward for the stage's weights."""
-        with self._noted(WEIGHT, bwd_chunk_id):
+        with self._recorded(WEIGHT, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @contextmanager
-    def _noted(self, kind: str, micro_batch: int) -> Iterator[None]:
+    def _recorded(self, kind: str, micro_batch: int) -> Iterator[None]:
         start = perf_counter()
         yield
-        self._collective_counts.append(Slot(Action(kind, self.stage_index, micro_batch), start, perf_counter()))
+        self._executed.append(Slot(Action(kind, self.stage_index, micro_batch), start, perf_counter()))
 
     @staticmethod
     def _meta(module: StageModule, value: Value) -> torch.Tensor:
-        """Return this rank's part of a tensor that is sent, without its numbers."""
+        """Return a meta tensor like this rank's part of a tensor that is sent."""
         plan = module.part.plan
         meta, layout = plan.graph.meta(value), plan.returned.get(value, plan.layouts[value])
         shape = local_shape(meta.shape, layout, plan.mesh.shape, module.sharded.coordinate)
-        wants = value in plan.differentiable and (meta.dtype.is_floating_point or meta.dtype.is_complex)
-        return torch.empty(shape, dtype=meta.dtype, device="meta", requires_grad=wants)
+        requires_grad = value in plan.differentiable and (meta.dtype.is_floating_point or meta.dtype.is_complex)
+        return torch.empty(shape, dtype=meta.dtype, device="meta", requires_grad=requires_grad)
 
 
 def _entered(received: torch.Tensor) -> torch.Tensor:
-    """Return what was received as a tensor whose gradient is one that can be sent."""
+    """Return a view of a received tensor whose gradient is made contiguous, so that it can be sent."""
     entered = received.view_as(received)
     if entered.requires_grad:
         entered.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
@@ -94,6 +94,6 @@ def _entered(received: torch.Tensor) -> torch.Tensor:
 
 
 def _sendable(output: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of its own: torch cuts it off its graph in place, which a view or a leaf forbids."""
+    """Return a contiguous tensor that is no view and no leaf: torch detaches it in place."""
     own = output.is_contiguous() and not output._is_view() and not output.is_leaf
     return output if own else output.clone(memory_format=torch.contiguous_format)

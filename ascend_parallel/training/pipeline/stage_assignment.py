@@ -1,4 +1,4 @@
-"""Which operator of a graph belongs to which stage of a pipeline: marked on modules, named by patterns, or balanced."""
+"""Assign the operators of a graph to the stages of a pipeline: by marks on modules, by patterns, or balanced."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
 Module = TypeVar("Module", bound=nn.Module)
 MARK = "pipeline_stage"
-# How far from an even cut a cut may be, in parts of a stage, for fewer bytes across it.
+# How far a cut may be from an even cut, as a fraction of a stage, to send fewer bytes.
 WINDOW = 0.25
 
 
 class StageError(ValueError):
-    """Stages that cannot be: numbers with gaps, names of nothing, or a stage that reads what a later one gives."""
+    """Impossible stages: numbers with gaps, patterns that match nothing, or a stage that reads from a later stage."""
 
 
 def set_stage(module: Module, stage: int) -> Module:
-    """Put a module in a stage of the pipeline, from 0, and return it; the same as ``module.pipeline_stage = stage``."""
+    """Put a module in a pipeline stage (from 0) and return the module; as ``module.pipeline_stage = stage``."""
     setattr(module, MARK, _checked(stage, type(module).__name__))
     return module
 
@@ -38,17 +38,17 @@ def assign(
     """Return the stage of every operator, by its node's name.
 
     patterns
-        Stages by module path, as in ``{"layers.0": 0, "layers.*": 1}``, or by operator (``"layers.*:add"``, as
-        `named_nodes` has it); the first that fits counts. They go before `pipeline_stage` on the model's modules.
+        Stages by module path, as in ``{"layers.0": 0, "layers.*": 1}``, or by operator (``"layers.*:add"``, as in
+        `named_nodes`); the first match counts. Patterns override `pipeline_stage` on the model's modules.
     stages
-        How many there have to be; by default as many as are named.
+        The number of stages that there must be; None: any number.
 
-    Of the modules around an operator the innermost that has a stage counts. An operator outside of all belongs to the
-    latest stage that it reads from; one that reads from none to the first that reads it. Parameters, buffers and
-    inputs are where they are read.
+    An operator gets the stage of the innermost module around it that has a stage. An operator outside of all such
+    modules gets the latest stage that it reads from; if it reads from none, the first stage that reads it. Parameters,
+    buffers and inputs belong to the stages that read them.
 
-    Raises `StageError` for a pattern that names nothing, stages that are not 0, 1, 2, ... without a gap, and a stage
-    that reads what a later one gives.
+    Raises `StageError` for a pattern that matches nothing, stages that are not 0, 1, 2, ... without a gap, and a stage
+    that reads from a later stage.
     """
     marked = _marked(graph, model, patterns or {})
     if not marked:
@@ -56,18 +56,18 @@ def assign(
             "no module has a pipeline stage: give modules `pipeline_stage` (or set_stage), name patterns, or a number "
             "of stages"
         )
-    found = _filled(graph, marked)
-    _check_order(graph, found)
-    _check_gaps(set(found.values()), stages)
-    return found
+    assignment = _filled(graph, marked)
+    _check_order(graph, assignment)
+    _check_gaps(set(assignment.values()), stages)
+    return assignment
 
 
 def balanced(graph: Graph, stages: int, hardware: str = "910b") -> dict[str, int]:
-    """Return stages of about the same work, cut where few bytes go across.
+    """Return stages of about equal work, cut where few bytes are sent.
 
-    Operators are taken in the order in which they run, so that any cut can be. The work is the cost model's time of
-    their forward and backward on one rank of `hardware`. Around each even cut, as far as a quarter of a stage, the
-    place is taken where the tensors that go across have the fewest bytes; of equal ones the nearest.
+    Operators keep the order in which they run, so every cut is possible. The work is the cost model's time of their
+    forward and backward on one rank of `hardware`. Each cut is placed within a quarter of a stage around the even cut,
+    where the tensors sent across have the fewest bytes; among equal places the nearest.
 
     Raises `StageError` unless there are at least as many operators as stages.
     """
@@ -87,19 +87,19 @@ def balanced(graph: Graph, stages: int, hardware: str = "910b") -> dict[str, int
 
 def _checked(stage: object, where: str) -> int:
     if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-        raise StageError(f"{where}: pipeline stage {stage!r} is no stage: give 0, 1, 2, ...")
+        raise StageError(f"{where}: pipeline stage {stage!r} is not allowed: give 0, 1, 2, ...")
     return stage
 
 
 def _marked(graph: Graph, model: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:
-    """Return the stage of each call that a pattern or a mark on a module around it names."""
+    """Return the stage of each call that a pattern, or a mark on a module around it, assigns."""
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     marks = {path: _mark(path, module) for path, module in model.named_modules(remove_duplicate=False)}
     of_modules = {path: stage for path, stage in marks.items() if stage is not None}
     of_nodes: dict[str, int] = {}
     by_pattern: dict[str, int] = {}
-    for pattern, given in patterns.items():
-        stage = _checked(given, repr(pattern))
+    for pattern, value in patterns.items():
+        stage = _checked(value, repr(pattern))
         if ":" in pattern:
             of_nodes = dict.fromkeys((node.name for node in named_nodes(graph, pattern)), stage) | of_nodes
             continue
@@ -108,12 +108,12 @@ def _marked(graph: Graph, model: nn.Module, patterns: Mapping[str, Any]) -> dict
             raise StageError(f"{pattern!r} names no module; there are {', '.join(path for path in paths if path)}")
         by_pattern = dict.fromkeys(named, stage) | by_pattern
     of_modules |= by_pattern
-    found = {}
+    stages = {}
     for node in graph.nodes.values():
         inner = _innermost(node.module, of_modules)
         if node.kind == CALL and (inner is not None or node.name in of_nodes):
-            found[node.name] = of_nodes.get(node.name, inner if inner is not None else 0)
-    return found
+            stages[node.name] = of_nodes.get(node.name, inner if inner is not None else 0)
+    return stages
 
 
 def _mark(path: str, module: nn.Module) -> int | None:
@@ -121,8 +121,8 @@ def _mark(path: str, module: nn.Module) -> int | None:
 
 
 def _fits(path: str, pattern: str) -> bool:
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts, pattern_parts = path.split("."), pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatchcase, parts, pattern_parts))
 
 
 def _innermost(path: str, stages: Mapping[str, int]) -> int | None:
@@ -132,21 +132,21 @@ def _innermost(path: str, stages: Mapping[str, int]) -> int | None:
 
 
 def _filled(graph: Graph, marked: Mapping[str, int]) -> dict[str, int]:
-    """Give a stage to the calls that have none: the latest that they read from, or the first that reads them."""
-    found = dict(marked)
+    """Add the calls without a stage: each gets the latest stage that it reads from, or the first that reads it."""
+    stages = dict(marked)
     calls = [node for node in graph.nodes.values() if node.kind == CALL]
     for node in calls:
-        before = [found[value.node] for value in node.inputs if value.node in found]
-        if node.name not in found and before:
-            found[node.name] = max(before)
+        before = [stages[value.node] for value in node.inputs if value.node in stages]
+        if node.name not in stages and before:
+            stages[node.name] = max(before)
     readers: dict[str, list[str]] = {}
     for node in calls:
         for value in node.inputs:
             readers.setdefault(value.node, []).append(node.name)
     for node in reversed(calls):
-        after = [found[name] for name in readers.get(node.name, ())]
-        found.setdefault(node.name, min(after, default=0))
-    return {node.name: found[node.name] for node in calls}
+        after = [stages[name] for name in readers.get(node.name, ())]
+        stages.setdefault(node.name, min(after, default=0))
+    return {node.name: stages[node.name] for node in calls}
 
 
 def _check_order(graph: Graph, stages: Mapping[str, int]) -> None:
@@ -154,11 +154,11 @@ def _check_order(graph: Graph, stages: Mapping[str, int]) -> None:
         node = graph.nodes[name]
         for value in node.inputs:
             if stages.get(value.node, 0) > stage:
-                giver = graph.nodes[value.node]
+                source, source_stage = _where(graph.nodes[value.node]), stages[value.node]
                 raise StageError(
-                    f"{_where(node)} of stage {stage} reads what {_where(giver)} of stage {stages[value.node]} gives: "
-                    f"a stage reads from itself and from earlier ones. Put {_where(node)} in stage "
-                    f"{stages[value.node]} or later, or {_where(giver)} in stage {stage} or earlier"
+                    f"{_where(node)} of stage {stage} reads what {source} of stage {source_stage} gives: a stage reads "
+                    f"from itself and from earlier stages. Put {_where(node)} in stage {source_stage} or later, or "
+                    f"{source} in stage {stage} or earlier"
                 )
 
 
@@ -175,11 +175,11 @@ def _check_gaps(used: set[int], stages: int | None) -> None:
             "stages 0, 1, 2, ... without a gap"
         )
     if stages is not None and len(used) != stages:
-        raise StageError(f"the model's operators are in {len(used)} stages, and there have to be {stages}")
+        raise StageError(f"the model's operators are in {len(used)} stages, and there must be {stages}: give {stages}")
 
 
 def _work_done(calls: list[Node], hardware: str) -> list[float]:
-    """Return the seconds of all calls up to each, on one rank."""
+    """Return, for each call, the seconds of all calls up to it, on one rank."""
     model, whole, sums, total = CostModel(find_hardware(hardware)), (REPLICATE,), [], 0.0
     for node in calls:
         assert node.call is not None
@@ -190,7 +190,7 @@ def _work_done(calls: list[Node], hardware: str) -> list[float]:
 
 
 def _crossing(graph: Graph, calls: list[Node]) -> list[int]:
-    """Return the bytes of the tensors that are read after each call and were made up to it."""
+    """Return, for each call, the bytes of the tensors made up to it and read after it."""
     order = {node.name: place for place, node in enumerate(calls)}
     change = [0] * (len(calls) + 1)
     for value, readers in graph.readers().items():
@@ -198,8 +198,8 @@ def _crossing(graph: Graph, calls: list[Node]) -> list[int]:
         if value.node in order and last > order[value.node]:
             change[order[value.node]] += graph.meta(value).nbytes
             change[last] -= graph.meta(value).nbytes
-    found, now = [], 0
+    crossing, nbytes = [], 0
     for difference in change[:-1]:
-        now += difference
-        found.append(now)
-    return found
+        nbytes += difference
+        crossing.append(nbytes)
+    return crossing

@@ -1,4 +1,4 @@
-"""Where the time of a pipeline's step went, beside what the schedule's simulation says of it."""
+"""The measured times of a pipeline's step, beside the schedule's simulation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ascend_parallel.training.pipeline.schedule import Simulated, Slot, StageTim
 
 @dataclass(frozen=True)
 class Measured:
-    """One step on the ranks at the same place of all meshes.
+    """A measured step on the ranks at the same place of all meshes.
 
     seconds, busy
-        Of each of them: the whole step, and forward and backward of its stages in it.
+        For each of these ranks: the time of the step, and the part spent in forward and backward of its stages.
     simulated
-        The same schedule with the medians of the measured times of each stage, and sends that take none.
+        The same schedule, simulated with the medians of each stage's measured times and sends of 0 seconds.
     """
 
     seconds: tuple[float, ...]
@@ -28,30 +28,32 @@ class Measured:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they neither ran forward nor backward: bubbles, sends and overhead."""
+        """The share of all ranks' time outside forward and backward: bubbles, sends and overhead."""
         return 1 - sum(self.busy) / sum(self.seconds)
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return one line of text."""
         return f"bubbles {self.bubble:.1%} of a step; simulated {self.simulated.bubble:.1%}"
 
 
-def measured(
-    group: dist.ProcessGroup, schedule: str, stages: int, micro_batches: int, ran: Sequence[Slot], seconds: float
+def measure_step(
+    group: dist.ProcessGroup, schedule: str, stages: int, micro_batches: int, executed: Sequence[Slot], seconds: float
 ) -> Measured:
-    """Return what the ranks of `group`, in the order of the meshes, measured. All of them have to call it."""
-    mine = {"seconds": seconds, "busy": sum(slot.stop - slot.start for slot in ran), "medians": _medians(ran)}
-    told = list(exchange(group, "Pipeline.measure", mine, RuntimeError).values())
-    times = StageTimes(seconds={_key(name): value for one in told for name, value in one["medians"].items()})
-    simulated = simulate(schedule, len(told), stages, micro_batches, times)
-    return Measured(tuple(one["seconds"] for one in told), tuple(one["busy"] for one in told), simulated)
+    """Return the times that the ranks of `group`, in the order of the meshes, measured. All of them must call it."""
+    busy = sum(slot.stop - slot.start for slot in executed)
+    mine = {"seconds": seconds, "busy": busy, "medians": _medians(executed)}
+    by_rank = list(exchange(group, "Pipeline.measure", mine, RuntimeError).values())
+    times = StageTimes(seconds={_key(name): value for times in by_rank for name, value in times["medians"].items()})
+    simulated = simulate(schedule, len(by_rank), stages, micro_batches, times)
+    seconds_by_rank = tuple(times["seconds"] for times in by_rank)
+    return Measured(seconds_by_rank, tuple(times["busy"] for times in by_rank), simulated)
 
 
-def _medians(ran: Sequence[Slot]) -> Mapping[str, float]:
-    found: dict[str, list[float]] = {}
-    for slot in ran:
-        found.setdefault(f"{slot.action.kind} {slot.action.stage}", []).append(slot.stop - slot.start)
-    return {name: median(times) for name, times in found.items()}
+def _medians(executed: Sequence[Slot]) -> Mapping[str, float]:
+    times_by_name: dict[str, list[float]] = {}
+    for slot in executed:
+        times_by_name.setdefault(f"{slot.action.kind} {slot.action.stage}", []).append(slot.stop - slot.start)
+    return {name: median(times) for name, times in times_by_name.items()}
 
 
 def _key(name: str) -> tuple[str, int]:

@@ -1,8 +1,8 @@
-"""How a rank runs forward and backward of a batch, by what the strategy makes of the model.
+"""Runners of forward and backward of a batch, chosen by the strategy.
 
-runner   what a training step needs of each
-graph    its part of the graph, micro-batch by micro-batch
-staged   its stages of a pipeline
-eager    the model's own Python, by the plan
-written  a model with collectives of its own
+runner           the protocol that a training step uses
+graph_runner     the rank's part of the traced graph, micro-batch by micro-batch
+pipeline_runner  the rank's stages of a pipeline
+eager_runner     the model's own Python, by the plan
+hybrid_runner    a model with its own collectives
 """

@@ -1,4 +1,4 @@
-"""A planned model whose own Python runs."""
+"""Run a planned model's own Python."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint.module_shards import pieces_of
+from ascend_parallel.training.checkpoint.module_shards import tensor_shards_of
 from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss
 from ascend_parallel.training.masked_means import MaskedMeans
 from ascend_parallel.training.optimizer.targets import Target
 from ascend_parallel.training.options import StrategyOptionError
-from ascend_parallel.training.runners.runner import divided_over, keep_gradients, loss_of, part_of
+from ascend_parallel.training.runners.runner import accumulate_in_fp32, evaluation_loss, micro_batch_of, partition_dim
 from ascend_parallel.training.training_plan import TrainingPlan
 
 
 class EagerRunner:
-    """A planned model whose own Python runs; the optimizer has the local tensors of its DTensors."""
+    """Runs a planned model's own Python; the optimizer gets the local tensors of its DTensors."""
 
     def __init__(self, planned: TrainingPlan, loss: Loss, local_batches: bool) -> None:
-        """Shard the model in place. Every rank comes."""
+        """Shard the model in place. Every rank must call it."""
         _check_eager(planned)
         self._strategy, model = planned.strategy, planned.model
         self._joined = parallelize(WithLoss(model, loss), planned.plan, local_inputs=local_batches)
         self.modules, self.unreduced, self._mesh = (model,), False, planned.plan.mesh
-        given = (node.source for node in planned.plan.graph.nodes.values() if node.kind == PARAMETER)
-        read = set(map(model.get_parameter, given))  # the others have no gradient
-        self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad and one in read}
-        self._local = {name: nn.Parameter(local_of(one)) for name, one in self._sharded.items()}
+        sources = (node.source for node in planned.plan.graph.nodes.values() if node.kind == PARAMETER)
+        read = set(map(model.get_parameter, sources))  # parameters that no operator reads have no gradient
+        named = model.named_parameters()
+        self._sharded = {name: param for name, param in named if param.requires_grad and param in read}
+        self._local = {name: nn.Parameter(local_tensor(param)) for name, param in self._sharded.items()}
         self._means = MaskedMeans(planned.plan, self._strategy.pipeline.micro_batches)
         for parameters in (self._sharded, self._local):
-            keep_gradients(parameters.values(), self._strategy)
+            accumulate_in_fp32(parameters.values(), self._strategy)
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add the gradients of ``factor * loss``."""
-        self._means.look(batch)
+        self._means.check(batch)
         count = self._strategy.pipeline.micro_batches
         losses = Losses(count, factor)
         for number in range(count):
-            found = self._joined(*(part_of(one, number, count) for one in batch))
-            losses.add(found).backward()  # type: ignore[no-untyped-call]
+            returned = self._joined(*(micro_batch_of(value, number, count) for value in batch))
+            losses.add(returned).backward()  # type: ignore[no-untyped-call]
         return losses.batch()
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
-        """Return the loss in evaluation mode, if the model runs as it was traced there too."""
-        return loss_of(self._joined, self.modules, batch, self._strategy.pipeline.micro_batches)
+        """Return the loss in evaluation mode; raise if the model then runs other operators than were traced."""
+        return evaluation_loss(self._joined, self.modules, batch, self._strategy.pipeline.micro_batches)
 
     def finish(self) -> None:
         """Give the optimizer the gradients, which are summed."""
         for name, parameter in self._sharded.items():
-            self._local[name].grad = None if parameter.grad is None else local_of(parameter.grad)
+            self._local[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
             parameter.grad = None
 
     def clear(self) -> None:
@@ -66,33 +67,34 @@ class EagerRunner:
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
-        pieces, mesh, dim, found = self.pieces(), self._mesh, divided_over(self._strategy), []
+        shards, mesh, dim, targets = self.tensor_shards(), self._mesh, partition_dim(self._strategy), []
         for path, parameter in self._local.items():
             placements = cast(DTensor, self._sharded[path]).placements
-            whole = [name for name, one in zip(mesh.dim_names, placements, strict=True) if not one.is_shard()]
-            group = mesh.group(dim) if dim is not None and dim in whole else None
-            copies = prod(map(mesh.size, whole))
-            found.append(Target(path, parameter, pieces[path], group, copies))
-        return found
+            pairs = zip(mesh.dim_names, placements, strict=True)
+            replicated = [name for name, placement in pairs if not placement.is_shard()]
+            group = mesh.group(dim) if dim is not None and dim in replicated else None
+            copies = prod(map(mesh.size, replicated))
+            targets.append(Target(path, parameter, shards[path], group, copies))
+        return targets
 
-    def pieces(self) -> dict[str, TensorShard]:
-        """Return this rank's part of parameters and buffers."""
-        return pieces_of(self.modules[0])
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """Return this rank's shards of parameters and buffers."""
+        return tensor_shards_of(self.modules[0])
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, as it lies."""
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, detached."""
     return cast(DTensor, tensor.detach()).to_local()
 
 
 def _check_eager(planned: TrainingPlan) -> None:
-    """Refuse by name what only a graph can."""
+    """Refuse the options that need static=True."""
     strategy = planned.strategy
-    for name, given in (
+    for name, is_set in (
         ("pipeline.degree", planned.stages),
         ("recompute", strategy.recompute.modules or Recompute.of(planned.model).modules),
         ("fused_passes", strategy.fused_passes),
-        ("sharding.level=2", strategy.sharding.level == 2),
+        ("sharding.zero_stage=2", strategy.sharding.zero_stage == 2),
     ):
-        if given:
-            raise StrategyOptionError(f"{name} with static=False: only the graph can, which static=True runs")
+        if is_set:
+            raise StrategyOptionError(f"{name} with static=False: give static=True, whose graph it needs")

@@ -1,4 +1,4 @@
-"""A rank's part of a planned graph, micro-batch by micro-batch."""
+"""Run a rank's part of a planned graph, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.masked_means import MaskedMeans
 from ascend_parallel.training.optimizer.targets import Target, module_targets
-from ascend_parallel.training.runners.runner import divided_over, keep_gradients, loss_of, part_of, take_evaluation
+from ascend_parallel.training.runners.runner import (
+    accumulate_in_fp32,
+    evaluation_loss,
+    micro_batch_of,
+    partition_dim,
+    use_evaluation_graph,
+)
 from ascend_parallel.training.training_plan import TrainingPlan
 
 
 class GraphRunner:
-    """This rank's part of a graph, micro-batch by micro-batch."""
+    """Runs this rank's part of a graph, micro-batch by micro-batch."""
 
     def __init__(self, planned: TrainingPlan, settings: Settings | None, local_batches: bool) -> None:
-        """Take this rank's part. Every rank comes."""
+        """Build this rank's part. Every rank must call it."""
         self._planned, self._strategy = planned, planned.strategy
         strategy = planned.strategy
         self.module = ShardedModule(
@@ -35,29 +41,29 @@ class GraphRunner:
             bucket_bytes=strategy.comm_fusion.bucket_bytes,
         )
         self._means = MaskedMeans(planned.plan, planned.strategy.pipeline.micro_batches)
-        keep_gradients(self.module.parameters(), strategy)
-        self.modules, self.unreduced = (self.module,), strategy.sharding.level == 2
+        accumulate_in_fp32(self.module.parameters(), strategy)
+        self.modules, self.unreduced = (self.module,), strategy.sharding.zero_stage == 2
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add the gradients of ``factor * loss``."""
-        self._means.look(batch)
+        self._means.check(batch)
         count = self._strategy.pipeline.micro_batches
         losses = Losses(count, factor)
         for number in range(count):
-            summed = last and number == count - 1 and self._strategy.overlap.gradients and not self.unreduced
+            sums_now = last and number == count - 1 and self._strategy.overlap.gradients and not self.unreduced
             later = (self._strategy.sharding.dim,) if self.unreduced else ()
-            with nullcontext() if summed else self.module.no_sync(*later):
-                found = self.module(*(part_of(one, number, count) for one in batch))
-                losses.add(found).backward()  # type: ignore[no-untyped-call]
+            with nullcontext() if sums_now else self.module.no_sync(*later):
+                returned = self.module(*(micro_batch_of(value, number, count) for value in batch))
+                losses.add(returned).backward()  # type: ignore[no-untyped-call]
         return losses.batch()
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the loss in evaluation mode."""
-        take_evaluation(self._planned, self.modules)
-        return loss_of(self.module, self.modules, batch, self._strategy.pipeline.micro_batches)
+        use_evaluation_graph(self._planned, self.modules)
+        return evaluation_loss(self.module, self.modules, batch, self._strategy.pipeline.micro_batches)
 
     def finish(self) -> None:
-        """Sum what was held back; at level 2 the optimizer sums over its replicas."""
+        """Sum unsummed gradients; at ZeRO stage 2 the optimizer sums over its replicas."""
         if not self.unreduced:
             self.module.reduce_gradients()
 
@@ -67,8 +73,8 @@ class GraphRunner:
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
-        return module_targets(self.module, divided_over(self._strategy))
+        return module_targets(self.module, partition_dim(self._strategy))
 
-    def pieces(self) -> dict[str, TensorShard]:
-        """Return this rank's part of parameters and buffers."""
-        return self.module.pieces()
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """Return this rank's shards of parameters and buffers."""
+        return self.module.tensor_shards()

@@ -1,4 +1,4 @@
-"""A model that runs as it is, with collectives of its own."""
+"""Run a model as it is written, with its own collectives."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ascend_parallel.training.loss import BatchLoss, Loss, Losses
 from ascend_parallel.training.masked_means import CountedMeans, warn_of_replicas
 from ascend_parallel.training.optimizer.targets import Target
 from ascend_parallel.training.options import StrategyOptionError
-from ascend_parallel.training.runners.runner import keep_gradients
+from ascend_parallel.training.runners.runner import accumulate_in_fp32
 from ascend_parallel.training.strategy import Strategy
-from ascend_parallel.training.training_plan import evaluating
+from ascend_parallel.training.training_plan import evaluation_mode
 
 
 class HybridRunner:
-    """A model that runs as it is, with collectives of its own (mode "hybrid"); gradients are summed over data."""
+    """Runs a model as written, with its own collectives (mode "hybrid"); gradients are summed over data."""
 
     def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
         """Take the rank's own model."""
         self._model, self._loss, self._strategy = model, loss, strategy
         self.modules, self.unreduced = (model,), True
         self._seen, self._unequal = 0, False
-        keep_gradients(model.parameters(), strategy)
+        accumulate_in_fp32(model.parameters(), strategy)
         (mesh,) = strategy.meshes()
         mesh.device_mesh()
         self._replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
@@ -40,16 +40,16 @@ class HybridRunner:
             mine = {"the model's parameters": fingerprint(model)}
             cure = "Seed replicas alike, or load one checkpoint"
             confirm_same(self._group, "train_step", mine, "ranks call train_step differently", cure)
-        if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "pieces"):
+        if prod(strategy.mesh.values()) > self._replicas and not hasattr(model, "tensor_shards"):
             raise StrategyOptionError(
-                'mode="hybrid" with a mesh of more than the data dimension: the model has to tell what of each '
-                "parameter a rank holds, by a method pieces() -> dict[str, TensorShard]"
+                'mode="hybrid" with a mesh of more than the data dimension: give the model a method tensor_shards() -> '
+                "dict[str, TensorShard] that tells which shard of each parameter a rank holds"
             )
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
         losses = Losses(1, factor)
-        with self._looking():
+        with self._comparing_counts():
             returned = self._loss(self._model, *batch)
         share, own = losses.add(returned), losses.batch()
         (share if own.count is not None else share / self._replicas).backward()  # type: ignore[no-untyped-call]
@@ -57,14 +57,14 @@ class HybridRunner:
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the mean over data of the loss in evaluation mode."""
-        with torch.no_grad(), evaluating(self.modules):
+        with torch.no_grad(), evaluation_mode(self.modules):
             losses = Losses(1)
             losses.add(self._loss(self._model, *batch))
             return self._mean(losses.batch()).mean
 
     @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """Warn, once, if replicas take a mean over unequal counts: in batches alike on all ranks."""
+    def _comparing_counts(self) -> Iterator[None]:
+        """Warn, once, if replicas take means over unequal counts; every rank compares in the same batches."""
         number, self._seen = self._seen, self._seen + 1
         if self._group is None or self._unequal or not is_due(number, EVERY):
             yield
@@ -74,16 +74,16 @@ class HybridRunner:
         self._unequal = warn_of_replicas(means.count, self._group)
 
     def _mean(self, own: BatchLoss) -> BatchLoss:
-        """Return the mean over data, of means or of all that is counted."""
+        """Return the mean over data: of the means, or of sums and counts."""
         if own.count is None:
             return BatchLoss(self._summed(own.total / self._replicas))
         return BatchLoss(self._summed(own.total), self._summed(own.count))
 
     def _summed(self, number: torch.Tensor) -> torch.Tensor:
-        found = number.clone()
+        total = number.clone()
         if self._group is not None:
-            dist.all_reduce(found, group=self._group)
-        return found
+            dist.all_reduce(total, group=self._group)
+        return total
 
     def finish(self) -> None:
         """Leave the sums to the optimizer."""
@@ -93,20 +93,19 @@ class HybridRunner:
         self._model.zero_grad(set_to_none=True)
 
     def targets(self) -> list[Target]:
-        """Return this rank's parameters; each is a replica along the data dimension."""
-        pieces, everybody = self.pieces(), dist.group.WORLD
+        """Return this rank's parameters; each is replicated along the data dimension."""
+        shards, everybody = self.tensor_shards(), dist.group.WORLD
         assert everybody is not None
-        wanted = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
-        boxes = {name: str((pieces[name].offsets, tuple(one.shape))) for name, one in wanted.items()}
-        told = exchange(everybody, "train_step", boxes, DisagreementError).values()
-        copies = {name: sum(of_rank.get(name) == box for of_rank in told) for name, box in boxes.items()}
-        return [Target(name, one, pieces[name], self._group, copies[name]) for name, one in wanted.items()]
+        parameters = {name: param for name, param in self._model.named_parameters() if param.requires_grad}
+        mine = {name: str((shards[name].offsets, tuple(param.shape))) for name, param in parameters.items()}
+        by_rank = exchange(everybody, "train_step", mine, DisagreementError).values()
+        copies = {name: sum(bounds.get(name) == my_bounds for bounds in by_rank) for name, my_bounds in mine.items()}
+        return [Target(name, param, shards[name], self._group, copies[name]) for name, param in parameters.items()]
 
-    def pieces(self) -> dict[str, TensorShard]:
-        """Return what the model says it holds, or all of it."""
-        if hasattr(self._model, "pieces"):
-            found: dict[str, TensorShard] = self._model.pieces()  # type: ignore[operator]
-            return found
-        return {
-            name: TensorShard(one, tuple(one.shape), (0,) * one.ndim) for name, one in self._model.state_dict().items()
-        }
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """Return the model's own `tensor_shards()` if it has the method, else its whole state."""
+        if hasattr(self._model, "tensor_shards"):
+            shards: dict[str, TensorShard] = self._model.tensor_shards()  # type: ignore[operator]
+            return shards
+        state = self._model.state_dict()
+        return {name: TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""A rank's stages of a pipeline."""
+"""Run a rank's stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ascend_parallel.training.loss import BatchLoss
 from ascend_parallel.training.masked_means import MaskedMeans
 from ascend_parallel.training.optimizer.targets import Target, module_targets
 from ascend_parallel.training.pipeline.pipeline import Pipeline
-from ascend_parallel.training.runners.runner import divided_over, keep_gradients, take_evaluation
-from ascend_parallel.training.training_plan import TrainingPlan, evaluating
+from ascend_parallel.training.runners.runner import accumulate_in_fp32, partition_dim, use_evaluation_graph
+from ascend_parallel.training.training_plan import TrainingPlan, evaluation_mode
 
 
 class PipelineRunner:
-    """This rank's stages of a pipeline."""
+    """Runs this rank's stages of a pipeline."""
 
     def __init__(
         self, planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None
     ) -> None:
-        """Take this rank's stages. Every rank comes."""
+        """Build this rank's stages. Every rank must call it."""
         self._planned, self._strategy = planned, planned.strategy
         strategy = planned.strategy
         self.pipeline = Pipeline(
@@ -43,49 +43,49 @@ class PipelineRunner:
             bucket_bytes=strategy.comm_fusion.bucket_bytes,
             recompute=strategy.recompute if strategy.recompute.modules else None,
         )
-        given = [node for part in self.pipeline.parts for node in part.plan.graph.nodes.values()]
-        read = {node.source for node in given if node.kind in (PARAMETER, BUFFER)}
-        self._unread = unread(planned.model, read)
+        nodes = [node for part in self.pipeline.parts for node in part.plan.graph.nodes.values()]
+        read = {node.source for node in nodes if node.kind in (PARAMETER, BUFFER)}
+        self._unread = unread_state(planned.model, read)
         self._means = MaskedMeans(planned.plan, planned.strategy.pipeline.micro_batches)
-        keep_gradients((one for module in self.pipeline.modules for one in module.parameters()), strategy)
-        self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.level == 2
+        accumulate_in_fp32((param for module in self.pipeline.modules for param in module.parameters()), strategy)
+        self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.zero_stage == 2
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add the gradients of ``factor * loss``."""
-        self._means.look(batch)
+        self._means.check(batch)
         self.pipeline.factor = factor
         mean, count = self.pipeline.step(*batch), self.pipeline.count
         return BatchLoss(mean if count is None else mean * count, count)
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the loss in evaluation mode."""
-        take_evaluation(self._planned, self.modules)
-        with evaluating(self.modules):
+        use_evaluation_graph(self._planned, self.modules)
+        with evaluation_mode(self.modules):
             return self.pipeline.evaluate(*batch)
 
     def finish(self) -> None:
-        """Sum over ranks and, what several stages share, over stages; at level 2 the optimizer sums over replicas."""
+        """Sum over ranks, and over stages for shared parameters; at ZeRO stage 2 the optimizer sums over replicas."""
         self.pipeline.reduce_gradients(but=[self._strategy.sharding.dim] if self.unreduced else [])
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
-        dim, shared, found = divided_over(self._strategy), self.pipeline.shared, []
+        dim, shared, targets = partition_dim(self._strategy), self.pipeline.shared, list[Target]()
         for module in self.modules:
-            meshes = {name: shared.meshes[one] for name, one in module.named_parameters() if one in shared.meshes}
-            found += module_targets(module, dim, meshes=meshes)
-        return [one for one in found if one.parameter not in shared.repeated]
+            meshes = {name: shared.meshes[param] for name, param in module.named_parameters() if param in shared.meshes}
+            targets += module_targets(module, dim, meshes=meshes)
+        return [target for target in targets if target.parameter not in shared.repeated]
 
     def clear(self) -> None:
         """Drop all gradients."""
         self.pipeline.zero_grad()
 
-    def pieces(self) -> dict[str, TensorShard]:
-        """Return this rank's part of parameters and buffers; what no stage reads is whole on every rank."""
-        return self._unread | self.pipeline.pieces()
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """Return this rank's shards of parameters and buffers; state that no stage reads is whole on every rank."""
+        return self._unread | self.pipeline.tensor_shards()
 
 
-def unread(model: nn.Module, read: Set[str]) -> dict[str, TensorShard]:
-    """Return, whole, what of a model's state has none of the names in `read` and is tied to nothing that has."""
+def unread_state(model: nn.Module, read: Set[str]) -> dict[str, TensorShard]:
+    """Return, whole, the model's state that is not named in `read` and not tied to state named there."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(tensor) for name, tensor in state.items() if name in read}
     rest = {name: tensor.detach().clone() for name, tensor in state.items() if id(tensor) not in tensors}

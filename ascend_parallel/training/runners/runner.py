@@ -1,4 +1,4 @@
-"""What a training step needs of what runs forward and backward, and what all of those share."""
+"""The protocol of runners of forward and backward, and functions that they share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.optimizer.targets import Target
 from ascend_parallel.training.strategy import Strategy
-from ascend_parallel.training.training_plan import TrainingPlan, evaluating, rows_of_part
+from ascend_parallel.training.training_plan import TrainingPlan, evaluation_mode, rows_of_part
 
 
 class Runner(Protocol):
-    """What a training step needs of it."""
+    """Runs forward and backward for a training step."""
 
     @property
     def unreduced(self) -> bool:
@@ -30,13 +30,13 @@ class Runner(Protocol):
         """This rank's part of the model."""
 
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
-        """Add the gradients of ``factor * loss``, of sums where the loss counts. `last`: of those between steps."""
+        """Add the gradients of ``factor * loss`` (of the sum if the loss counts). `last`: the last before a step."""
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
-        """Return the loss in evaluation mode; no gradient is touched."""
+        """Return the loss in evaluation mode; gradients stay unchanged."""
 
     def finish(self) -> None:
-        """Sum what has to be whole before the optimizer steps."""
+        """Sum the gradients that must be summed before the optimizer steps."""
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -44,14 +44,14 @@ class Runner(Protocol):
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
 
-    def pieces(self) -> dict[str, TensorShard]:
-        """Return this rank's part of parameters and buffers."""
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """Return this rank's shards of parameters and buffers."""
 
 
-def take_evaluation(planned: TrainingPlan, modules: Sequence[ShardedModule]) -> None:
-    """Have modules run in evaluation mode what stands for what was traced in training, once it is checked to be that.
+def use_evaluation_graph(planned: TrainingPlan, modules: Sequence[ShardedModule]) -> None:
+    """Switch modules to the evaluation graph, after checking it against the model in evaluation mode.
 
-    Raises as `TrainingPlan.check_evaluation`, on all ranks alike.
+    Raises as `TrainingPlan.check_evaluation` does, on all ranks alike.
     """
     if not planned.plan.graph.training or all(module.evaluation is not None for module in modules):
         return
@@ -60,29 +60,31 @@ def take_evaluation(planned: TrainingPlan, modules: Sequence[ShardedModule]) -> 
         module.evaluation = in_evaluation(module.plan.graph)
 
 
-def loss_of(run: Callable[..., Any], modules: Sequence[nn.Module], batch: Sequence[Any], count: int) -> torch.Tensor:
+def evaluation_loss(
+    run: Callable[..., Any], modules: Sequence[nn.Module], batch: Sequence[Any], count: int
+) -> torch.Tensor:
     """Return the mean loss of a batch in `count` micro-batches with the modules in evaluation mode."""
     losses = Losses(count)
-    with torch.no_grad(), evaluating(modules):
+    with torch.no_grad(), evaluation_mode(modules):
         for number in range(count):
-            losses.add(run(*(part_of(one, number, count) for one in batch)))
+            losses.add(run(*(micro_batch_of(value, number, count) for value in batch)))
     return losses.batch().mean
 
 
-def part_of(one: Any, number: int, count: int) -> Any:
-    """Return the `number`-th of `count` micro-batches of a batch's tensor."""
-    if not isinstance(one, torch.Tensor) or count == 1:
-        return one
-    rows = rows_of_part(one, count)
-    return one[number * rows : (number + 1) * rows]
+def micro_batch_of(value: Any, number: int, count: int) -> Any:
+    """Return the `number`-th of `count` micro-batches of a batch's tensor; anything else unchanged."""
+    if not isinstance(value, torch.Tensor) or count == 1:
+        return value
+    rows = rows_of_part(value, count)
+    return value[number * rows : (number + 1) * rows]
 
 
-def keep_gradients(parameters: Iterable[nn.Parameter], strategy: Strategy) -> None:
-    """Have gradients of 16 bits add up in fp32 where several backwards come before a step of the optimizer."""
+def accumulate_in_fp32(parameters: Iterable[nn.Parameter], strategy: Strategy) -> None:
+    """Accumulate 16-bit gradients in fp32 if several backwards come before a step of the optimizer."""
     if strategy.backwards > 1:
         accumulate_wide(parameters)
 
 
-def divided_over(strategy: Strategy) -> str | None:
-    """Return the mesh dimension whose ranks share the optimizer's work; None if nobody does."""
-    return strategy.sharding.dim if strategy.sharding.level else None
+def partition_dim(strategy: Strategy) -> str | None:
+    """Return the mesh dimension over which the optimizer is partitioned; None if it is not."""
+    return strategy.sharding.dim if strategy.sharding.zero_stage else None
