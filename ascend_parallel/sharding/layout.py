@@ -56,8 +56,8 @@ class Placement:
         return Shard(self.dim) if self.kind == "shard" else Replicate()
 
     def __str__(self) -> str:
-        """Return R, R/P (the gradient is partial), S(0) or P(sum)."""
-        short = {"replicate": "R", "partial_grad": "R/P"}
+        """Return R, R* (the gradient is partial), S(0) or P(sum)."""
+        short = {"replicate": "R", "partial_grad": "R*"}
         return short.get(self.kind) or (f"S({self.dim})" if self.kind == "shard" else f"P({self.op})")
 
 

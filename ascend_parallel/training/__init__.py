@@ -19,10 +19,10 @@ from ascend_parallel.training.options import (
     CommFusion,
     GradientMerge,
     OverlapOptions,
-    PipelineOptions,
     ShardingOptions,
     StrategyOptionError,
 )
+from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute, recompute
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.train_step import TrainStep, train_step

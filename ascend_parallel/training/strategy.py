@@ -21,11 +21,11 @@ from ascend_parallel.training.options import (
     CommFusion,
     GradientMerge,
     OverlapOptions,
-    PipelineOptions,
     ShardingOptions,
     StrategyOptionError,
     check_one_of,
 )
+from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute
 from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 

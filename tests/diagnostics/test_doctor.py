@@ -45,6 +45,7 @@ def test_a_misspelt_variable_is_bad_and_said_in_words():
     assert "1 thing to fix: variables" in ended.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("variables", "message"),
     [({"COC_PARALLEL_NUM": "abc"}, "COC_PARALLEL_NUM='abc'"), ({"COC_PLAN": "none.json"}, "cannot be read")],
@@ -71,6 +72,7 @@ def both(python, **variables):
     return found[0].returncode, *(process.stdout + process.stderr for process in found)
 
 
+@pytest.mark.slow
 def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     python = environment(tmp_path, without=["megatron"])
     status, doctor, said = both(python, COC_PARALLEL_NUM="4")

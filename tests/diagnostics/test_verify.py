@@ -97,6 +97,7 @@ def fused_main_grad(group, start, dtype):
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("start", [0.0, 1e5])
 def test_gradients_added_to_main_grad_are_verified(ranks, start, dtype):

@@ -99,6 +99,7 @@ def verified(group, path):
     return different, report.notes, backwards
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", LAYERS)
 def test_a_check_sees_the_operands_that_the_layer_sees(ranks, path):
     for different, notes, backwards in ranks(2).run(verified, path):

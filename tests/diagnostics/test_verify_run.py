@@ -57,6 +57,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("count", "options"), RUNS.values(), ids=RUNS)
 def test_a_verified_run_keeps_every_bit(ranks, count, options):
     """Three steps, every second call: the first and third, of those with and without gradients each."""
@@ -158,6 +159,7 @@ CLOSE = """
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case",
     [fault if place < 2 else pytest.param(fault, marks=pytest.mark.stress) for place, fault in enumerate(FAULTS)],
@@ -240,6 +242,7 @@ def test_the_command_fails_where_nothing_was_checked(tmp_path, variables):
     assert "its tensor-parallel group has one rank, so nothing is communicated" in result.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [

@@ -80,6 +80,7 @@ def test_a_restart_goes_on_bit_for_bit(ranks, tmp_path):
     assert ranks(8).run(train, str(interrupted)) == [losses[4:] for losses in whole]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_layout(ranks, one_card, tmp_path):
     exact = [step.files["strategy.toml"] for step in STEPS if "amp" not in step.files["strategy.toml"]]
     folder, of_eight = written(tmp_path, {**STEPS[-1].files, "strategy.toml": exact[-1]})

@@ -79,6 +79,7 @@ def strides(group, settings, dtype):
         close(y, truth_reduce_scatter(x, w, group.rank()), dtype)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", KINDS)

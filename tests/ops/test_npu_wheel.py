@@ -145,6 +145,7 @@ def names_are_asked_once():
     assert Backend.asked == 1
 
 
+@pytest.mark.slow
 def test_arguments_are_what_the_schemas_and_the_documentation_ask_for(with_torch_npu):
     with_torch_npu(arguments)
 

@@ -53,6 +53,7 @@ def every_case(group, dtype):
     return worst
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_every_shape_and_chunk_count_matches_the_truth(ranks, count, dtype):

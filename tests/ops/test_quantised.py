@@ -125,6 +125,7 @@ def every_case(group, grain, dtype):
             assert ((y.double() - original).abs() <= bound(x, weights, dtype) + rounding).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grain", GRAINS)
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -56,6 +56,7 @@ def bits(group, dtype):
         return shm._SHARED[group].half_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_results_are_the_pieces_matmuls_summed_in_rank_order(ranks, count, dtype):
@@ -126,6 +127,7 @@ def grown(group):
     return halves
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_segment_grows(ranks, count):
     for first, second, third, fourth in ranks(count).run(grown):
@@ -172,6 +174,7 @@ def bits_of_many(group):
         check_call(group, operator, dtype, (group.size() * 48, 16, 160), seed)  # and in parts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [12, 16])
 def test_many_ranks_have_the_bits_of_matmuls_in_rank_order(ranks, count):
     ranks(count).run(bits_of_many)

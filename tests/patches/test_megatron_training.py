@@ -79,6 +79,7 @@ REAL_SIZES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("chunks", [4, 8])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_train_with_the_same_bits_at_sizes_of_real_layers(ranks, sequence_parallel, chunks):
@@ -89,6 +90,7 @@ def test_two_ranks_train_with_the_same_bits_at_sizes_of_real_layers(ranks, seque
         assert all(count["chunks"] > count["calls"] for count in found["counts"].values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_with_the_same_bits(ranks, options):
     for found in ranks(2).run(both, options):

@@ -131,6 +131,7 @@ FORWARD = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["import ascend_parallel, megatron.core", "import megatron.core, ascend_parallel"])
 def test_either_order_of_imports(order):
     patched = output(f"{order}; {FORWARD}", COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -142,6 +143,7 @@ def plain():
     return output(FORWARD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("environ", [{}, {"COC_PARALLEL_NUM": "1", "USE_COC_FUSED_KERNEL": "0"}, {"COC_MODE": "0"}])
 def test_off_means_untouched(plain, environ):
     assert plain.endswith("tensor_parallel/layers.py")
@@ -238,6 +240,7 @@ def test_apply_while_off_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_another_version_or_signature_of_megatron_is_refused():
     for spoil, message in (
         (
@@ -274,6 +277,7 @@ print(ap.status().settings.num_chunks, ap.status().notes[0])
     assert output(code, COC_PARALLEL_NUM="4").startswith("4 COC_PARALLEL_NUM was 4 when it was read and is 8 now")
 
 
+@pytest.mark.slow
 def test_a_run_that_overlapped_nothing_says_so():
     done = python("import megatron.core", COC_PARALLEL_NUM="4", RANK="0")
     assert "overlap was on, but 0 linear layers ran with it: no layer of megatron-core" in done.stderr
@@ -292,6 +296,7 @@ def test_a_run_that_overlapped_nothing_says_so_where_it_helps():
     assert "linear layers" not in python("import megatron.core", COC_PARALLEL_NUM="4", RANK="1").stderr
 
 
+@pytest.mark.slow
 def test_run_a_script(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys, helper; print(sys.argv[1:], __name__, helper.x)\n" + FORWARD)
@@ -307,6 +312,7 @@ def test_run_a_script(tmp_path):
         assert lines[1].endswith("patches/megatron/layers.py")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("call", "code"), [(["run"], 2), (["run", "nowhere.py"], 2), (["run", "--help"], 0)])
 def test_run_without_a_script(call, code):
     done = subprocess.run([sys.executable, "-m", "ascend_parallel", *call], capture_output=True, text=True, timeout=60)

@@ -36,6 +36,7 @@ def code(*parts, limit=20):
     return (START + "".join(parts)).replace("{limit}", str(limit))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("environs", "difference"),
     [
@@ -154,6 +155,7 @@ print(len(records) >= 1 and "rank 1 of group" in records[0] if rank == 0 else "l
 """
 
 
+@pytest.mark.slow
 def test_waiting_for_a_late_rank_is_said():
     first, second = launch(code(OLD_STYLE), [{}] * 2)
     assert (first.stdout.strip(), second.stdout.strip()) == ("True", "late"), first.stderr

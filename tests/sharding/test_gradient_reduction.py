@@ -83,6 +83,7 @@ def data_parallel_training(group):
     return [len(model.buckets) for model in models]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_data_parallel_training(ranks, count):
     for without, small, default in ranks(count).run(data_parallel_training):
@@ -97,6 +98,7 @@ def two_dimensions_training(group, name):
     torch.testing.assert_close(beside.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["GPT", "ResNet"])
 def test_training_on_two_mesh_dimensions(ranks, name):
     ranks(4).run(two_dimensions_training, name)
@@ -122,6 +124,7 @@ def accumulated(group, held):
         sharded.zero_grad()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("held", [(), ("dp",), ("mp",)], ids=str)
 def test_gradients_of_several_backwards(ranks, held):
     ranks(4).run(accumulated, held)

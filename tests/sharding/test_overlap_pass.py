@@ -55,6 +55,7 @@ def run_mlp(group, form, shape, overlap, settings=(), bias=True):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_tensor_parallel_mlp(ranks, count):
     for bias, settings in itertools.product((True, False), ({}, CHUNKS)):

@@ -183,6 +183,7 @@ def squared(model, x):
     return model(x).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_hooks_on_parts_whose_gradients_are_summed_later_are_refused(ranks, zero_stage):
     ranks(2).run(refused_on_parts, zero_stage)

@@ -96,6 +96,7 @@ def agree(found):
             assert all(held[box] == others[box] for box in held.keys() & others.keys())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("static", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("kind", RANDOM)
 def test_ranks_seeded_apart_stay_one_model(ranks, kind, static):

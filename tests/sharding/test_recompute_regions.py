@@ -78,6 +78,7 @@ def same(group, name, mesh_shape, options, variants, rows_cut=False, **made_of):
 GATHERED = {**CHUNKS, "recompute_all_gather": False}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_the_same_bits(ranks, collectives):
     """Rows sharded or not, overlapped or not, gathered rows kept or not; with exceptions; with dropout."""
@@ -99,6 +100,7 @@ def test_single_operators_the_whole_model_and_one_layer(ranks, options):
     ranks(2).run(same_with_dropout, options, [(False, {}, []), (True, {}, [])])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_two_mesh_dimensions(ranks, collectives):
     ranks(4).run(same, "Llama", (2, 2), {**LAYERS, "collectives": collectives}, [(True, CHUNKS, [])])
@@ -138,6 +140,7 @@ def train(group, collectives):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_training_against_the_whole_model(ranks, collectives):
     for whole, recomputing in ranks(4).run(train, collectives):
@@ -159,6 +162,7 @@ def counted(group, options, keywords):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows_cut", [False, True])
 def test_no_collective_runs_twice_where_they_are_kept(ranks, rows_cut):
     for overlap, settings in ((False, {}), (True, CHUNKS), (True, GATHERED)):
@@ -258,6 +262,7 @@ def memory(group, options, keywords):
     return measured, [saved_bytes(recomputing.plan, recomputing.schedule, recompute) for recompute in each]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_memory_between_forward_and_backward(ranks, overlap):
     def found(**options):

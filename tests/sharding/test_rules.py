@@ -75,36 +75,36 @@ def test_pairs_of_strategies_on_a_mesh_give_the_whole(name):
             (torch.ones(2, 4, 6), torch.ones(8, 6), torch.ones(8)),
             {
                 "R R R -> R",  # whole everywhere
-                "R/P R/P R/P -> R/P",
-                "S(0) R/P R/P -> S(0)",  # data parallel
-                "S(1) R/P R/P -> S(1)",  # sequence parallel
-                "R/P S(0) S(0) -> S(2)",  # column parallel
-                "S(2) S(1) R/P -> P(sum)",  # row parallel
-                "P(sum) R/P R/P -> P(sum)",
+                "R* R* R* -> R*",
+                "S(0) R* R* -> S(0)",  # data parallel
+                "S(1) R* R* -> S(1)",  # sequence parallel
+                "R* S(0) S(0) -> S(2)",  # column parallel
+                "S(2) S(1) R* -> P(sum)",  # row parallel
+                "P(sum) R* R* -> P(sum)",
             },
         ),
         (
             aten.embedding.default,
             (torch.ones(8, 4), torch.zeros(2, 6, dtype=torch.int64)),
-            {"R R -> R", "R/P R -> R/P", "R/P S(0) -> S(0)", "R/P S(1) -> S(1)", "S(1) R -> S(2)", "S(0) R -> P(sum)"},
+            {"R R -> R", "R* R -> R*", "R* S(0) -> S(0)", "R* S(1) -> S(1)", "S(1) R -> S(2)", "S(0) R -> P(sum)"},
         ),
         (
             aten.add.Tensor,
             (torch.ones(4), torch.ones(4)),
-            {"R R -> R", "R/P R/P -> R/P", "S(0) S(0) -> S(0)"}
+            {"R R -> R", "R* R* -> R*", "S(0) S(0) -> S(0)"}
             | {f"{partial} {partial} -> {partial}" for partial in ("P(sum)", "P(avg)")},
         ),
-        (aten.relu.default, (torch.ones(4, 1),), {"R -> R", "R/P -> R/P", "S(0) -> S(0)"}),
+        (aten.relu.default, (torch.ones(4, 1),), {"R -> R", "R* -> R*", "S(0) -> S(0)"}),
         (
             aten.view.default,
             (torch.ones(2, 4, 6), [8, 6]),
-            {"R -> R", "R/P -> R/P", "S(0) -> S(0)", "S(2) -> S(1)"}
+            {"R -> R", "R* -> R*", "S(0) -> S(0)", "S(2) -> S(1)"}
             | {f"{partial} -> {partial}" for partial in ("P(sum)", "P(avg)")},
         ),
         (
             aten.cross_entropy_loss.default,
             (torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)),
-            {"R R -> R", "R/P R -> R/P", "S(0) R -> P(sum)", "S(1) R -> R"},
+            {"R R -> R", "R* R -> R*", "S(0) R -> P(sum)", "S(1) R -> R"},
         ),
     ],
 )
@@ -117,7 +117,7 @@ def test_strategies_are_all_that_there_are(target, arguments, expected):
 def test_an_operator_without_a_rule_runs_whole():
     call, tensors = call_of(aten.fft_fft.default, torch.randn(4, dtype=torch.float64))
     assert not has_rule(call)
-    assert texts(call) == {"R -> R", "R/P -> R/P"}
+    assert texts(call) == {"R -> R", "R* -> R*"}
     check_all(call, tensors, (2,))
 
 

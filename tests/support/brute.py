@@ -212,5 +212,5 @@ def check_all(call, tensors, mesh_shape, constants=(), limit=None, random=None):
 
 
 def describe(chosen):
-    """Return strategies as "S(0) R/P -> S(0)"."""
+    """Return strategies as "S(0) R* -> S(0)"."""
     return "; ".join(f"{' '.join(map(str, one.inputs))} -> {' '.join(map(str, one.outputs))}" for one in chosen)

@@ -121,6 +121,7 @@ def trained_on_parts(_group, options, more):
     return losses, expected, 0.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [{}, {"static": False}])
 def test_parts_that_differ_between_replicas_train(ranks, more):
     check(ranks(4).run(trained_on_parts, TP, more))

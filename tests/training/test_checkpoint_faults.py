@@ -153,6 +153,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
         load(tmp_path / "nowhere", model={})
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
     done = launch(ABSENT.format(path=str(tmp_path)), [{}, {}])
     assert "rank 1 of" in done[0].stdout, done[0].stderr

@@ -156,6 +156,7 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path):
     assert steps(tmp_path) == [5]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("answer", [None, "", "{", '{"token": 1}\n'])
 def test_a_lock_of_another_host_is_taken_once_it_stands_still(tmp_path, monkeypatch, answer):
     monkeypatch.setattr(lock, "STILL", 1.5)

@@ -15,7 +15,7 @@ from ascend_parallel.training import (
     train_step,
 )
 
-MANY, WIDTH = 1024, 4
+MANY, WIDTH = 256, 4
 
 
 class Scale(nn.Module):
@@ -85,6 +85,7 @@ def staged(schedule, virtual=1, zero_stage=0):
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("master_weights", [True, False])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_micro_batches_at_every_level(ranks, zero_stage, master_weights):
@@ -128,6 +129,7 @@ def test_micro_batches_of_a_pipeline(ranks, options):
     assert max(ranks(4).run(gradients, {**options, "amp": AMP["bfloat16"]}, {}, "bfloat16")) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_clipped_norm_of_masters(ranks):
     options = {**MICRO, "amp": AMP["bfloat16"], "max_norm": 0.5}
     for zero_stage in (0, 1, 2):

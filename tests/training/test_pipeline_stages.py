@@ -130,6 +130,7 @@ def test_the_number_of_stages_is_checked():
         assign(graph, model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_balanced_cuts_between_layers(stages):
     model = small_models.Llama(layers=12, width=64, heads=4, groups=2, wide=256, vocabulary=64, length=64)

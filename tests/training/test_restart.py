@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from launch import launch
 
@@ -38,6 +39,7 @@ def train(folder, *more):
     return done.stderr, re.findall(r"step (\d+)  loss (\S+)", done.stdout)
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_rank_was_killed(tmp_path):
     folders = [tmp_path / name for name in ("whole", "killed")]
     for folder in folders:
@@ -116,6 +118,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_terminated_rank_says_who_is_gone_whatever_it_waits_for():
     _, _, terminated = launch(WATCHED + TERMINATED, [{}] * 3, timeout=90)
     assert terminated.returncode == 128 + signal.SIGTERM
@@ -141,6 +144,7 @@ except RankLostError as error:
 """
 
 
+@pytest.mark.slow
 def test_no_survivor_leaves_before_all_have_said_who_died():
     zero, first, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)
     assert first.stdout == "rank 2 stopped in step 5 of the training (reported by rank 1)\n"

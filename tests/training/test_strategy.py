@@ -10,7 +10,8 @@ from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.training import Strategy, StrategyOptionError
 from ascend_parallel.training.graph_passes import fuse_operators
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
-from ascend_parallel.training.options import AmpOptions, PipelineOptions, ShardingOptions
+from ascend_parallel.training.options import AmpOptions, ShardingOptions
+from ascend_parallel.training.pipeline.options import PipelineOptions
 
 TOML = """
 mode = "semi_auto"

@@ -109,6 +109,7 @@ ALONE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ALONE)
 def test_training_on_four_ranks_is_that_of_one(ranks, name):
     check(ranks(4).run(trained, ALONE[name]))
@@ -215,6 +216,7 @@ def mixed_precision(_group, dtype):
     return found, expected, dtypes, state
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_with_master_weights(ranks, dtype):
     for found, expected, dtypes, state in ranks(2).run(mixed_precision, dtype):

@@ -64,6 +64,7 @@ def test_bench_of_a_model_in_words():
         assert word in ended.stdout
 
 
+@pytest.mark.slow
 def test_tune_writes_a_plan_that_a_run_takes(tmp_path):
     path = tmp_path / "plan.json"
     ended = command("tune", "--shape", "256,64,96", "--layer", "row", "--out", str(path), *FEW)
@@ -86,6 +87,7 @@ def test_tune_fills_the_cache(tmp_path):
     assert load_plan(str(file)).machine.ranks == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

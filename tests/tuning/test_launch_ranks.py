@@ -41,11 +41,13 @@ def found_by_the_ranks(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
+@pytest.mark.slow
 def test_results_of_rank_0(monkeypatch):
     monkeypatch.setenv("COC_PARALLEL_NUM", "4")  # a user's, and none of the measurement's
     assert call_on_ranks("test_launch_ranks:add", 3, limit=60, a=4, b=5) == [3, 9, None]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_what_it_printed():
     with pytest.raises(RankError, match=r"rank 1 ended with status 1(.|\n)*rank 1 printed(.|\n)*ValueError: planted"):
         call_on_ranks("test_launch_ranks:raises_on_one", 2, limit=60)
@@ -59,6 +61,7 @@ def test_a_rank_that_hangs_is_ended():
     assert time.monotonic() - before < 60
 
 
+@pytest.mark.slow
 def test_progress_is_shown():
     lines = []
     call_on_ranks("test_launch_ranks:reports", 2, limit=60, on_progress=lines.append)

@@ -120,6 +120,7 @@ def cases(group):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
     first, *others = ranks(count).run(cases)

@@ -1,7 +1,7 @@
 """Plans which parameter gradients are all-reduced, over which mesh dimensions, and in which buckets.
 
-A replicated parameter that a node reads as R/P (layout.py) has a gradient that is a partial sum. The plan makes the
-parameter itself R/P: autograd then delivers this rank's term to the parameter, and the terms of many parameters are
+A replicated parameter that a node reads as R* (layout.py) has a gradient that is a partial sum. The plan makes the
+parameter itself R*: autograd then delivers this rank's term to the parameter, and the terms of many parameters are
 all-reduced as one tensor (gradient_reduction.py). Planning runs no collective.
 """
 
@@ -62,7 +62,7 @@ class Bucket:
 
 
 def with_partial_grads(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule, tuple[SummedGradient, ...]]:
-    """Return a schedule in which such parameters are R/P, and the parameters replicated on some mesh dimension.
+    """Return a schedule in which such parameters are R*, and the parameters replicated on some mesh dimension.
 
     The parameters are in the order in which a forward reads them first.
     """
@@ -84,7 +84,7 @@ def with_partial_grads(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule
 
 
 def _partial_grad_on(layout: Layout, dims: Sequence[int]) -> Layout:
-    """Return the layout with R/P for R on these mesh dimensions."""
+    """Return the layout with R* for R on these mesh dimensions."""
 
     def changed(dim: int, placement: Placement) -> Placement:
         return PARTIAL_GRAD if dim in dims and placement == REPLICATE else placement

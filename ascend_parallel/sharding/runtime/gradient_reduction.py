@@ -1,6 +1,6 @@
 """Sums parameter gradients over ranks: in buckets while backward runs, or later.
 
-Autograd delivers this rank's term of the gradient to a parameter that is read as R/P. The terms of a bucket are
+Autograd delivers this rank's term of the gradient to a parameter that is read as R*. The terms of a bucket are
 all-reduced as one tensor, which starts when the last term arrives; backward runs on, and its end waits. Buckets start
 in their own order, the same on all ranks: all ranks run the same graph, and torch runs backward in the reverse order.
 """

@@ -30,7 +30,7 @@ def local_slice(
 ) -> torch.Tensor:
     """Return a contiguous copy of the rank's part of a global tensor.
 
-    Raises `ValueError` for placements other than replicate and shard: the gradient of R/P would be a partial sum.
+    Raises `ValueError` for placements other than replicate and shard: the gradient of R* would be a partial sum.
     """
     for placement in layout:
         if placement.kind not in ("replicate", "shard"):

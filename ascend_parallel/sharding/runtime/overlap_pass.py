@@ -1,7 +1,7 @@
 """The overlap pass: fuses matmuls of a plan with the collective before or after them.
 
 row     the weight is sharded along K. The all-reduce or reduce-scatter of the partial sums moves into the matmul.
-column  the weight is sharded along N. Either the input is R/P, and the all-reduce of its gradient moves into the
+column  the weight is sharded along N. Either the input is R*, and the all-reduce of its gradient moves into the
         backward; or the input's rows are sharded, and the all-gather moves into the forward, the reduce-scatter into
         the backward. Column matmuls of the same input become one matmul with one collective.
 
@@ -120,7 +120,7 @@ class _ScheduleBuilder:
         self.fused.append(Fusion(node.name, operator, f"its sum over {self._mesh.dim_names[mesh_dim]}{transposed}"))
 
     def columns(self, matmuls: list[_Column], mesh_dim: int) -> None:
-        """Fuse column matmuls with the redistributions of their inputs to R/P on `mesh_dim`."""
+        """Fuse column matmuls with the redistributions of their inputs to R* on `mesh_dim`."""
         by_input: dict[Value, list[_Column]] = {}
         for node, matmul in matmuls:
             reads = self.inputs[node.name]
@@ -186,7 +186,7 @@ class _ScheduleBuilder:
         return list(groups.values())
 
     def _targets(self, value: Value, mesh_dim: int) -> set[Placement]:
-        """Return the placements to which a tensor is redistributed on `mesh_dim`; R/P counts as R."""
+        """Return the placements to which a tensor is redistributed on `mesh_dim`; R* counts as R."""
         shared = self.shared_layouts.get(value)
         if shared is not None and shared[mesh_dim] != SUM:
             found = {shared[mesh_dim]}

@@ -1,22 +1,22 @@
 """Redistributes a rank's tensor in forward and its gradient in backward. All collectives of a graph run here.
 
 Forward moves the tensor from `source` to `target`. Backward moves the gradient from the target's gradient placement to
-the source's (layout.py: a placement also places the gradient; R/P is a replicated tensor whose gradient is a partial
+the source's (layout.py: a placement also places the gradient; R* is a replicated tensor whose gradient is a partial
 sum). On one mesh dimension, where R is replicate, S shard and P partial:
 
     source  target  forward           backward
-    R       R/P     -                 all-reduce
-    R/P     R       -                 first rank keeps it, zeros elsewhere
+    R       R*      -                 all-reduce
+    R*      R       -                 first rank keeps it, zeros elsewhere
     R       S       slice             all-gather
-    R/P     S       slice             pad with zeros
+    R*      S       slice             pad with zeros
     S       R       all-gather        slice
-    S       R/P     all-gather        reduce-scatter
+    S       R*      all-gather        reduce-scatter
     S(a)    S(b)    all-to-all        all-to-all
     P       R       all-reduce        -
-    P       R/P     all-reduce        all-reduce
+    P       R*      all-reduce        all-reduce
     P       S       reduce-scatter    all-gather
     R       P       first rank keeps  -
-    R/P     P       first rank keeps  first rank keeps
+    R*      P       first rank keeps  first rank keeps
     S       P       pad with zeros    slice
 
 Averages over R ranks run as sums of local parts scaled by 1/R; the gradient is scaled by the same factor.

@@ -55,7 +55,7 @@ def to_html(plan: ShardingPlan) -> str:
 <html lang="en"><head><meta charset="utf-8"><title>Sharding plan</title><style>{STYLE}</style></head><body>
 <h1>Sharding plan</h1>
 {paragraphs}
-<p class="quiet">R: replicated; R/P: replicated, with a gradient that is a partial sum; S(d): sharded along dimension d;
+<p class="quiet">R: replicated; R*: replicated, with a gradient that is a partial sum; S(d): sharded along dimension d;
 P: a partial sum or average. Point at a box or an arrow for more.</p>
 <p>{_legend(colours)}</p>
 <div class="both"><div class="scroll">{_svg(drawn, colours)}</div><div class="beside">
