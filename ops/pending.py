@@ -41,7 +41,7 @@ class Pending:
     __slots__ = ("_count", "_group", "_operator", "_recorded", "_tensor", "_works")
 
     def __init__(self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1) -> None:
-        """Hold `tensor`, the result of `operator` on `group`; `launch` adds its `count` collectives."""
+        """Hold `tensor`, the result of `operator` on `group`; the operator launches `count` collectives."""
         self._tensor = tensor
         self._operator = operator
         self._group = group

@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """The number of rows to cut: m for an all-reduce, m / R if rows are scattered or gathered."""
+        """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two operators."""
         return self.m if self.operator == ALL_REDUCE else self.m // self.ranks
 
     @property
@@ -68,9 +68,10 @@ class Problem:
 def problem_of(operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup) -> Problem:
     """Check the operands of an operator and return the problem.
 
-    x [..., K] and w [K, N] must share a device and, unless w is an int8 weight, a floating dtype. Rows are
-    scattered and gathered along the first dimension of x: x needs two dimensions or more, and matmul_reduce_scatter
-    needs the first to be divisible by the number of ranks. Raises `ValueError` otherwise.
+    x [..., K] and w [K, N] must have the same device and, unless w is an int8 weight, the same floating dtype. The
+    reduce-scatter and the all-gather run along the first dimension of x. Their operators need an x of two or more
+    dimensions; for matmul_reduce_scatter the first dimension must be divisible by the number of ranks. Raises
+    `ValueError` otherwise.
     """
     ranks = group.size()
     check_operands(operator, x, w)

@@ -133,7 +133,10 @@ def matmul_reduce_scatter(
     time_limit: float = TIME_LIMIT,
     row_tile: int = 0,
 ) -> Pending:
-    """Return ``reduce_scatter(x_m @ w)`` [M / R, N], summed in rank order, finished: x_m [M, K], w [K, N]."""
+    """Return ``reduce_scatter(x_m @ w)`` [M / R, N], summed in rank order; x_m [M, K], w [K, N].
+
+    The returned `Pending` has already finished.
+    """
     y_shard_m = x_m.new_empty(x_m.shape[0] // group.size(), w.shape[1])
     _run(REDUCE_SCATTER, group, x_m, w, y_shard_m, sizes, row_tile, time_limit)
     return Pending(y_shard_m, REDUCE_SCATTER, group)

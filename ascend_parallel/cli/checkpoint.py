@@ -35,7 +35,7 @@ def show(
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a checkpoint's checksums, then show its step, values and tensors.
+    """Verify the checksums of a checkpoint's files, then show the checkpoint's step, values and tensors.
 
     Example: ascend-parallel checkpoint show checkpoints
     """

@@ -32,10 +32,10 @@ def is_due(number: int, every: int) -> bool:
 
 
 class BatchShapes:
-    """Checks that batches have the first batch's number of arguments and, if `whole`, its shapes."""
+    """Checks that each batch has as many arguments as the first batch and, if `whole`, the first batch's shapes."""
 
     def __init__(self, batch: Sequence[Any], whole: bool) -> None:
-        """Take the batch that the step is made with; `whole`: every rank gives the whole batch."""
+        """Take the first batch, with which the step is made; `whole`: every rank passes the global batch."""
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch]
         self._shapes, self._whole = shapes, whole
 

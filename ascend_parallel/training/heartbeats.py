@@ -23,7 +23,7 @@ class Heartbeats:
         self._others = [peer for peer in range(ranks) if peer != rank]
 
     def beat(self) -> None:
-        """Add a heartbeat of this rank."""
+        """Increment this rank's count of heartbeats in the store."""
         self._store.add(_key(self._rank), 1)
 
     def unchanged(self, counts: dict[int, int]) -> dict[int, int]:

@@ -22,7 +22,8 @@ class BatchLoss:
     """The loss of a batch.
 
     total, count
-        The sum of losses, and the count by which gradients are to be divided; or the mean loss, and None.
+        The sum of the losses, and the count that divides it and its gradients. If the loss function returns a mean,
+        `total` is the mean loss and `count` is None.
     """
 
     total: torch.Tensor
@@ -30,7 +31,7 @@ class BatchLoss:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The mean loss."""
+        """The mean loss: ``total / count``, or `total` without a count."""
         return self.total if self.count is None else self.total / self.count
 
 

@@ -15,9 +15,9 @@ class Coverage:
     """The number of covered linear layers of a model.
 
     covered, total
-        The number of overlapped layers; the number of all linear layers.
+        The number of overlapped linear layers, and the number of all linear layers.
     reasons
-        For each reason against overlap, the number of layers.
+        The number of layers that are not overlapped, by reason.
     """
 
     covered: int

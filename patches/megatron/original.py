@@ -86,7 +86,7 @@ class StandIn:
     """A proxy of an object with some attributes replaced; attributes set on the proxy do not reach the object."""
 
     def __init__(self, target: Any, **replaced: Any) -> None:
-        """Stand in for `target`."""
+        """Wrap `target`; the keyword arguments replace its attributes of these names."""
         vars(self).update(replaced, _stands_for=target)
 
     def __getattr__(self, name: str) -> Any:

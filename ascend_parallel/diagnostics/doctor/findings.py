@@ -36,14 +36,14 @@ REBUILD = (
 
 
 class Control(Protocol):
-    """The settings and patches of this process: a `PatchControl`."""
+    """The part of `PatchControl` that doctor uses: the settings and patches of this process."""
 
     @property
     def refused(self) -> Exception | None:
-        """The error for which the variables were refused."""
+        """The error of an invalid environment variable, or None."""
 
     def status(self) -> Any:
-        """Return what is in force."""
+        """Return the current settings and patches."""
 
     def try_apply(self) -> str:
         """Apply the patches; return "" or why they do not apply."""

@@ -54,7 +54,10 @@ class Merged:
 
 
 def merge(folder: Path, run: str | None = None, against: Path | None = None) -> Merged:
-    """Read a folder, and optionally the folder of a serial run; raises `TimelineError` if a folder is unusable."""
+    """Read all ranks' records of a run in `folder`, align their clocks, and return the merged run.
+
+    `against`: the folder of a serial run to compare with. Raises `TimelineError` if a folder is unusable.
+    """
     files, notes = read_run(folder, run)
     aligned, shifts = align(files)
     if not any(file.passes for file in aligned):

@@ -100,7 +100,7 @@ def _line(layer: LayerErrors, width: int) -> str:
 
 
 class Ledger:
-    """The results so far."""
+    """Collects the results of a verified run: errors by layer, failures and notes."""
 
     def __init__(self) -> None:
         """Start without results."""

@@ -162,7 +162,10 @@ class _Sums:
 
 
 def _least(tables: list[_Table], names: Sequence[str]) -> tuple[Costs, Options]:
-    """Minimise the sum of tables over the last name, by slices of the first name's options."""
+    """Minimise the sum of `tables` over the options of the last of `names`.
+
+    A large sum is computed in slices of the first name's options, to limit memory.
+    """
     sizes = {name: size for table in tables for name, size in zip(table.names, table.costs.shape, strict=True)}
     numbers, first = prod(sizes.values()), names[0]
     if len(names) == 1 or numbers <= SLICE:

@@ -64,7 +64,7 @@ def strategy(
 
 
 def _placements(tensor: Any, mesh: Mapping[str, int]) -> TensorPlacements | None:
-    """Return the placements that a user wrote for a tensor."""
+    """Return a tensor's placements, one per mesh dimension, from the tensor's entry in a strategy; None for None."""
     if tensor is None:
         return None
     if isinstance(tensor, list):

@@ -118,7 +118,7 @@ class Search:
                 self._fixed.add(node.name)
 
     def _is_worth_sharding(self, node: Node) -> bool:
-        """Tell whether the node takes long when it runs whole, as on large inputs of the model."""
+        """Tell whether a node can be sharded and takes long if every rank computes it in full (objective "time")."""
         if self.objective == "redistribution" or node.kind != CALL:
             return False
         whole, *rest = (self._own_cost(node, option) for option in self.options[node.name])

@@ -24,7 +24,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Transfer:
-    """A block of the whole tensor that global rank `sender` sends to `receiver`; a copy where both are the same."""
+    """A block of the global tensor that global rank `sender` sends to `receiver`; a local copy if both are the same."""
 
     sender: int
     receiver: int
@@ -40,10 +40,11 @@ class Transfer:
 def transfers(
     shape: Shape, source_mesh: ProcessMesh, source: Layout, target_mesh: ProcessMesh, target: Layout
 ) -> tuple[Transfer, ...]:
-    """Return all transfers. A pure function, so every rank gets the same result.
+    """Return the transfers that bring a tensor from `source_mesh` to `target_mesh`, for all ranks.
 
-    `source` has no partial placements. A rank keeps the blocks that it has. Of several ranks that have a block, the
-    rank with the fewest elements to send so far sends it; the lowest rank breaks ties.
+    A pure function, so every rank gets the same result. `source` has no partial placements. A receiver that already has
+    a block copies the block locally. Otherwise, of the ranks that have the block, the rank with the fewest elements to
+    send so far sends it; of equal ranks, the lowest.
     """
     owners: dict[Bounds, list[int]] = {}
     for rank in sorted(source_mesh.process_ids):
@@ -73,12 +74,14 @@ def exchange(
     target_mesh: ProcessMesh,
     target: Layout,
 ) -> torch.Tensor:
-    """Return this rank's part on the target mesh; an empty tensor if the rank is not in the target mesh.
+    """Redistribute a tensor to another mesh, point to point, and return this rank's local tensor on the target mesh.
 
     local
-        This rank's part on the source mesh; for a rank outside of it any tensor of the right dtype and device.
+        This rank's local tensor on the source mesh; on a rank outside the source mesh, any tensor of the right dtype
+        and device.
 
-    Every rank of both meshes has to call it. Not differentiable.
+    A rank outside the target mesh gets an empty tensor. Every rank of both meshes must call this function. Not
+    differentiable.
     """
     whole, rank = tuple(shape), dist.get_rank()
     planned = transfers(whole, source_mesh, source, target_mesh, target)

@@ -25,7 +25,10 @@ KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND)
 
 
 def sent(kind: str, nbytes: float, ranks: int) -> float:
-    """Return the least bytes that a rank sends; an all-reduce counts as a reduce-scatter plus an all-gather."""
+    """Return the bytes that each rank sends in a bandwidth-optimal collective on a tensor of `nbytes` bytes in all.
+
+    An all-reduce counts as a reduce-scatter plus an all-gather.
+    """
     if kind == SEND:
         return nbytes
     share = {ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0, ALL_REDUCE: 2.0, ALL_TO_ALL: 1.0 / ranks}[kind]
@@ -45,7 +48,7 @@ class DimensionCosts(Protocol):
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """A ring of `ranks` ranks: `latency` seconds per message, plus `seconds_per_byte`."""
+    """Costs of a ring of `ranks` ranks: a message takes `latency` seconds plus `seconds_per_byte` for each byte."""
 
     ranks: int
     latency: float

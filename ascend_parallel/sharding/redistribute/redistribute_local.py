@@ -81,11 +81,11 @@ def redistribute_local(
     """Return this rank's local tensor in the target layout of `redistribution`.
 
     local
-        This rank's local tensor in the source layout; a rank outside the mesh gets it back unchanged.
+        This rank's local tensor in the source layout. A rank outside the mesh gets `local` back unchanged.
     shape
-        The shape of the whole tensor.
+        The global shape of the tensor.
 
-    Every rank of the mesh has to call it. Not differentiable. The result may be a view of `local`.
+    Every rank of the mesh must call this function. Not differentiable. The result may be a view of `local`.
     """
     return finish_redistribute(redistribute_requests(local, shape, mesh, redistribution))
 
@@ -214,7 +214,7 @@ LOCAL_STEPS: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], torch.T
 
 
 def neutral_element(op: str, dtype: torch.dtype) -> float:
-    """Return the neutral element of a reduction: 0 for a sum, the least value for a max."""
+    """Return a reduction's neutral element: 0 for sum and avg, the dtype's least value for max, its largest for min."""
     if op in ("sum", "avg"):
         return 0
     if dtype.is_floating_point:

@@ -114,7 +114,7 @@ def run_convolution(part: Part) -> Any:
 
 
 def register() -> None:
-    """Register this file's rules."""
+    """Register the rules of matmuls and convolutions."""
     register_rule("aten.linear", linear, run_biased)
     register_rule("aten.matmul", matmul)
     register_rule("aten.einsum", einsum)

@@ -25,10 +25,12 @@ class OpPlacements:
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce ("sum" or "max") along a mesh dimension that an operator runs itself, in forward.
+    """An all-reduce that a rule's implementation runs inside the operator's forward, along one mesh dimension.
 
     nbytes
         The bytes of each rank's tensor.
+    op
+        "sum" or "max".
     """
 
     mesh_dim: int

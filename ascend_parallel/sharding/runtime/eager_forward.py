@@ -23,7 +23,7 @@ RETRACE_HINT = "control flow and arguments have to be as traced: trace the model
 
 
 class _Arguments(NamedTuple):
-    """A call's arguments, flattened."""
+    """A call's arguments, flattened as a pytree."""
 
     leaves: list[Any]
     spec: pytree.TreeSpec

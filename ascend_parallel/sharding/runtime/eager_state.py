@@ -77,7 +77,7 @@ def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:
 
 
 def _calls(plan: ShardingPlan) -> tuple[FunctionCall, ...]:
-    """Return the traced calls; raises `ValueError` for a plan that cannot run eagerly."""
+    """Return the function calls of the traced forward; raises `ValueError` for a plan that cannot run eagerly."""
     mesh, calls = plan.mesh, plan.graph.calls
     if isinstance(calls, str):
         raise ValueError(f"the model cannot be run eagerly: {calls}. parallelize(..., static=True) runs the graph")

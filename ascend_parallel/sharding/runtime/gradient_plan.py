@@ -52,7 +52,7 @@ class Bucket:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The mesh dimensions, in the order of the sums."""
+        """The mesh dimensions over which the bucket is all-reduced, in the order of the all-reduces."""
         return self.members[0].dims
 
     @property

@@ -220,7 +220,7 @@ class _ScheduleBuilder:
         return self._rows_obstacle(self._graph.meta(node.inputs[matmul.x]).shape, layout, mesh_dim)
 
     def _rows_obstacle(self, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> str:
-        """Return why a tensor's slices cannot be gathered or scattered as rows; "" if they can."""
+        """Return why an overlapped operator cannot gather or scatter a tensor's slices as rows; "" if it can."""
         dim, mesh_shape = layout[mesh_dim].dim, tuple(self._mesh.shape)
         if dim == len(shape) - 1:
             return f"{layout[mesh_dim]} shards its features, not its rows"

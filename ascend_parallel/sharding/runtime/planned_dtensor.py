@@ -86,7 +86,7 @@ class PlannedDTensor(DTensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Outside of the forward, run only calls that the forward has run."""
+        """Outside of the forward, run only functions that read metadata and calls that the forward has run."""
         if function in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
@@ -99,7 +99,7 @@ class PlannedDTensor(DTensor):
         return self._local_tensor
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Return a DTensor with other placements; call this under torch.no_grad, on every rank."""
+        """Redistribute by torch's own DTensor and return the result; call this under torch.no_grad, on every rank."""
         self._refuse_gradients("redistribute")
         return self._plain().redistribute(*args, **kwargs)
 

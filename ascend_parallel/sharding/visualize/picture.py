@@ -46,7 +46,7 @@ class Picture:
     arrows: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def is_thick(self, arrow: tuple[str, str]) -> bool:
-        """Tell whether an arrow leads into or out of a collective."""
+        """Tell whether to draw an arrow thick: the arrow leads into or out of a collective."""
         return any(self.boxes[end].kind == COLLECTIVE for end in arrow)
 
 
@@ -67,7 +67,7 @@ def step_texts(redistribution: Redistribution | None, plan: ShardingPlan) -> lis
 
 
 def conversion_texts(conversion: Conversion, plan: ShardingPlan) -> list[str]:
-    """Return the steps of a conversion that communicate, first of forward, then of backward."""
+    """Return a line for each collective of a conversion: first those of forward, then those of backward."""
     return [*step_texts(conversion.ahead, plan), *(f"backward: {step}" for step in step_texts(conversion.back, plan))]
 
 

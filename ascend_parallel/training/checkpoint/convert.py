@@ -29,7 +29,7 @@ class Source:
     kinds
         Shape and dtype by ``model.<name>`` or ``optimizer.<name>``.
     read
-        Returns a whole tensor by such a name.
+        Returns the unsharded tensor of a name in `kinds`.
     """
 
     kinds: dict[str, Kind]
@@ -39,9 +39,9 @@ class Source:
 
 
 def open_source(path: str | Path, step: int | None = None, others: Sequence[OtherFormat] = ()) -> Source:
-    """Open a checkpoint of ours, a .safetensors file, or a checkpoint of a format in `others`.
+    """Open a checkpoint of this package, a .safetensors file, or a checkpoint of a format in `others`.
 
-    Raises `CheckpointError` if `path` is none of these, or is damaged.
+    Raises `CheckpointError` if `path` has none of these formats, or is damaged.
     """
     path = Path(path)
     if path.is_file():

@@ -37,10 +37,13 @@ from ascend_parallel.training.checkpoint.differences import CheckpointError, Kin
 
 
 class TensorShardSavePlanner(DefaultSavePlanner):
-    """Writes shards and bytes. A shard that several ranks hold is written by one rank; the work is spread."""
+    """Writes `TensorShard`s, and bytes by name, with torch.distributed.checkpoint.
+
+    If several ranks hold the same shard, one of them writes it; these writes are spread over the ranks.
+    """
 
     def __init__(self, shards: Mapping[str, TensorShard], blobs: Mapping[str, bytes]) -> None:
-        """Take this rank's shards and bytes to write; a name that several ranks have is written once."""
+        """Take this rank's shards, and the bytes to write; bytes of a name that several ranks have are written once."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shards = shards
         self._blobs = blobs
@@ -124,7 +127,7 @@ class TensorShardLoadPlanner(DefaultLoadPlanner):
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise `CheckpointError` when the checkpoint has tensors that no rank asked for."""
+        """Raise `CheckpointError` if the checkpoint has a tensor, of a prefix in `whole`, that no rank reads."""
         asked = {name for plan in global_plan for name in plan.planner_data[0]}
         _, saved, whole = global_plan[0].planner_data
         more = [name for name in saved if name.startswith(whole) and name not in asked]

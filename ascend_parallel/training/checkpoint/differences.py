@@ -34,7 +34,7 @@ def differences(
 
 
 def refuse(lines: Sequence[str], why: str) -> None:
-    """Raise `CheckpointError` with the first lines unless `lines` is empty."""
+    """Raise `CheckpointError` with `why` and the first `MOST_SHOWN` lines; do nothing if `lines` is empty."""
     if lines:
         rest = f"\n  and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
         raise CheckpointError(f"{why}:\n  " + "\n  ".join(lines[:MOST_SHOWN]) + rest)

@@ -214,7 +214,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_files(value: Any) -> bool:
-    """Tell whether a manifest's files map plain names, including the metadata's, to bytes and checksums."""
+    """Tell whether `value` is ``{plain file name: [bytes, checksum]}`` and has the metadata file."""
     return (
         isinstance(value, dict)
         and METADATA in value

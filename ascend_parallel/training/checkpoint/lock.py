@@ -182,7 +182,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started; None if there is no such process, or it is a zombie."""
+    """Return a process's start time in clock ticks since boot; None if the process does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         state, *rest = text.rpartition(")")[2].split()

@@ -55,7 +55,7 @@ def tensor_argument(node: Node, argument: Any) -> Value | None:
 
 
 def replace_nodes(graph: Graph, replacements: Mapping[str, Replacement]) -> Graph:
-    """Return the graph with nodes replaced, by node name."""
+    """Return a graph in which `replacements`, by node name, replace nodes; nodes left without readers are removed."""
     removed = frozenset[str]().union(*(replacement.removed for replacement in replacements.values()))
     nodes: dict[str, Node] = {}
     for name, node in graph.nodes.items():

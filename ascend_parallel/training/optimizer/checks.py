@@ -114,7 +114,7 @@ def confirm_same_arguments(
     loss_scale: LossScale | None,
     everybody: dist.ProcessGroup | None,
 ) -> None:
-    """Raise `DisagreementError` on every rank unless all ranks have the same options, and replicas the same targets."""
+    """Raise `DisagreementError` on every rank if ranks have different options, or replicas have different targets."""
     if everybody is None:
         return
     mine = {"options": repr(options), "loss_scale": repr(loss_scale), "optimizer": _description(factory)}

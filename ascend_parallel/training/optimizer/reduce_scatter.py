@@ -117,7 +117,7 @@ class GradientReduceScatter:
         self._wait_until(IN_FLIGHT)
 
     def _wait_until(self, left: int) -> None:
-        """Wait until at most `left` buckets are in flight."""
+        """Wait for the oldest buckets until `left` are in flight; accumulate their sums in this rank's shards."""
         while len(self._in_flight) > left:
             bucket, reduce_scatter = self._in_flight.popleft()
             for index, summed in zip(bucket, reduce_scatter.wait(), strict=True):

@@ -82,7 +82,13 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds by kind of action and stage, and seconds of a send."""
+    """Times of a pipeline's actions.
+
+    seconds
+        The seconds of an action, by (kind of action, stage).
+    send
+        The seconds of a send between stages.
+    """
 
     seconds: Mapping[tuple[str, int], float]
     send: float = 0.0

@@ -49,9 +49,9 @@ class Runner(Protocol):
 
 
 def use_evaluation_graph(planned: TrainingPlan, modules: Sequence[ShardedModule]) -> None:
-    """Switch modules to the evaluation graph, after checking it against the model in evaluation mode.
+    """Switch modules to the evaluation graph; the first call compares the graph with the model in evaluation mode.
 
-    Raises as `TrainingPlan.check_evaluation` does, on all ranks alike.
+    Raises the errors of `TrainingPlan.check_evaluation`, on all ranks.
     """
     if not planned.plan.graph.training or all(module.evaluation is not None for module in modules):
         return

@@ -11,10 +11,13 @@ from ascend_parallel.tuning.bench.results import Row
 
 
 def show(rows: list[Row], conditions: str, console: Console, *, every: bool = False, kept: bool = False) -> None:
-    """Print one line per pass with its best variant.
+    """Print a table with one line per pass: the best variant.
 
-    every: print one line per variant. kept: add a column with the chunk count that the plan keeps. It may differ from
-    the best variant, because a second comparison of fewer variants decides the plan, and a small gain is enough there.
+    every
+        Print one line per variant instead.
+    kept
+        Add a column with the number of chunks in the plan. This number may differ from the best variant: a second
+        comparison of fewer variants decides the plan, and a small gain is enough in that comparison.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("layer", "pass", "[M, K] x [K, N]"):

@@ -18,19 +18,21 @@ COMPUTE, COMMUNICATE, HOST = "compute", "communicate", "host"
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCall:
-    """The durations of one call in seconds; chunk i has ``compute[i]`` and ``collective[i]``.
+    """The durations of one call of an overlapped operator, in seconds.
 
+    compute, collective
+        The matmul and the collective of each chunk.
     communicate_first
-        Each collective precedes its matmul (all-gather) instead of following it.
+        Whether each collective runs before its matmul (all-gather) or after it.
     own
-        Matmul of the rank's own rows, before all chunks; only with communicate_first.
+        The matmul of the rank's own rows, before all chunks; only with communicate_first.
     before
-        Collectives that start first: the all-gather of the layer's input in backward.
+        Collectives that start before the call's own: the all-gather of the layer's input in backward.
     tail
-        Computation after the last matmul, beside the remaining collectives: the weight gradient. It waits for
-        `before`, and with communicate_first for all chunks.
+        The weight gradient. It starts after the last matmul, runs during the remaining collectives, and waits for
+        `before`. With communicate_first it waits for all chunks.
     issue
-        Host seconds per launch. The first launch is free: the host issues it during the call before.
+        Host seconds per launch. The first launch is free: the host issues it during the previous call.
     """
 
     compute: tuple[float, ...]

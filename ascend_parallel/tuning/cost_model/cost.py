@@ -73,7 +73,7 @@ class CostModel:
         return self._in_domain(kind, size, domain, whole) + self.network(kind, size / domain, groups)
 
     def network(self, kind: str, size: float, ranks: int) -> float:
-        """Return the time of a ring over the network; `size` is the bytes of the whole tensor."""
+        """Return the time of collective `kind` as a ring over the network; `size` is the bytes of the global tensor."""
         if ranks == 1 or size == 0:
             return 0.0
         steps = (2 if kind == ALL_REDUCE else 1) * (ranks - 1)

@@ -73,7 +73,7 @@ def length(spans: Sequence[TaskSpan]) -> float:
 
 
 def _dependencies(tasks: Sequence[Task]) -> tuple[dict[str, int], dict[str, list[Task]]]:
-    """Return, for each task, the number of tasks before it and the list of tasks after it."""
+    """Return by task name: the number of tasks that a task waits for, and the list of tasks that wait for it."""
     waiting = {task.name: len(task.after) for task in tasks}
     if len(waiting) < len(tasks):
         raise ValueError("two tasks have the same name")

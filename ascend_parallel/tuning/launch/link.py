@@ -36,7 +36,7 @@ NAMESPACES = Path("/run/netns")
 
 
 class LinkError(RuntimeError):
-    """The link cannot be built here; the message says how to proceed."""
+    """The link of the requested rate cannot be built on this machine; the message says how to proceed."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Parts:
 
     @property
     def communication(self) -> float:
-        """Seconds of all collectives of the pass, each whole or in pieces, whichever is faster."""
+        """Seconds of all collectives of the pass; each counts as one call or as pieces in flight, the faster."""
         return min(self.collective, self.pieces) + min(self.gather, self.gather_pieces)
 
 

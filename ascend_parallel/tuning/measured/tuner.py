@@ -49,9 +49,14 @@ FEW = 4  # the model also searches with at most this many chunks, because its co
 
 @dataclass(frozen=True)
 class TunedPass:
-    """The result for one pass: its chunk sizes, the median seconds with one chunk and with these sizes.
+    """The tuner's choice for one pass.
 
-    why: the reason for one chunk, if there is only one.
+    sizes
+        The rows of each chunk.
+    serial, chosen
+        The median seconds with one chunk, and with `sizes`.
+    why
+        If `sizes` is one chunk: the reason.
     """
 
     sizes: Sizes
