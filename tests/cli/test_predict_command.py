@@ -72,6 +72,7 @@ def test_help_shows_examples(run):
     assert "--model llama2-70b --tp 8 --hardware 910b" in " ".join(run("--help").output.replace("│", "").split())
 
 
+@pytest.mark.slow
 def test_the_document_has_the_tables_that_the_command_prints():
     text = DOCUMENT.read_text(encoding="utf-8")
     assert published.inserted(text, published.tables()) == text, (

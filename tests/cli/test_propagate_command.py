@@ -20,6 +20,7 @@ def command(*arguments):
     return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_command_explains_a_model_on_a_large_mesh():
     strategies = str(EXAMPLE / "llama.toml")
     ended = command("examples/sharding/llama.py:small", "--mesh", "dp=128,mp=8", "--config", strategies, "--json")

@@ -86,6 +86,7 @@ def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     assert "megatron-core, which variables act on, is not installed" in doctor.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_what_keeps_a_training_from_overlapping_ends_both_with_1():
     status, *said = both(sys.executable, COC_PARALLEL_NUM="4", COC_PARALEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert status == 1

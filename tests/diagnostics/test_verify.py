@@ -212,6 +212,7 @@ def special_calls(group):
     return results
 
 
+@pytest.mark.slow
 def test_what_special_calls_have_is_verified(ranks):
     for results in ranks(2).run(special_calls):
         int8 = results.pop("int8")

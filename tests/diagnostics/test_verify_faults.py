@@ -66,6 +66,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("where", "sequence_parallel", "kind", "dtype", "count", "path", "quantity"), FAULTS)
 def test_a_fault_on_one_rank_is_caught_within_n_calls_and_named_on_all(
     ranks, where, sequence_parallel, kind, dtype, count, path, quantity

@@ -159,7 +159,7 @@ CLOSE = """
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [fault if place < 2 else pytest.param(fault, marks=pytest.mark.stress) for place, fault in enumerate(FAULTS)],

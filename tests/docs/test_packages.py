@@ -60,6 +60,7 @@ def test_the_source_distribution_has_all_that_is_tracked(sdist):
     assert made == {"PKG-INFO", "setup.cfg"}
 
 
+@pytest.mark.slow
 def test_a_wheel_built_without_torch_runs_and_says_what_it_lacks(sdist, torchless, tmp_path):
     pip = ("-m", "pip", "--disable-pip-version-check")
     succeed(torchless, *pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, sdist)

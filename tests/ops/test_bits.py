@@ -69,7 +69,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_is_promised_holds_at_the_sizes_of_real_layers(ranks, count, dtype):

@@ -98,6 +98,7 @@ def operators(kernels, group):
             close(wrong, truth, dtype)
 
 
+@pytest.mark.sample(1)
 def test_operators_match_the_truth_in_every_layout(with_torch_npu):
     with_torch_npu(operators)
 
@@ -238,6 +239,7 @@ def on_meta(w):
     return QuantisedWeight(w.values.to("meta"), w.scale.to("meta"), offset, w.group_size)
 
 
+@pytest.mark.slow
 def test_int8_weights_reach_the_operator(with_torch_npu):
     with_torch_npu(int8_weights)
 
@@ -259,5 +261,6 @@ def comm_modes(kernels, group):
             assert options.get("comm_mode", "not passed") == (comm_mode or "not passed")
 
 
+@pytest.mark.slow
 def test_comm_mode_reaches_every_operator(with_torch_npu):
     with_torch_npu(comm_modes)

@@ -131,7 +131,7 @@ FORWARD = (
 )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["import ascend_parallel, megatron.core", "import megatron.core, ascend_parallel"])
 def test_either_order_of_imports(order):
     patched = output(f"{order}; {FORWARD}", COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -176,6 +176,7 @@ def test_autoload_never_breaks_torch_and_a_bad_value_is_raised_with_megatron(val
     assert f"SettingsError: COC_PARALLEL_NUM='{value}' is not allowed" in failed.stderr
 
 
+@pytest.mark.slow
 def test_an_error_that_was_swallowed_is_raised_at_every_import():
     code = """
 import sys
@@ -195,6 +196,7 @@ def test_autoload_survives_a_broken_environment():
     assert "overlap cannot be switched on" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_misspelt_variable_is_warned_of_without_any_import_of_ours():
     done = python("import megatron.core", USE_COC_FUSED_KERNE="1")
     assert done.returncode == 0
@@ -220,6 +222,7 @@ print(ap.status().state)
     assert output(code) == "off: Megatron-core's layers are untouched"
 
 
+@pytest.mark.slow
 def test_apply_imports_megatron_and_patches_once():
     code = """
 import ascend_parallel as ap
@@ -258,6 +261,7 @@ def test_another_version_or_signature_of_megatron_is_refused():
         assert message in failed.stderr, failed.stderr
 
 
+@pytest.mark.slow
 def test_without_megatron():
     hide = "import sys; sys.modules['megatron'] = None\n"
     assert "waiting for the import of megatron-core, which is not installed" in output(
@@ -267,6 +271,7 @@ def test_without_megatron():
     assert "megatron-core: expected a version >=0.10,<0.17, found none installed" in failed.stderr
 
 
+@pytest.mark.slow
 def test_a_variable_changed_after_import_is_told_and_changes_nothing():
     code = """
 import os, ascend_parallel as ap
@@ -329,6 +334,7 @@ def test_run_does_not_import_the_command_line(tmp_path):
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_status_command():
     import json
     import os

@@ -24,7 +24,7 @@ def test_every_pair_on_a_line(ranks, count, shape):
     check_bytes(shape, mesh, pairs, results, exact=all(size % count == 0 for size in shape))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("array", "shape", "stride"),
     [

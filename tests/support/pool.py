@@ -19,7 +19,10 @@ from rewriting import install, load
 
 TIME_LIMIT = 60.0
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["torch", "torch.distributed", "ascend_parallel.overlap.linear", "megatron.core"])
+# What most ranks import, imported once.
+PRELOADED = ["ascend_parallel.training.checkpoint", "ascend_parallel.patches.megatron.testing", "pytest", "hypothesis"]
+PRELOADED += ["megatron.core.models.gpt.gpt_model", "megatron.core.models.gpt.gpt_layer_specs", "scipy.optimize"]
+START.set_forkserver_preload(PRELOADED)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -60,6 +60,7 @@ def told_apart(_group, options, more, stray):
     return said_by(step, map(batch_of, range(3)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "more", "stray", "replica"),
     [

@@ -98,6 +98,7 @@ def race(folder, rounds, asynchronous):
     return won
 
 
+@pytest.mark.slow
 def test_two_jobs_that_save_one_step_leave_the_checkpoint_of_one(tmp_path):
     race(tmp_path, 10, asynchronous=False)
 

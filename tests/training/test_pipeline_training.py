@@ -355,6 +355,7 @@ def late(group):
         pipeline.step(*batch)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_limit():
     pool = RankPool(3)
     try:

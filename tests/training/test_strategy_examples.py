@@ -30,7 +30,7 @@ def program(_, name):
     return {"by_hand": by_hand, "annotated": annotated}[name].main()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["by_hand", "annotated"])
 def test_both_programs_have_the_losses_of_one_card(ranks, one_card, name):
     for losses in ranks(8).run(program, name):

@@ -109,12 +109,13 @@ ALONE = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ALONE)
 def test_training_on_four_ranks_is_that_of_one(ranks, name):
     check(ranks(4).run(trained, ALONE[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.stress)])
 def test_data_tensor_and_pipeline_parallel_together_on_eight_ranks(ranks, zero_stage):
     pipeline, sharding = PipelineOptions(degree=2, micro_batches=4), ShardingOptions(zero_stage=zero_stage)

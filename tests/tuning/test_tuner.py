@@ -248,6 +248,7 @@ def kept_whole(group, path, settings):
     return [differ for differ, _ in results], sum(count["calls"] for _, counts in results for count in counts.values())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("settings", "ours"),
     [
