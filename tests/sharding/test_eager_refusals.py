@@ -108,7 +108,7 @@ def refused(group):
     with pytest.raises(ValueError, match=r"cannot be held as R\*:"):
         parallelize(made(MLP), by_hand(plan.graph, mesh, {"up.weight": C}))
     for kind, reason in (
-        (Aliased, "it works in place on what has other names too"),
+        (Aliased, "an in-place operator writes to a tensor with aliases"),
         (Outside, "register it as a buffer"),
     ):
         graph = trace(made(kind), (x,))
