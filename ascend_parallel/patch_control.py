@@ -197,7 +197,10 @@ class PatchControl:
             return "; ".join(f"{patch.target} was {patch.reason}" for patch in replaced)
         if "transformer_engine" in sys.modules:
             return "TransformerEngine's layers are not covered: use --transformer-impl local"
-        return "no layer of megatron-core with a tensor-parallel group of several ranks was called"
+        reason = "no layer of megatron-core with a tensor-parallel group of several ranks was called"
+        if current_settings().auto or current_settings().tune:
+            return f"every matmul was kept whole, and Megatron-core's own layers ran; or {reason}"
+        return reason
 
     def _apply_once_imported(self) -> None:
         if megatron.LAYERS in sys.modules:

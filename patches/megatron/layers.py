@@ -29,7 +29,7 @@ from ascend_parallel.patches.megatron.check import LayerCall
 from ascend_parallel.patches.megatron.conflicts import refuse_conflicts
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.originals import Originals
-from ascend_parallel.patches.megatron.tuning import case_of, refuse_foreign_plan, tuner_of
+from ascend_parallel.patches.megatron.tuning import case_of, equals_original, overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier
 from ascend_parallel.patches.megatron.watching import WrapGradient, unwrapped
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
@@ -124,7 +124,8 @@ class Megatron:
             return self.settings
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         group, case = self.group_of(layer), case_of(layer, kind, x, weight, **options)
-        return self._tuner.settings_for(case, group, backward=backward, agree=self.confirm(group))
+        settings = self._tuner.settings_for(case, group, backward=backward, agree=self.confirm(group))
+        return settings if settings.enabled or equals_original(layer, kind, x, weight) else overlapped(settings)
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return a function that compares settings on the group's ranks; call it before they communicate."""

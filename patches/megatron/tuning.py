@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def tuner_of(settings: Settings) -> Tuner | None:
             log.warning("%s has no effect: %s", option, why)
         return None
     observed = settings.verify_every or settings.timeline is not None
-    differs = settings.deterministic or not settings.recompute_all_gather
+    differs = settings.deterministic or not settings.recompute_all_gather or bool(settings.customized_coc)
     return Tuner(settings, original_if_whole=not (observed or differs))
 
 
@@ -48,6 +50,28 @@ def case_of(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **opti
         sequence_parallel=layer.sequence_parallel,
         **options,
     )
+
+
+def equals_original(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.
+
+    It differs for a frozen column weight (Megatron-core gives the bias no gradient), a row weight that is no parameter
+    (Megatron-core would read a parametrised weight a second time), and CPU autocast (Megatron-core's backward
+    multiplies unlike dtypes). Without its CUDA extension it cannot add to main_grad.
+    """
+    if kind == "column" and not weight.requires_grad:
+        return False
+    if kind == "row" and weight is not layer._parameters.get("weight"):
+        return False
+    if x.device.type == "cpu" and operand_dtype(weight) != weight.dtype:
+        return False
+    return x.device.type == "cuda" or not layer.gradient_accumulation_fusion
+
+
+@lru_cache(maxsize=64)
+def overlapped(settings: Settings) -> Settings:
+    """Return the settings with our layers instead of Megatron-core's."""
+    return replace(settings, mode=2)
 
 
 def refuse_foreign_plan(settings: Settings, group: dist.ProcessGroup, device: torch.device) -> None:

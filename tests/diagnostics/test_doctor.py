@@ -45,7 +45,7 @@ def test_a_misspelt_variable_is_bad_and_said_in_words():
     assert "1 thing to fix: variables" in ended.stdout
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "message"),
     [({"COC_PARALLEL_NUM": "abc"}, "COC_PARALLEL_NUM='abc'"), ({"COC_PLAN": "none.json"}, "cannot be read")],

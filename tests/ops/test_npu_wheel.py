@@ -98,7 +98,7 @@ def operators(kernels, group):
             close(wrong, truth, dtype)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_operators_match_the_truth_in_every_layout(with_torch_npu):
     with_torch_npu(operators)
 

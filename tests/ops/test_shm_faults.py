@@ -64,6 +64,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_neither_takes_part_nor_hides_that_its_parent_died():
     first, second = launch(START + FORKED, [{}] * 2, timeout=25)  # less than the child lives
     assert "two more calls were right\nshm matmul_all_reduce on group" in first.stdout, first.stdout + first.stderr

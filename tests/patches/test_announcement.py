@@ -51,6 +51,7 @@ def test_a_run_says_once_that_it_is_overlapped():
     assert not [line for line in second if "ascend_parallel" in line]
 
 
+@pytest.mark.slow
 def test_a_program_that_logs_gets_every_line_its_own_way():
     first, second = run(
         "logging.basicConfig(format='MINE %(name)s %(message)s')", COC_PARALLEL_NUM="4", COC_LOG_LEVEL="info"

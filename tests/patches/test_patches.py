@@ -203,6 +203,7 @@ def test_a_misspelt_variable_is_warned_of_without_any_import_of_ours():
     assert "USE_COC_FUSED_KERNE, which nothing reads; did you mean USE_COC_FUSED_KERNEL" in done.stderr
 
 
+@pytest.mark.slow
 def test_apply_revert_apply_on_megatron():
     code = """
 import ascend_parallel as ap

@@ -55,6 +55,7 @@ def test_settings_that_differ_are_an_error_on_every_rank(environs, difference):
         assert "Export the same variables" in rank.stdout
 
 
+@pytest.mark.slow
 def test_settings_that_agree_are_confirmed():
     for rank in launch(code(LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
         assert rank.stdout.startswith("after"), rank.stdout + rank.stderr

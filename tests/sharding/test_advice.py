@@ -118,6 +118,7 @@ def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is
     assert found[":mean"].principles == (2,)
 
 
+@pytest.mark.slow
 def test_operators_that_share_a_name_but_not_a_strategy_are_noted():
     """The small Llama transposes heads there and back in the same module; queries and keys are rotated alike."""
     tokens = torch.zeros(4, 512, dtype=torch.long, device="meta")

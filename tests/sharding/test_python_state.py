@@ -198,7 +198,9 @@ def refused_on_parts(group, zero_stage):
         step = train_step(model, (x,), torch.optim.SGD(model.parameters(), lr=0.1), strategy, loss=squared)
         step(x)
         handle = register(step.modules[0].get_parameter("2.weight"), zeroed)
-        with pytest.raises(RuntimeError, match=r"2\.weight has a hook on its gradient, and the gradient is summed over ranks"):
+        with pytest.raises(
+            RuntimeError, match=r"2\.weight has a hook on its gradient, and the gradient is summed over ranks"
+        ):
             step(x)
         handle.remove()
         step(x)

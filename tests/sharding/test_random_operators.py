@@ -81,7 +81,8 @@ def trained(group, kind, options, more, count=3):
     step = step_of(group, kind, options, **more)
     losses = [step(*batch_of(number)).item() for number in range(count)]
     held = {
-        (name, piece.offsets, tuple(piece.local.shape)): piece.local.tolist() for name, piece in step.tensor_shards().items()
+        (name, piece.offsets, tuple(piece.local.shape)): piece.local.tolist()
+        for name, piece in step.tensor_shards().items()
     }
     step.close()
     return losses, held

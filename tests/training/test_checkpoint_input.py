@@ -162,7 +162,7 @@ CONVERT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
 def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path, to):
     whole = {"w": TensorShard(torch.arange(100_000.0), (100_000,), (0,))}

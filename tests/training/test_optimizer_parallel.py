@@ -52,6 +52,7 @@ def all_ways(group):
             compare(group, zero_stage, partition_by, unreduced, "AdamW", torch.float32, 25 << 20)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_zero_stages_and_partitions(ranks, count):
     ranks(count).run(all_ways)

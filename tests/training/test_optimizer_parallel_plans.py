@@ -90,6 +90,7 @@ def test_gpt_on_a_plane(ranks, zero_stage, partition_by, unreduced):
     ranks(4).run(train, "GPT", (2, 2), zero_stage, partition_by, unreduced)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
 def test_zero_stage_3(ranks, mesh_shape):
     count = torch.Size(mesh_shape).numel()

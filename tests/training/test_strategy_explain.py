@@ -81,6 +81,7 @@ def large(layers, **options):
     return plan_training(Strategy(mode="data", **options), model, (tokens, tokens))
 
 
+@pytest.mark.slow
 def test_a_plan_that_no_card_holds_is_warned_of():
     found = large(32, mesh={"dp": 2})
     message = "a rank holds 105 GB, and Ascend 910B2, 8 cards of an Atlas A2 has 68.7 GB a card: shard more"

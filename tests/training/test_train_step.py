@@ -109,7 +109,7 @@ ALONE = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ALONE)
 def test_training_on_four_ranks_is_that_of_one(ranks, name):
     check(ranks(4).run(trained, ALONE[name]))

@@ -87,7 +87,7 @@ def test_tune_fills_the_cache(tmp_path):
     assert load_plan(str(file)).machine.ranks == 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -22,6 +22,7 @@ import torch
 
 from ascend_parallel.ops.problem import ALL_REDUCE, OPERATORS, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
+from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
 from ascend_parallel.text import shown
 
@@ -103,6 +104,11 @@ class Plan:
             return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
         gain = 100 * (1 - entry.chosen / entry.serial)
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
+
+    def entry_of(self, operator: LayerOperator, dtype: torch.dtype) -> Entry | None:
+        """Return the entry for one operator of a layer, or None."""
+        name = str(dtype).removeprefix("torch.")
+        return self._by_key.get((operator.run, operator.operator, operator.m, operator.k, operator.n, name))
 
     def __hash__(self) -> int:
         """Return the cached hash: every call of a layer looks up settings that hold a plan."""

@@ -92,7 +92,6 @@ class Tuner:
 
         original_if_whole
             Return settings of mode 0 (the framework's own layer) for a call whose matmuls all stay in one chunk.
-            Ignored on NPUs, where the operands of a whole matmul may be padded.
         """
         # In a layer, the plan replaces these three options.
         self._settings = replace(settings, tune=None, auto=False, mode=settings.effective_mode)
@@ -115,11 +114,11 @@ class Tuner:
         if (case, backward) not in known:
             passes = [operator for operator in case.passes(group.size()) if backward or operator.run == "forward"]
             if not passes or not case.rows:
-                return self._settings if case.device == "npu" else self._unless_cut
+                return self._unless_cut if _may_be_original(case, group) else self._settings
             agree()
             _check_same_call(group, f"{case}, {'with' if backward else 'without'} gradients")
             plan = self._plan(group, case.device)
-            missing = [operator for operator in passes if _find(plan, operator, case) is None]
+            missing = [operator for operator in passes if plan.entry_of(operator, case.dtype) is None]
             if missing:
                 plan = plan.with_entries(
                     tuple(self._entry(case, operator, group, plan.machine) for operator in missing)
@@ -128,8 +127,10 @@ class Tuner:
                 if self._measure and group.rank() == 0:
                     self._save(plan)
             self._log_known(plan, passes, case)
-            cut = case.device == "npu" or any(_is_cut(plan, operator, case) for operator in passes)
-            known[case, backward] = replace(self._settings if cut else self._unless_cut, plan=plan)
+            entries = [plan.entry_of(operator, case.dtype) for operator in passes]
+            cut = any(entry is not None and len(entry.sizes) > 1 for entry in entries)
+            original = not cut and _may_be_original(case, group)
+            known[case, backward] = replace(self._unless_cut if original else self._settings, plan=plan)
         return known[case, backward]
 
     def _plan(self, group: dist.ProcessGroup, device: str) -> Plan:
@@ -189,7 +190,7 @@ class Tuner:
     def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
         """Log the entries of passes that the plan file already had."""
         for operator in passes:
-            entry = _find(plan, operator, case)
+            entry = plan.entry_of(operator, case.dtype)
             assert entry is not None
             tuned = TunedPass(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
             self._log_once(operator, case, f"{tuned} (known from {self._path(plan.machine)})")
@@ -293,12 +294,6 @@ def best_of_model(operator: LayerOperator, parts: Parts, ranks: int, most_chunks
     return best_sizes(parts.rows, lambda sizes: seconds(operator, parts, ranks, sizes), most_chunks=most_chunks)
 
 
-def _is_cut(plan: Plan, operator: LayerOperator, case: Case) -> bool:
-    entry = _find(plan, operator, case)
-    return entry is not None and len(entry.sizes) > 1
-
-
-def _find(plan: Plan, operator: LayerOperator, case: Case) -> Entry | None:
-    dtype = str(case.dtype).removeprefix("torch.")
-    key = (operator.run, operator.operator, operator.m, operator.k, operator.n, dtype)
-    return next((entry for entry in plan.entries if entry.key == key), None)
+def _may_be_original(case: Case, group: dist.ProcessGroup) -> bool:
+    """Tell whether the framework's own layer has our bits. On NPUs we may pad; on 3 CPU ranks we order sums."""
+    return case.device != "npu" and not (case.device == "cpu" and case.sequence_parallel and group.size() > 2)
