@@ -22,7 +22,7 @@ from ascend_parallel.training.checkpoint.loading import load
 from ascend_parallel.training.checkpoint.saving import Saving, save
 from ascend_parallel.training.explain import explain, plan_warnings
 from ascend_parallel.training.loss import GradientDivisor, Loss, mean_loss
-from ascend_parallel.training.optimizer.factory import optimizer_factory
+from ascend_parallel.training.optimizer.factory import OptimizerFactory, optimizer_factory
 from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimizer
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.options import StrategyOptionError
@@ -86,22 +86,8 @@ def train_step(
     ranks is not the strategy's, `ValueError` for a parameter that requires grad but is in no parameter group of the
     optimizer, and the errors of `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer`.
     """
-    if isinstance(batch, (torch.Tensor, Mapping)):
-        raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise StrategyOptionError(
-            "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
-            "checkpoint afterwards (plan_training takes it as it is)"
-        )
-    if type(check_batches) is not int or check_batches < 0:
-        raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
     options = {"static": static, "local_batches": local_batches, "check_batches": check_batches}
-    confirm_same_strategy(strategy, batch, options)
-    if dist.get_world_size() != strategy.ranks:
-        raise StrategyOptionError(
-            f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
-            f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
-        )
+    _check_arguments(model, batch, strategy, options)
     factory = optimizer_factory(optimizer, model)
     check_all_updated(factory, model)
     planned: TrainingPlan | None = None
@@ -117,8 +103,36 @@ def train_step(
         runner = (
             _runner(planned, settings, local_batches, timeout) if static else EagerRunner(planned, loss, local_batches)
         )
+    parallel = _parallel_optimizer(runner, factory, strategy)
+    shapes = BatchShapes(batch, whole=planned is not None and not local_batches)
+    comparison = BatchComparison(strategy, None if planned is None else planned.plan, local_batches, check_batches)
+    guard, args = StaleOptimizerGuard(optimizer), (strategy, planned, runner, parallel)
+    return TrainStep(*args, shapes=shapes, comparison=comparison, guard=guard, settings=settings)
+
+
+def _check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, options: Mapping[str, Any]) -> None:
+    """Raise an error for arguments that `train_step` cannot take, on every rank if they differ between ranks."""
+    if isinstance(batch, (torch.Tensor, Mapping)):
+        raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise StrategyOptionError(
+            "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
+            "checkpoint afterwards (plan_training takes it as it is)"
+        )
+    check_batches = options["check_batches"]
+    if type(check_batches) is not int or check_batches < 0:
+        raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
+    confirm_same_strategy(strategy, batch, options)
+    if dist.get_world_size() != strategy.ranks:
+        raise StrategyOptionError(
+            f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
+            f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
+        )
+
+
+def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Strategy) -> ParallelOptimizer:
     master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
-    parallel = ParallelOptimizer(
+    return ParallelOptimizer(
         runner.targets(),
         factory,
         zero_stage=strategy.sharding.zero_stage,
@@ -129,10 +143,6 @@ def train_step(
         loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
         bucket_bytes=strategy.comm_fusion.bucket_bytes,
     )
-    shapes = BatchShapes(batch, whole=planned is not None and not local_batches)
-    comparison = BatchComparison(strategy, None if planned is None else planned.plan, local_batches, check_batches)
-    guard, args = StaleOptimizerGuard(optimizer), (strategy, planned, runner, parallel)
-    return TrainStep(*args, shapes=shapes, comparison=comparison, guard=guard, settings=settings)
 
 
 def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:

@@ -30,16 +30,6 @@ def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *,
     return sum(saved.kept(found.values()).values())
 
 
-def recompute_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> float:
-    """Estimate the bytes that backward holds beyond `saved_bytes` while the largest region is recomputed."""
-    saved, found = _SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
-    kept, sizes = saved.kept(found.values()), [0.0]
-    for region in found.values():
-        recomputed = saved.by_all(plan.graph.nodes[name] for name in region.nodes)
-        sizes.append(sum(size for key, size in recomputed.items() if key not in kept))
-    return max(sizes)
-
-
 class _SavedTensors:
     """The tensors that autograd saves, with their bytes on a rank."""
 

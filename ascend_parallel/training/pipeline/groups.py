@@ -86,7 +86,7 @@ def make_shared_groups(
     return found
 
 
-def time_limit(group: dist.ProcessGroup) -> timedelta:
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of a group's operations."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     limit: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
