@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ascend_parallel.consistency import confirm_same
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -243,3 +244,23 @@ def confirm_same_strategy(strategy: Strategy, batch: Sequence[Any], options: Map
         )
     problem = "ranks call train_step differently"
     confirm_same(dist.group.WORLD, "train_step", mine, problem, "Give all ranks the same")
+
+
+def check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, options: Mapping[str, Any]) -> None:
+    """Raise an error for arguments that `train_step` cannot take, on every rank if they differ between ranks."""
+    if isinstance(batch, (torch.Tensor, Mapping)):
+        raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise StrategyOptionError(
+            "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
+            "checkpoint afterwards (plan_training takes it as it is)"
+        )
+    check_batches = options["check_batches"]
+    if type(check_batches) is not int or check_batches < 0:
+        raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
+    confirm_same_strategy(strategy, batch, options)
+    if dist.get_world_size() != strategy.ranks:
+        raise StrategyOptionError(
+            f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
+            f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
+        )

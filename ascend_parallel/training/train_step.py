@@ -38,7 +38,7 @@ from ascend_parallel.training.stale_optimizer import (
     check_training_mode,
     preserve_random_state,
 )
-from ascend_parallel.training.strategy import Strategy, confirm_same_strategy
+from ascend_parallel.training.strategy import Strategy, check_arguments
 from ascend_parallel.training.training_plan import TrainingPlan, cast, plan_training
 
 log = logging.getLogger("ascend_parallel")
@@ -87,7 +87,7 @@ def train_step(
     optimizer, and the errors of `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer`.
     """
     options = {"static": static, "local_batches": local_batches, "check_batches": check_batches}
-    _check_arguments(model, batch, strategy, options)
+    check_arguments(model, batch, strategy, options)
     factory = optimizer_factory(optimizer, model)
     check_all_updated(factory, model)
     planned: TrainingPlan | None = None
@@ -108,26 +108,6 @@ def train_step(
     comparison = BatchComparison(strategy, None if planned is None else planned.plan, local_batches, check_batches)
     guard, args = StaleOptimizerGuard(optimizer), (strategy, planned, runner, parallel)
     return TrainStep(*args, shapes=shapes, comparison=comparison, guard=guard, settings=settings)
-
-
-def _check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """Raise an error for arguments that `train_step` cannot take, on every rank if they differ between ranks."""
-    if isinstance(batch, (torch.Tensor, Mapping)):
-        raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise StrategyOptionError(
-            "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
-            "checkpoint afterwards (plan_training takes it as it is)"
-        )
-    check_batches = options["check_batches"]
-    if type(check_batches) is not int or check_batches < 0:
-        raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
-    confirm_same_strategy(strategy, batch, options)
-    if dist.get_world_size() != strategy.ranks:
-        raise StrategyOptionError(
-            f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
-            f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
-        )
 
 
 def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Strategy) -> ParallelOptimizer:
