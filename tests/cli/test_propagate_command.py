@@ -57,6 +57,7 @@ def test_the_command_says_what_is_wrong(monkeypatch):
         assert message in " ".join(ended.output.split()), ended.output
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_memory_limit_and_data_parallelism():
     def run(*more):
         return CliRunner().invoke(app, ["propagate", f"{EXAMPLE}/llama.py:small", "--mesh", "dp=2,mp=2", *more])

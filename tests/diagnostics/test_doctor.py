@@ -148,6 +148,7 @@ def planted(group):
         KERNELS.update(kept)
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_found(ranks):
     for found in ranks(2).run(planted):
         assert found["chunked"].startswith("wrong: matmul_all_reduce is off by 1.0e-02")

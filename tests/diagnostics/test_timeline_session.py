@@ -136,6 +136,7 @@ def free_port():
         return server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_the_variable_alone_writes_at_exit_and_rank_0_says_so(tmp_path):
     folder = tmp_path / "new" / "folder"
     assert start(tmp_path) == [

@@ -101,6 +101,7 @@ def memory(group):
         return held(0), held(1)
 
 
+@pytest.mark.slow
 def test_a_check_keeps_no_tensors_between_forward_and_backward(ranks):
     for plain, verified in ranks(2).run(memory):
         assert plain == verified
@@ -223,6 +224,7 @@ def test_the_command_reports_and_ends_well(tmp_path):
         assert sum(line.startswith(f"{name} ") for line in first.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_command_fails_with_the_layer_that_is_wrong(tmp_path):
     for result in verified(tmp_path, ["--json"], script_arguments=["--fault"]):
         assert result.returncode == 1

@@ -70,7 +70,7 @@ def every_path(group, dtype):
                 check_column(group, rows, dtype, variant, True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_path_matches_the_truth(ranks, count, dtype):

@@ -44,6 +44,7 @@ def test_losses_depend_neither_on_the_chunk_count_nor_on_the_run(ranks, count, s
         assert len(set(everywhere[0])) == 3  # it does train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 def test_deterministic_runs_have_the_same_losses_by_every_kernel(ranks, count):
     """COC_DETERMINISTIC=1: the same losses fused, with any number of chunks, and without chunks."""

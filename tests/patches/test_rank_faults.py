@@ -131,6 +131,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_between_chunks_reports_its_own_error():
     first, second = launch(code(RAISES, limit=4), [{}] * 2)
     assert second.stdout.startswith("MemoryError no memory left in chunk 3"), second.stdout + second.stderr
@@ -179,6 +180,7 @@ print("agreed")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
     import_it = "\nimport ascend_parallel.consistency\n"
     rank_0, rank_1 = launch(code(import_it, ALONE, limit=3), [{}] * 2)

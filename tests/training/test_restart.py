@@ -161,6 +161,7 @@ with watch.name_lost_ranks(5):
 """
 
 
+@pytest.mark.slow
 def test_every_survivor_says_so_if_the_host_of_the_store_died():
     _, *survivors = launch(WATCHED + HOST_DIES, [{}] * 3, timeout=90)
     for rank, survivor in enumerate(survivors, 1):

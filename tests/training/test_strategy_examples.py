@@ -86,6 +86,7 @@ def test_the_documented_count_is_the_count():
     assert count_lines.table() in (ROOT / "docs" / "tutorial.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_strategy_is_planned_for_8192_ranks():
     assert strategy_benchmark.planned(8192).startswith("8192 ranks, ")
     with pytest.raises(ValueError, match="give a multiple of 64"):

@@ -32,6 +32,7 @@ def command(*arguments, **variables):
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_bench_measures_every_pass_and_draws(tmp_path):
     picture = tmp_path / "bench.svg"
     ended = command("bench", "--shape", "256,64,96", "--json", "--plot", str(picture), *FEW)
