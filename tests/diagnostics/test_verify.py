@@ -261,6 +261,7 @@ def recomputed(group, kind):
     return found, all(same(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
 
 
+@pytest.mark.slow
 def test_recomputed_layers_are_verified(ranks):
     """Megatron's first pass has no gradients and is counted apart; torch's has, and its second may stop early."""
     for found, equal in ranks(2).run(recomputed, "megatron"):

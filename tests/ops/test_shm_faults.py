@@ -36,6 +36,7 @@ for number in range(100000):
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_killed_rank_is_named_and_nothing_is_left_behind(count):
     ranks = launch(START + KILLED, [{}] * count, timeout=60)
@@ -118,6 +119,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_by_its_global_rank():
     _, waiting, late = launch(START + ABSENT, [{}] * 3, timeout=60)
     opening, reached, calling = waiting.stdout.splitlines()
@@ -211,6 +213,7 @@ leave()
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_come_with_different_calls_are_told_what_each_came_with(count):
     """Calls that differ in rows, columns, dtype or operator, in the need for a larger segment, or in pieces."""

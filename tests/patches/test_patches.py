@@ -326,6 +326,7 @@ def test_run_without_a_script(call, code):
     assert "usage" in done.stdout + done.stderr or "no such file: 'nowhere.py'" in done.stderr
 
 
+@pytest.mark.slow
 def test_run_does_not_import_the_command_line(tmp_path):
     script = tmp_path / "s.py"
     script.write_text("import sys; print([m for m in ('typer', 'rich') if m in sys.modules])")

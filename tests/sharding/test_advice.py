@@ -79,6 +79,7 @@ def test_operators_are_named_by_their_published_principle(name):
     assert {advised.pattern: advised.principles for advised in advice.advised} == PRINCIPLES[name]
 
 
+@pytest.mark.slow
 def test_leaving_out_costs_what_propagation_without_it_costs():
     """Compare with two propagations; a layer without the strategy of its only weight is replicated."""
     example = published.EXAMPLES["LlamaForCausalLM"]()

@@ -51,6 +51,7 @@ MESHES += ["_native_batch_norm_legit_functional.default", "index.Tensor", "repea
 MESHES += [f"cross_entropy_loss.default {reduction}, 3-D, 6 classes, 0.1" for reduction in ("none", "mean", "sum")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MESHES)
 def test_pairs_of_strategies_on_a_mesh_give_the_whole(name):
     case, seen, chance = CASES[name], set(), random.Random(5)
@@ -216,6 +217,7 @@ def test_rules_are_of_operators_that_there_are():
     assert not missing
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Block in training", "Block in evaluation"])
 def test_all_operators_of_a_traced_model_give_the_whole(name):
     model, args = made(name)

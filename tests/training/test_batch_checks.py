@@ -136,6 +136,7 @@ def late(_group, every):
     return said_by(step, (gpt.batch_of(number + 50 * (stray and number == 10)) for number in range(12)))
 
 
+@pytest.mark.slow
 def test_after_the_first_eight_every_nth_batch_is_compared(ranks):
     for kind, _, number in ranks(2).run(late, 5):
         assert (kind, number) == ("DisagreementError", 10)

@@ -37,6 +37,7 @@ def load_as(group, path, layout):
     return all(map(are_as_in, filled, expected))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("saved", [layout for layout in LAYOUTS if ranks_of(layout) > 1])
 def test_a_checkpoint_loads_under_every_other_layout(ranks, tmp_path, saved):
     names = ranks(ranks_of(saved)).run(save_as, tmp_path, saved)

@@ -75,6 +75,7 @@ def whole_of(step, model):
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [DATA, {**DATA, "sharding": ShardingOptions(zero_stage=1)}, {**DATA, "pipeline": PipelineOptions(degree=1)}],

@@ -226,6 +226,7 @@ def together(parts):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("AdamW", torch.float64), ("NAdam", torch.bfloat16), ("momentum", torch.float32)]
 )

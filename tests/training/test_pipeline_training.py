@@ -287,6 +287,7 @@ def peaks(group, schedule):
     return peak_bytes(lambda: pipeline.step(*batch))
 
 
+@pytest.mark.slow
 def test_one_forward_one_backward_holds_fewer_activations(ranks):
     """GPipe holds those of all 8 micro-batches, 1F1B those of 4, 3, 2 and 1; tensors that are sent come on top."""
     gpipe, other = ranks(4).run(peaks, "gpipe"), ranks(4).run(peaks, "1f1b")

@@ -188,6 +188,7 @@ STAGES = {"mode": "data", "mesh": {"dp": 1}, "pipeline": PipelineOptions(degree=
 COUNTS = "micro-batches count 10, 26, 42, 58: the mean of their means is not the batch's; have the loss return"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "more", "loss", "messages"),
     [
