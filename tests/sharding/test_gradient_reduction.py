@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from allocations import peak_bytes
 from plans import by_hand
-from sharded import BATCHES, EXACT, S0, C, R, gradients, made, mesh_of, planned, tokens_of
+from sharded import BATCHES, EXACT, S0, C, gradients, made, mesh_of, planned, tokens_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -351,53 +351,3 @@ def memory(group):
 
 def test_memory(ranks):
     assert all(ranks(2).run(memory))
-
-
-def part_of_a_job(group):
-    """Two meshes, each with a plan of its own, as pipeline stages have."""
-    model, x = made(Stack, 4), torch.ones(4, 8, dtype=torch.float64)
-    meshes = [ProcessMesh(ranks, ["of_stage"]) for ranks in ([0, 1], [2, 3])]  # without process groups
-    groups = [dist.new_group(mesh.process_ids) for mesh in meshes]
-    stage = group.rank() // 2
-    half = nn.Module()
-    half.layers = nn.Sequential()
-    for index in (2 * stage, 2 * stage + 1):
-        half.layers.add_module(str(index), model.layers[index])
-    half.forward = half.layers.forward
-    graph = trace(half, (x,))
-    calls = {name: ([S0, C, C], S0) for name, node in graph.nodes.items() if "linear" in name and node.call}
-    plan = by_hand(graph, meshes[stage], {next(iter(graph.nodes.values())).source: R}, calls)
-    with pytest.raises(RuntimeError, match="has no process groups"):
-        ShardedModule(model, plan, group=groups[stage])
-    for mesh in meshes:
-        mesh.device_mesh()
-    with pytest.raises(ValueError, match=r"group has the ranks \[0, 1, 2, 3\]"):
-        ShardedModule(model, plan, group=group)
-    sharded = ShardedModule(model, plan, group=groups[stage])
-    assert set(sharded.state_dict()) == {f"layers.{name}" for name in half.layers.state_dict()}
-    for module in (half, sharded):
-        module(x).square().sum().backward()
-    found = {name: param.grad for name, param in half.named_parameters()}
-    torch.testing.assert_close(sharded.full_gradients(), found, **EXACT)
-
-
-def test_a_plan_for_a_part_of_the_job(ranks):
-    ranks(4).run(part_of_a_job)
-
-
-def tensor_shards(group):
-    whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
-    sharded = ShardedModule(whole, planned("GPT", trace(whole, batch), mesh_of((2, 2))))
-    found = sharded.tensor_shards()
-    assert set(found) == set(whole.state_dict())
-    for name, tensor in whole.state_dict().items():
-        piece = found[name]
-        assert piece.shape == tensor.shape
-        box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.local.shape, strict=True))
-        assert torch.equal(piece.local, tensor[box])
-    assert found["layers.0.up.weight"].local is sharded.get_parameter("layers.0.up.weight")
-    assert any(piece.local.shape != piece.shape for piece in found.values())
-
-
-def test_tensor_shards(ranks):
-    ranks(4).run(tensor_shards)

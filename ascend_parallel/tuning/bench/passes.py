@@ -65,16 +65,6 @@ def _measure_pass(
     final = layer.time(operator, {name: variants[name] for name in _finalists(candidates, times, equal)}, rounds)
     best = min((name for name in final if name != SERIAL), key=lambda name: median(final[name]), default=SERIAL)
     kept = decide({candidates[name]: values for name, values in final.items()}, candidates[SERIAL], candidates[best])
-    dtype = str(layer.case.dtype).removeprefix("torch.")
-    entry = Entry(
-        run=operator.run,
-        operator=operator.operator,
-        m=operator.m,
-        k=operator.k,
-        n=operator.n,
-        dtype=dtype,
-        **kept.entry_fields(),
-    )
     return {
         **asdict(operator),
         "kind": layer.case.kind,
@@ -84,7 +74,7 @@ def _measure_pass(
         "times": times,
         "again": final,
         "kept": list(kept.sizes),
-        "entry": entry,
+        "entry": Entry.of(operator, layer.case.dtype, kept.sizes, kept.serial, kept.chosen),
     }
 
 

@@ -69,6 +69,12 @@ class Entry:
     serial: float
     chosen: float
 
+    @classmethod
+    def of(cls, operator: LayerOperator, dtype: torch.dtype, sizes: Sizes, serial: float, chosen: float) -> Entry:
+        """Make the entry of one operator of a layer."""
+        name = str(dtype).removeprefix("torch.")
+        return cls(**vars(operator), dtype=name, sizes=sizes, serial=serial, chosen=chosen)
+
     @property
     def key(self) -> Key:
         """The key of `Plan.find`: pass, operator, matmul and dtype."""

@@ -175,18 +175,7 @@ class Layer:
 
     def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Settings:
         """Return settings with which this pass runs in chunks of `sizes`."""
-        dtype = str(self.case.dtype).removeprefix("torch.")
-        entry = Entry(
-            run=operator.run,
-            operator=operator.operator,
-            m=operator.m,
-            k=operator.k,
-            n=operator.n,
-            dtype=dtype,
-            sizes=sizes,
-            serial=1.0,
-            chosen=1.0,
-        )
+        entry = Entry.of(operator, self.case.dtype, sizes, serial=1.0, chosen=1.0)
         changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
         return replace(self._settings, customized_coc={}, **changes)
 

@@ -64,10 +64,6 @@ class TunedPass:
     chosen: float
     why: str = ""
 
-    def entry_fields(self) -> dict[str, Any]:
-        """Return the fields that a plan's `Entry` keeps."""
-        return {"sizes": self.sizes, "serial": self.serial, "chosen": self.chosen}
-
     def __str__(self) -> str:
         """Return the result in words, for the log."""
         if len(self.sizes) == 1:
@@ -176,16 +172,7 @@ class Tuner:
             tune = measured if self._measure else confirmed
             tuned = tune(layer, operator, parts)
         self._log_once(operator, case, str(tuned))
-        dtype = str(case.dtype).removeprefix("torch.")
-        return Entry(
-            run=operator.run,
-            operator=operator.operator,
-            m=operator.m,
-            k=operator.k,
-            n=operator.n,
-            dtype=dtype,
-            **tuned.entry_fields(),
-        )
+        return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
 
     def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
         """Log the entries of passes that the plan file already had."""
