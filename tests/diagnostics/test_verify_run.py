@@ -211,6 +211,7 @@ def verified(tmp_path, arguments, ranks=2, variables=None, script_arguments=()):
     return launch(code, [{"COC_PARALLEL_NUM": "4", **(variables or {})}] * ranks)
 
 
+@pytest.mark.slow
 def test_the_command_reports_and_ends_well(tmp_path):
     first, second = verified(tmp_path, ["--every", "2", "--json"])
     assert (first.returncode, second.returncode) == (0, 0), first.stderr

@@ -52,7 +52,7 @@ def test_all_pages_recommend_auto_and_the_same_lines():
         assert {variables["COC_PARALLEL_NUM"] for variables, _ in lines} == {"auto"}, page
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "passes"),
     # Of qkv, proj, fc1, fc2 and the output layer: one each with all-reduce, two with sequence parallel.

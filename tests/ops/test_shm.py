@@ -205,6 +205,7 @@ def more_than_it_takes(group):
     return shm.reach(group), group in shm._SHARED, COUNTS.as_dict()[OPERATORS[0]]["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, shm.MAX_RANKS + 1])
 def test_layers_of_too_few_or_too_many_ranks_run_without_it(ranks, count):
     expected = (f"{count} ranks, not 2 to {shm.MAX_RANKS}", False, 1)

@@ -67,6 +67,7 @@ def test_another_version_on_one_rank_is_an_error_on_both():
         assert "version of ascend_parallel is 0.1.0 on rank 0, 9.9 on rank 1" in rank.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_without_overlap_is_named():
     ranks = launch(code(LAYER, limit=4), [{"COC_PARALLEL_NUM": "4"}, {}])
     assert "DisagreementError rank 1 of group" in ranks[0].stdout, ranks[0].stdout + ranks[0].stderr

@@ -137,7 +137,7 @@ def test_each_schedule_with_one_rank_per_stage(ranks, name, case):
     check(ranks(CASES[case][1]).run(train, name, case, (), False), name)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tensor_parallel_stages(ranks, name, case):
