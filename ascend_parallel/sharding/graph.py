@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,6 +66,14 @@ class OpCall:
     def name(self) -> str:
         """The operator's name, such as "aten.linear.default"."""
         return str(self.target)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Any]:
+        """The arguments by name, defaults included."""
+        schema: Any = getattr(self.target, "_schema")  # noqa: B009 - a callable, for the type checker
+        named = {declared.name: declared.default_value for declared in schema.arguments if declared.has_default_value()}
+        named |= {declared.name: value for declared, value in zip(schema.arguments, self.args, strict=False)}
+        return MappingProxyType({**named, **self.kwargs})
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,7 @@ def same(group, name, mesh_shape, options, variants, rows_cut=False, **made_of):
         expected = bits(plain, batch)
         for _ in range(2):
             torch.testing.assert_close(bits(recomputing, batch), expected, rtol=0, atol=0)
-        assert recomputing.regions
+        assert recomputing.rank_plan.regions
 
 
 GATHERED = {**CHUNKS, "recompute_all_gather": False}

@@ -14,7 +14,7 @@ from rule_models import made
 
 from ascend_parallel.sharding.graph import BUFFER, INPUT, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
-from ascend_parallel.sharding.rules import OpPlacements, has_rule, register_rule, registry, run_local, strategies
+from ascend_parallel.sharding.rules import OpPlacements, has_rule, local_call, register_rule, registry, strategies
 from ascend_parallel.sharding.tracing.trace import trace
 
 aten = torch.ops.aten
@@ -175,7 +175,7 @@ def test_a_user_can_register_a_rule(monkeypatch):
 def dropped(state, coordinate, x):
     call, _ = call_of(aten.dropout.default, torch.ones(8, 8), 0.5, True)
     torch.manual_seed(coordinate)  # ranks may be seeded apart
-    return run_local(call, [x], [(state,)], [(state,)], (2,), (coordinate,), stream="one")[0]
+    return local_call(call, [(state,)], [(state,)], (2,), (coordinate,))([x], stream="one")[0]
 
 
 def test_dropout_differs_between_pieces_and_agrees_between_copies():
@@ -192,12 +192,12 @@ def test_dropout_follows_its_stream_and_leaves_the_process_generator_alone():
     cut, before = [(shard(0),)], torch.get_rng_state()
 
     def drawn(stream):
-        return run_local(call, [torch.ones(4, 8)], cut, cut, (2,), (0,), stream=stream)[0]
+        return local_call(call, cut, cut, (2,), (0,))([torch.ones(4, 8)], stream=stream)[0]
 
     assert torch.equal(drawn("one"), drawn("one"))
     assert not torch.equal(drawn("one"), drawn("two"))
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(RuntimeError, match=r"dropout.* draws random numbers: run_local needs stream"):
+    with pytest.raises(RuntimeError, match=r"dropout.* draws random numbers: give stream"):
         drawn("")
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import OpCall, Ref, TensorMeta
 from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, is_even
-from ascend_parallel.sharding.rules import own_reductions, run_local, strategies
+from ascend_parallel.sharding.rules import local_call, own_reductions, strategies
 
 SEED = 11
 DIVIDED = "divided"  # the gradient of a partial average: the whole one by the number of ranks, on every rank
@@ -159,7 +159,7 @@ def run_all(call, local_leaves, input_layouts, output_layouts, mesh_shape):
         if meeting is None:
             torch.manual_seed(SEED)
         reduce = meeting and partial(meeting.all_reduce, at)
-        return run_local(call, local_leaves[at], input_layouts, output_layouts, mesh_shape, at, reduce, stream="one")
+        return local_call(call, input_layouts, output_layouts, mesh_shape, at)(local_leaves[at], reduce, "one")
 
     if meeting is None:
         return {at: run(at) for at in local_leaves}

@@ -31,34 +31,33 @@ RequestGenerator = Generator[Request, None, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Line:
-    """This rank's line along a mesh dimension, and its local shapes before and after a step.
+class Line:
+    """A step of a redistribution on this rank: its line along the step's mesh dimension, and its local shapes.
 
     place
         This rank's index along the line.
     order
         The indices along the line of the group's ranks, in group order.
-    observer
-        Called with the step of every collective, when it starts.
+    before, after
+        The local shapes before and after the step.
     """
 
     mesh: ProcessMesh
-    dim: int
+    step: RedistributeStep
     place: int
     order: list[int]
     before: Shape
     after: Shape
-    observer: Observer | None
 
     @property
     def ranks(self) -> int:
         """The number of ranks on the line."""
-        return self.mesh.shape[self.dim]
+        return self.mesh.shape[self.step.mesh_dim]
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The line's process group."""
-        return self.mesh.group(self.dim)
+        return self.mesh.group(self.step.mesh_dim)
 
     def by_group(self, by_place: torch.Tensor) -> torch.Tensor:
         """Reorder rows from the order along the line into group order."""
@@ -87,7 +86,7 @@ def redistribute_local(
 
     Every rank of the mesh must call this function. Not differentiable. The result may be a view of `local`.
     """
-    return finish_redistribute(redistribute_requests(local, shape, mesh, redistribution))
+    return finish_redistribute(redistribute_requests(local, lines_of(tuple(shape), mesh, redistribution)))
 
 
 def finish_redistribute(requests: RequestGenerator) -> torch.Tensor:
@@ -101,54 +100,59 @@ def finish_redistribute(requests: RequestGenerator) -> torch.Tensor:
         request.start().wait()
 
 
-def redistribute_requests(
-    local: torch.Tensor,
-    shape: Sequence[int],
-    mesh: ProcessMesh,
-    redistribution: Redistribution,
-    observer: Observer | None = None,
-) -> RequestGenerator:
-    """Run `redistribute_local` as a generator of its collectives; `observer` is called with each step at its start."""
+def lines_of(shape: Shape, mesh: ProcessMesh, redistribution: Redistribution) -> tuple[Line, ...]:
+    """Return a line for each step of a redistribution of a tensor of global `shape`; none outside of the mesh."""
     place = mesh.coordinate(dist.get_rank())
-    if place is None:
-        return local
+    lines: list[Line] = []
     layout = redistribution.source
-    for step in redistribution.steps:
+    for step in redistribution.steps if place is not None else ():
+        assert place is not None
         dim = step.mesh_dim
         after = (*layout[:dim], step.target, *layout[dim + 1 :])
-        shapes = [local_shape(tuple(shape), ends, mesh.shape, place) for ends in (layout, after)]
-        line = _Line(mesh, dim, place[dim], mesh.places_in_group(dim, place), shapes[0], shapes[1], observer)
-        if step.kind in LOCAL_STEPS:
-            local = LOCAL_STEPS[step.kind](local, step, line)
-        else:
-            local = yield from COLLECTIVE_STEPS[step.kind](local, step, line)
+        shapes = [local_shape(shape, ends, mesh.shape, place) for ends in (layout, after)]
+        lines.append(Line(mesh, step, place[dim], mesh.places_in_group(dim, place), shapes[0], shapes[1]))
         layout = after
+    return tuple(lines)
+
+
+def redistribute_requests(
+    local: torch.Tensor, lines: Sequence[Line], observer: Observer | None = None
+) -> RequestGenerator:
+    """Run `redistribute_local` as a generator of its collectives; `observer` is called with each step at its start."""
+    for line in lines:
+        if line.step.kind in LOCAL_STEPS:
+            local = LOCAL_STEPS[line.step.kind](local, line)
+        else:
+            local = yield from COLLECTIVE_STEPS[line.step.kind](local, line, observer)
     return local
 
 
-def _all_gather(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
+def _all_gather(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+    step = line.step
     dim = step.source.dim
     size = line.after[dim]
     x_piece = _padded(local.movedim(dim, 0), line.piece(size))
     if not x_piece.numel() or line.ranks == 1:
         return _padded(x_piece, line.ranks * x_piece.shape[0])[:size].movedim(0, dim)
-    request = Request(ALL_GATHER, step, line.group, x_piece.contiguous()[None], observer=line.observer)
+    request = Request(ALL_GATHER, step, line.group, x_piece.contiguous()[None], observer=observer)
     yield request
     whole = line.by_place(request.result).flatten(0, 1)
     return whole[:size].movedim(0, dim)
 
 
-def _all_reduce(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
+def _all_reduce(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+    step = line.step
     if local.numel() and line.ranks > 1:
-        request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, line.observer)
+        request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, observer)
         yield request
         total = request.result[0]
     else:
         total = local.clone(memory_format=torch.contiguous_format)
-    return _averaged(total, step, line)
+    return _averaged(total, line)
 
 
-def _reduce_scatter(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
+def _reduce_scatter(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+    step = line.step
     dim = step.target.dim
     piece = line.piece(line.before[dim])
     x = _padded(local.movedim(dim, 0), line.ranks * piece)
@@ -156,13 +160,14 @@ def _reduce_scatter(local: torch.Tensor, step: RedistributeStep, line: _Line) ->
         own = x[:piece].clone()
     else:
         x = line.by_group(x.reshape(line.ranks, piece, *x.shape[1:])).contiguous()
-        request = Request(REDUCE_SCATTER, step, line.group, x, step.source.op, line.observer)
+        request = Request(REDUCE_SCATTER, step, line.group, x, step.source.op, observer)
         yield request
         own = request.result[0]
-    return _averaged(own[: line.after[dim]].movedim(0, dim), step, line)
+    return _averaged(own[: line.after[dim]].movedim(0, dim), line)
 
 
-def _all_to_all(local: torch.Tensor, step: RedistributeStep, line: _Line) -> RequestGenerator:
+def _all_to_all(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+    step = line.step
     joined, cut = step.source.dim, step.target.dim
     size, piece = line.after[joined], line.piece(line.before[cut])
     # [cut, joined, ...]: the rows of `cut` that a rank receives are contiguous
@@ -170,42 +175,42 @@ def _all_to_all(local: torch.Tensor, step: RedistributeStep, line: _Line) -> Req
     x = _padded(x.transpose(0, 1), line.piece(size)).transpose(0, 1)
     blocks = x.reshape(line.ranks, piece, *x.shape[1:])  # [rank, cut, joined, ...]
     if x.numel() and line.ranks > 1:
-        request = Request(ALL_TO_ALL, step, line.group, line.by_group(blocks).contiguous(), observer=line.observer)
+        request = Request(ALL_TO_ALL, step, line.group, line.by_group(blocks).contiguous(), observer=observer)
         yield request
         blocks = line.by_place(request.result)
     whole = blocks.transpose(0, 1).flatten(1, 2)
     return whole[: line.after[cut], :size].movedim((0, 1), (cut, joined))
 
 
-def _slice(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
-    dim = step.target.dim
+def _slice(local: torch.Tensor, line: Line) -> torch.Tensor:
+    dim = line.step.target.dim
     size = line.before[dim]
     return local.narrow(dim, min(line.place * line.piece(size), size), line.after[dim])
 
 
-def _hold(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
-    return torch.zeros_like(local) if step.target.op == "sum" and line.place else local
+def _hold(local: torch.Tensor, line: Line) -> torch.Tensor:
+    return torch.zeros_like(local) if line.step.target.op == "sum" and line.place else local
 
 
-def _pad(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
-    dim, op = step.source.dim, step.target.op
+def _pad(local: torch.Tensor, line: Line) -> torch.Tensor:
+    dim, op = line.step.source.dim, line.step.target.op
     whole = local.new_full(line.after, neutral_element(op, local.dtype))
     start = min(line.place * line.piece(line.after[dim]), line.after[dim])
     whole.narrow(dim, start, line.before[dim]).copy_(local * line.ranks if op == "avg" else local)
     return whole
 
 
-def _scale(local: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
-    return local * line.ranks if step.target.op == "avg" else local / line.ranks
+def _scale(local: torch.Tensor, line: Line) -> torch.Tensor:
+    return local * line.ranks if line.step.target.op == "avg" else local / line.ranks
 
 
-COLLECTIVE_STEPS: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], RequestGenerator]] = {
+COLLECTIVE_STEPS: dict[str, Callable[[torch.Tensor, Line, Observer | None], RequestGenerator]] = {
     ALL_GATHER: _all_gather,
     ALL_REDUCE: _all_reduce,
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
 }
-LOCAL_STEPS: dict[str, Callable[[torch.Tensor, RedistributeStep, _Line], torch.Tensor]] = {
+LOCAL_STEPS: dict[str, Callable[[torch.Tensor, Line], torch.Tensor]] = {
     SLICE: _slice,
     HOLD: _hold,
     PAD: _pad,
@@ -231,5 +236,5 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
-def _averaged(total: torch.Tensor, step: RedistributeStep, line: _Line) -> torch.Tensor:
-    return total / line.ranks if step.source.op == "avg" else total
+def _averaged(total: torch.Tensor, line: Line) -> torch.Tensor:
+    return total / line.ranks if line.step.source.op == "avg" else total

@@ -18,9 +18,6 @@ creation.py       arange, zeros, full
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-
-import torch
 
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
@@ -36,11 +33,12 @@ from ascend_parallel.sharding.rules import (
     views,
 )
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, everywhere, linear_in
-from ascend_parallel.sharding.rules.local import AllReduce, Part
+from ascend_parallel.sharding.rules.local import LocalCall, Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, find, register_rule
 
 __all__ = [
     "Axis",
+    "LocalCall",
     "OpPlacements",
     "Part",
     "Reduction",
@@ -49,9 +47,9 @@ __all__ = [
     "draws",
     "has_rule",
     "linear_in",
+    "local_call",
     "own_reductions",
     "register_rule",
-    "run_local",
     "strategies",
 ]
 
@@ -88,33 +86,21 @@ def own_reductions(call: OpCall, input_layouts: Sequence[Layout], mesh_shape: Se
     return entry.op_collectives(call, input_layouts, mesh_shape)
 
 
-def run_local(
+def local_call(
     call: OpCall,
-    inputs: Sequence[torch.Tensor],
     input_layouts: Sequence[Layout],
     output_layouts: Sequence[Layout],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
-    all_reduce: AllReduce | None = None,
-    stream: str = "",
-) -> tuple[torch.Tensor, ...]:
-    """Run a rank's part of a call, and return its local outputs. Differentiable by autograd.
+) -> LocalCall:
+    """Compile a rank's part of a call.
 
-    inputs
-        Local tensors, one per `OpCall.inputs`: even slices of the whole tensors.
     input_layouts, output_layouts
         One layout per tensor: on each mesh dimension one of `strategies`.
     coordinate
         The rank's index on each mesh dimension.
-    all_reduce
-        Needed by operators that run collectives themselves (`own_reductions`).
-    stream
-        Names the call's random numbers, for operators that draw them (`Part.seeded`); the same on all ranks.
     """
-    layouts = tuple(input_layouts), tuple(output_layouts)
-    part = Part(call, tuple(inputs), *layouts, tuple(mesh_shape), tuple(coordinate), all_reduce, stream)
     entry = find(call)
-    with part.seeded() if draws(call) else nullcontext():
-        result = part.run() if entry is None or entry.run is None else entry.run(part)
-    results = result if isinstance(result, (list, tuple)) else (result,)
-    return tuple(tensor for tensor in results if isinstance(tensor, torch.Tensor))
+    layouts = tuple(input_layouts), tuple(output_layouts)
+    run = None if entry is None else entry.run
+    return LocalCall(call, *layouts, tuple(mesh_shape), tuple(coordinate), run, draws(call))

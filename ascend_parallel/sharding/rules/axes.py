@@ -11,7 +11,7 @@ Inputs without a gradient (integers) are replicate instead of partial_grad.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,9 @@ class Axis:
     reduced: Placement | None = None
 
 
-def arguments(call: OpCall) -> dict[str, Any]:
+def arguments(call: OpCall) -> Mapping[str, Any]:
     """Return a call's arguments by name, defaults included."""
-    schema: Any = getattr(call.target, "_schema")  # noqa: B009 - a callable, for the type checker
-    named = {declared.name: declared.default_value for declared in schema.arguments if declared.has_default_value()}
-    named |= {declared.name: value for declared, value in zip(schema.arguments, call.args, strict=False)}
-    return {**named, **call.kwargs}
+    return call.by_name
 
 
 def draws(call: OpCall) -> bool:

@@ -1,11 +1,11 @@
-"""A rank's part of an operator's call: its local tensors and their position in the whole tensors."""
+"""A rank's part of an operator's call: compiled once for its layouts, then run on local tensors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,54 +19,207 @@ AllReduce = Callable[[torch.Tensor, int, str], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rank's part of a call.
+class LocalCall:
+    """A rank's part of a call without its tensors: everything that is the same in every step.
 
-    inputs
-        Local tensors, one per `OpCall.inputs`.
     input_layouts, output_layouts
-        One layout per tensor.
+        One layout per tensor of `call.inputs` and `call.outputs`.
     coordinate
         The rank's index on each mesh dimension.
+    run
+        Runs the part where the operator on the local tensors would be wrong; None: the operator runs on them.
+    draws
+        Whether the call draws random numbers.
+    """
+
+    call: OpCall
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    run: Callable[[Part], Any] | None = None
+    draws: bool = False
+
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], all_reduce: AllReduce | None = None, stream: str = ""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the local outputs; differentiable by autograd.
+
+        inputs
+            Local tensors, one per `call.inputs`: even slices of the whole tensors.
+        all_reduce
+            For an operator that runs collectives itself (`Reduction`).
+        stream
+            Names the call's random numbers, for operators that draw them; the same on all ranks.
+        """
+        if self.draws:
+            result = self._seeded(Part(self, tuple(inputs), all_reduce, stream))
+        elif self.run is None:
+            result = self.operator(inputs)
+        else:
+            result = self.run(Part(self, tuple(inputs), all_reduce, stream))
+        if isinstance(result, torch.Tensor):
+            return (result,)
+        return tuple(tensor for tensor in result if isinstance(tensor, torch.Tensor))
+
+    def operator(self, inputs: Sequence[torch.Tensor], changed: Mapping[str, Any] | None = None) -> Any:
+        """Run the operator on local tensors, with the named arguments replaced.
+
+        An in-place operator writes to a copy: a graph's values are immutable.
+        """
+        args, kwargs = list(self.call.args), dict(self.call.kwargs)
+        for into, place, fill in self._tensors:
+            (args if into == "args" else kwargs)[place] = fill(inputs)  # type: ignore[index]
+        for name, value in (changed or {}).items():
+            place = self._places[name]
+            (args if isinstance(place, int) else kwargs)[place] = value  # type: ignore[index]
+        return self.call.target(*args, **kwargs)
+
+    @cached_property
+    def output_shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the local outputs."""
+        outputs = zip(self.call.outputs, self.output_layouts, strict=False)
+        return tuple(local_shape(meta.shape, layout, self.mesh_shape, self.coordinate) for meta, layout in outputs)
+
+    @cached_property
+    def input_bounds(self) -> tuple[list[tuple[int, int]], ...]:
+        """This rank's [start, stop) of every dimension of each input."""
+        inputs = zip(self.call.inputs, self.input_layouts, strict=True)
+        return tuple(bounds(meta.shape, layout, self.mesh_shape, self.coordinate) for meta, layout in inputs)
+
+    @cached_property
+    def slice_index(self) -> int:
+        """The index of this rank's slice among the slices of the first output."""
+        index = 0
+        for placement, size, place in zip(self.output_layouts[0], self.mesh_shape, self.coordinate, strict=True):
+            index = index * size + place if placement.kind == "shard" else index
+        return index
+
+    @cached_property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the ranks whose outputs are summed."""
+        places = zip(self.output_layouts[0], self.coordinate, strict=True)
+        return all(place == 0 for placement, place in places if placement == SUM)
+
+    def _seeded(self, part: Part) -> Any:
+        """Run the part with random numbers that differ between slices of the output, and agree on equal slices.
+
+        The seed depends only on the stream and the slice; the process's own generators are left as they were.
+        """
+        if not part.stream:
+            raise RuntimeError(f"{self.call.name} draws random numbers: give stream")
+        digest = hashlib.sha256(f"{part.stream}/{self.slice_index}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "big") >> 1
+        generators = [torch.default_generator, *map(_generator, self._accelerators(part.inputs))]
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            return (self.run or Part.run)(part)
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    def _accelerators(self, inputs: Sequence[torch.Tensor]) -> set[torch.device]:
+        """Return the devices other than the CPU on which the call draws."""
+        made_on = self.call.kwargs.get("device")
+        devices = {tensor.device for tensor in inputs} | ({torch.device(made_on)} if made_on else set())
+        return {device for device in devices if device.type not in ("cpu", "meta")}
+
+    @cached_property
+    def _places(self) -> dict[str, int | str]:
+        """The place of each argument of the schema: its index among `args`, or its name among `kwargs`."""
+        count = len(self.call.args)
+        names = [argument.name for argument in self._schema_arguments]
+        return {name: place if place < count else name for place, name in enumerate(names)}
+
+    @cached_property
+    def _schema_arguments(self) -> Sequence[Any]:
+        schema = getattr(self.call.target, "_schema", None)
+        return schema.arguments if schema is not None else ()
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[str, int | str, Callable[[Sequence[torch.Tensor]], Any]], ...]:
+        """The arguments that hold tensors: "args" or "kwargs", the place there, and how to fill it."""
+        written = {
+            self._places[argument.name]
+            for argument in self._schema_arguments
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out"
+        }
+        given = [("args", place, argument) for place, argument in enumerate(self.call.args)]
+        given += [("kwargs", name, argument) for name, argument in self.call.kwargs.items()]  # type: ignore[misc]
+        return tuple(
+            (into, place, _filler(argument, copied=place in written))
+            for into, place, argument in given
+            if any(isinstance(leaf, Ref) for leaf in pytree.tree_leaves(argument))
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a call, as the `run` of a rule gets it.
+
+    local
+        What is the same in every step.
+    inputs
+        Local tensors, one per `OpCall.inputs`.
     all_reduce
         For an operator that runs collectives itself (`Reduction`); None without other ranks.
     stream
         Names the call's random numbers, the same on all ranks; another stream, other numbers. "": the call draws none.
     """
 
-    call: OpCall
+    local: LocalCall
     inputs: tuple[torch.Tensor, ...]
-    input_layouts: tuple[Layout, ...]
-    output_layouts: tuple[Layout, ...]
-    mesh_shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
     all_reduce: AllReduce | None = None
     stream: str = ""
 
+    @property
+    def call(self) -> OpCall:
+        """The call, with the whole tensors' shapes."""
+        return self.local.call
+
+    @property
+    def input_layouts(self) -> tuple[Layout, ...]:
+        """One layout per input."""
+        return self.local.input_layouts
+
+    @property
+    def output_layouts(self) -> tuple[Layout, ...]:
+        """One layout per output."""
+        return self.local.output_layouts
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The size of each mesh dimension."""
+        return self.local.mesh_shape
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """The rank's index on each mesh dimension."""
+        return self.local.coordinate
+
     def output_shape(self, index: int = 0) -> Shape:
         """Return the shape of a local output."""
-        shape = self.call.outputs[index].shape
-        return local_shape(shape, self.output_layouts[index], self.mesh_shape, self.coordinate)
+        return self.local.output_shapes[index]
 
     def input_bounds(self, index: int) -> list[tuple[int, int]]:
         """Return this rank's [start, stop) of every dimension of an input."""
-        shape = self.call.inputs[index].shape
-        return bounds(shape, self.input_layouts[index], self.mesh_shape, self.coordinate)
+        return self.local.input_bounds[index]
 
     def only_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a term to add to an output: `tensor` on the first of the ranks whose outputs are summed, else zeros.
 
         The zeros stay connected to `tensor` for autograd, because every rank may wait for its gradient.
         """
-        places = zip(self.output_layouts[0], self.coordinate, strict=True)
-        if all(place == 0 for placement, place in places if placement == SUM):
+        if self.local.is_first:
             return tensor
         return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
     def reduced(self, tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
         """Return the "sum" or "max" of a tensor over this rank's line of a mesh dimension; not differentiable."""
         if self.all_reduce is None:
-            raise RuntimeError(f"{self.call.name} runs a collective itself here: run_local needs all_reduce")
+            raise RuntimeError(f"{self.call.name} runs a collective itself here: give all_reduce")
         return self.all_reduce(tensor, mesh_dim, op)
 
     def run(self, /, **changed: Any) -> Any:
@@ -74,42 +227,28 @@ class Part:
 
         An in-place operator writes to a copy: a graph's values are immutable.
         """
-        args, kwargs = pytree.tree_map(self._replaced, (tuple(self.call.args), dict(self.call.kwargs)))
-        args = list(args)
-        for place, argument in enumerate(self._schema_arguments()):
-            at: Any = (args, place) if place < len(args) else (kwargs, argument.name)
-            if argument.name in changed:
-                at[0][at[1]] = changed[argument.name]
-            elif argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out":
-                at[0][at[1]] = pytree.tree_map_only(torch.Tensor, torch.clone, at[0][at[1]])
-        return self.call.target(*args, **kwargs)
+        return self.local.operator(self.inputs, changed)
 
-    def _replaced(self, argument: Any) -> Any:
-        return self.inputs[argument.index] if isinstance(argument, Ref) else argument
 
-    def _schema_arguments(self) -> Sequence[Any]:
-        schema = getattr(self.call.target, "_schema", None)
-        return schema.arguments if schema is not None else ()
+def _generator(device: torch.device) -> torch.Generator:
+    """Return an accelerator's default generator."""
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
 
-    @contextmanager
-    def seeded(self) -> Iterator[None]:
-        """Seed random numbers that differ between slices of the output, and agree between ranks with the same slice.
 
-        The seed depends only on `stream` and the slice; the process's own generators are neither read nor changed.
-        """
-        if not self.stream:
-            raise RuntimeError(f"{self.call.name} draws random numbers: run_local needs stream")
-        digest = hashlib.sha256(f"{self.stream}/{self._slice_index()}".encode()).digest()
-        seed = int.from_bytes(digest[:8], "big") >> 1
-        devices = {tensor.device for tensor in self.inputs if tensor.device.type not in ("cpu", "meta")}
-        kind = next(iter(devices)).type if devices else "cuda"
-        with torch.random.fork_rng([device.index for device in devices], device_type=kind):
-            torch.manual_seed(seed)
-            yield
+def _filler(argument: Any, copied: bool) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """Return the function that replaces an argument's `Ref`s by tensors, or by copies of them."""
+    if isinstance(argument, Ref) and not copied:
+        index = argument.index
+        return lambda inputs: inputs[index]
 
-    def _slice_index(self) -> int:
-        """Return the index of this rank's slice among the output's slices."""
-        index = 0
-        for placement, size, place in zip(self.output_layouts[0], self.mesh_shape, self.coordinate, strict=True):
-            index = index * size + place if placement.kind == "shard" else index
-        return index
+    def tensor(leaf: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        if not isinstance(leaf, Ref):
+            return leaf
+        return inputs[leaf.index].clone() if copied else inputs[leaf.index]
+
+    if isinstance(argument, (list, tuple)) and not any(isinstance(item, (list, tuple, dict)) for item in argument):
+        return lambda inputs: [tensor(item, inputs) for item in argument]
+    return lambda inputs: pytree.tree_map(lambda leaf: tensor(leaf, inputs), argument)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ascend_parallel.sharding.graph import Node, Value
+from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.runtime.redistribute_autograd import Observer
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,17 @@ class CollectiveEvent:
     direction: str
 
 
-def counting(counts: Counter[CollectiveEvent], mesh: ProcessMesh, module: str, value: Value, reader: str) -> Observer:
-    """Return an observer that counts the collectives of a redistribution."""
+@dataclass(frozen=True)
+class Counting:
+    """Counts the collectives of a redistribution: an `Observer`."""
 
-    def count(direction: str, step: RedistributeStep) -> None:
-        counts[CollectiveEvent(step.kind, mesh.dim_names[step.mesh_dim], module, value, reader, direction)] += 1
+    counts: Counter[CollectiveEvent]
+    mesh: ProcessMesh
+    module: str
+    value: Value
+    reader: str
 
-    return count
-
-
-def counting_inside(counts: Counter[CollectiveEvent], mesh: ProcessMesh, node: Node) -> Observer:
-    """Return an observer that counts the collectives that an operator runs itself."""
-    return counting(counts, mesh, node.module, Value(node.name), "inside")
+    def __call__(self, direction: str, step: RedistributeStep) -> None:
+        """Count a collective."""
+        dim = self.mesh.dim_names[step.mesh_dim]
+        self.counts[CollectiveEvent(step.kind, dim, self.module, self.value, self.reader, direction)] += 1

@@ -11,12 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
-from ascend_parallel.sharding.rules import run_local
-from ascend_parallel.sharding.runtime.collective_event import counting, counting_inside
-from ascend_parallel.sharding.runtime.eager_state import EagerState
-from ascend_parallel.sharding.runtime.op_collectives import all_reducer
+from ascend_parallel.sharding.runtime.eager_state import Conversion, EagerState
 from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS, Local, PlannedDTensor
-from ascend_parallel.sharding.runtime.redistribute_autograd import convert
 from ascend_parallel.sharding.tracing.function_calls import name_of
 
 RETRACE_HINT = "control flow and arguments have to be as traced: trace the model again as it is to run"
@@ -35,11 +31,11 @@ class EagerForward(TorchFunctionMode):
     It compares each call with the traced call and runs the traced call's operators on local tensors.
     """
 
-    def __init__(self, eager: EagerState, held: Mapping[str, torch.Tensor]) -> None:
-        """Take parameters and buffers by name; a tied tensor by the first of its names."""
+    def __init__(self, eager: EagerState, held: Mapping[ParameterRef, torch.Tensor]) -> None:
+        """Take parameters and buffers; a tied tensor by the first of its names."""
         super().__init__()
         self._eager, self._plan, self._held = eager, eager.plan, held
-        self._names = {id(tensor): ParameterRef(name) for name, tensor in held.items()}
+        self._names = {id(tensor): ref for ref, tensor in held.items()}
         self._parameters: dict[str, Local] = {}  # parameters, buffers and constants read so far, by node
         self._updates: dict[Value, torch.Tensor] = {}
         self._next = 0
@@ -145,34 +141,25 @@ class EagerForward(TorchFunctionMode):
 
     def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], locals_: Mapping[Value, Local]) -> Any:
         if isinstance(leaf, ParameterRef):
-            return self._held[leaf.name]
+            return self._held[leaf]
         if not isinstance(leaf, Value):
             return leaf
         return planned[leaf] if leaf in planned else self._planned_dtensor(locals_[leaf])
 
     def _operator(self, node: Node, locals_: Mapping[Value, Local]) -> tuple[torch.Tensor, ...]:
-        assert node.call is not None
-        plan = self._plan
-        inputs = [
-            self._read(node, locals_.get(value) or self._parameter(value), target)
-            for value, target in zip(node.inputs, plan.inputs[node.name], strict=True)
-        ]
-        outputs = [plan.layouts[Value(node.name, index)] for index in range(len(node.outputs))]
-        mesh, count = plan.mesh, counting_inside(self._eager.collective_counts, plan.mesh, node)
-        all_reduce, stream = all_reducer(mesh, plan.costs, count), f"{self._stream}/{node.name}"
-        layouts, coordinate = plan.inputs[node.name], self._eager.coordinate
-        return run_local(node.call, inputs, layouts, outputs, mesh.shape, coordinate, all_reduce, stream)
+        operator = self._eager.operator(node)
+        inputs = [self._read(each, locals_.get(each.value)) for each in operator.conversions]
+        return operator.run.on(inputs, self._stream)
 
-    def _read(self, node: Node, local: Local, target: Layout) -> torch.Tensor:
-        """Return a tensor in the layout in which a node reads it, through its shared layout if it has one."""
-        value, plan = local.value, self._plan
-        tensor, source = local.tensor, plan.layouts[value]
-        if value in plan.shared_layouts:
+    def _read(self, conversion: Conversion, local: Local | None) -> torch.Tensor:
+        """Return a tensor in the layout in which an operator reads it, through its shared layout if it has one."""
+        local = local or self._parameter(conversion.value)
+        tensor = local.tensor
+        if conversion.shared is not None:
             if local.shared is None:
-                module = plan.graph.nodes[value.node].module
-                local.shared = self._convert(tensor, value, "shared", module, source, plan.shared_layouts[value])
-            tensor, source = local.shared, plan.shared_layouts[value]
-        return self._convert(tensor, value, node.name, node.module, source, target)
+                local.shared = conversion.shared(tensor)
+            tensor = local.shared
+        return tensor if conversion.own is None else conversion.own(tensor)
 
     def _parameter(self, value: Value) -> Local:
         """Return the rank's part of a parameter, buffer or constant; all readers share it and add their gradients."""
@@ -188,26 +175,21 @@ class EagerForward(TorchFunctionMode):
         value = Value(name)
         if not self._eager.local_inputs:
             whole = (REPLICATE,) * self._plan.mesh.ndim
-            tensor = self._convert(tensor, value, name, "", whole, self._plan.layouts[value])
+            tensor = self._redistributed(tensor, value, whole, self._plan.layouts[value])
         return Local(value, tensor)
 
     def _planned_dtensor(self, local: Local) -> PlannedDTensor:
-        meta, layout = self._plan.graph.meta(local.value), self._plan.layouts[local.value]
-        return PlannedDTensor.of(self, local, meta, layout, self._plan.mesh.device_mesh())
+        return PlannedDTensor.of(self, local, self._eager.spec(local.value))
 
     def _returned(self, leaf: Any) -> Any:
-        if isinstance(leaf, PlannedDTensor):
-            local, value = leaf.local.tensor, leaf.local.value
-            return self._convert(local, value, "", "", self._plan.layouts[value], self._plan.returned_layout(value))
-        return leaf
+        if not isinstance(leaf, PlannedDTensor):
+            return leaf
+        value, plan = leaf.local.value, self._plan
+        return self._redistributed(leaf.local.tensor, value, plan.layouts[value], plan.returned_layout(value))
 
-    def _convert(
-        self, local: torch.Tensor, value: Value, reader: str, module: str, source: Layout, target: Layout
-    ) -> torch.Tensor:
-        mesh = self._plan.mesh
-        count = counting(self._eager.collective_counts, mesh, module, value, reader)
-
-        return convert(local, self._plan.graph.meta(value).shape, mesh, source, target, self._plan.costs, count)
+    def _redistributed(self, tensor: torch.Tensor, value: Value, source: Layout, target: Layout) -> torch.Tensor:
+        redistribution = self._eager.redistribution(value, source, target)
+        return tensor if redistribution is None else redistribution(tensor)
 
     def _place(self) -> str:
         """Return the path of the module that the next traced call is in."""

@@ -91,8 +91,7 @@ def _run(
 ) -> Any:
     """Return the forward's outputs, global on every rank."""
     tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    run = EagerForward(state, held)
+    run = EagerForward(state, state.held(model))
     args, kwargs = _arranged(state.plan, run.inputs(tensors))
     with run:
         returned = forward(*args, **kwargs)

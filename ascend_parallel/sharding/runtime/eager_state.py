@@ -5,18 +5,42 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ascend_parallel.sharding.graph import CONSTANT, FunctionCall, Node, Value
+from ascend_parallel.sharding.graph import CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
+from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
+from ascend_parallel.sharding.runtime.compiler import RankPlan, operator_of
+from ascend_parallel.sharding.runtime.instructions import Run
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
+from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.randomness import Randomness
+from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.tracing.function_calls import first_names
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What an operator reads: a tensor, its redistribution for all readers, and its redistribution for this reader."""
+
+    value: Value
+    shared: DifferentiableRedistribution | None
+    own: DifferentiableRedistribution | None
+
+
+@dataclass(frozen=True)
+class EagerOperator:
+    """A rank's part of an operator, and the conversions of its inputs."""
+
+    run: Run
+    conversions: tuple[Conversion, ...]
 
 
 class EagerState:
@@ -44,6 +68,10 @@ class EagerState:
         self.plan, self.local_inputs, self.coordinate = plan, local_inputs, coordinate
         self.randomness = Randomness(seed)
         self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
+        self._rank_plan = self._of_rank()
+        self._operators: dict[str, EagerOperator] = {}
+        self._specs: dict[Value, DTensorSpec] = {}
+        self._owners: list[tuple[torch.nn.Module, str, ParameterRef]] = []
         self.by_values: dict[Any, list[int]] = defaultdict(list)
         for number, call in enumerate(self.calls):
             values = tuple(leaf for leaf in call.arguments if isinstance(leaf, Value))
@@ -56,11 +84,56 @@ class EagerState:
         """Return the state for a copy of the model."""
         copied = copy.copy(self)
         copied.collective_counts, copied.randomness = Counter(), copy.copy(self.randomness)
+        copied._rank_plan, copied._operators, copied._owners = copied._of_rank(), {}, []
         return copied
 
-    def part(self, node: Node, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def held(self, model: torch.nn.Module) -> dict[ParameterRef, torch.Tensor]:
+        """Return the model's parameters and buffers; a tied tensor by the first of its names."""
+        if not self._owners:
+            named = (*model.named_parameters(), *model.named_buffers())
+            paths = [(name.rpartition("."), ParameterRef(name)) for name, _ in named]
+            self._owners = [(model.get_submodule(path), name, ref) for (path, _, name), ref in paths]
+        return {ref: getattr(owner, name) for owner, name, ref in self._owners}
+
+    def operator(self, node: Node) -> EagerOperator:
+        """Return a rank's part of an operator, compiled when it runs first."""
+        if node.name not in self._operators:
+            run, schedule = operator_of(self._rank_plan, node), self._rank_plan.schedule
+            reads = zip(node.inputs, schedule.inputs[node.name], strict=True)
+            conversions = tuple(self._conversion(node, value, target) for value, target in reads)
+            self._operators[node.name] = EagerOperator(run, conversions)
+        return self._operators[node.name]
+
+    def redistribution(self, value: Value, source: Layout, target: Layout) -> DifferentiableRedistribution | None:
+        """Return the redistribution between the caller's layout of an input or output and the plan's."""
+        reader = value.node if self.plan.graph.nodes[value.node].kind == INPUT else ""
+        return self._rank_plan.redistribution(value, reader, "", source, target)
+
+    def spec(self, value: Value) -> DTensorSpec:
+        """Return the placements, and the global shape and dtype, of an activation."""
+        if value not in self._specs:
+            meta, layout = self.plan.graph.meta(value), self.plan.layouts[value]
+            stride = torch.empty(meta.shape, device="meta").stride()
+            placements = tuple(placement.placement for placement in layout)
+            tensor_meta = TensorMeta(torch.Size(meta.shape), stride, meta.dtype)
+            self._specs[value] = DTensorSpec(self.plan.mesh.device_mesh(), placements, tensor_meta=tensor_meta)
+        return self._specs[value]
+
+    def _of_rank(self) -> RankPlan:
+        schedule = Schedule(self.plan.layouts, self.plan.inputs, self.plan.shared_layouts)
+        return RankPlan(plan=self.plan, schedule=schedule, coordinate=self.coordinate, counts=self.collective_counts)
+
+    def _conversion(self, node: Node, value: Value, target: Layout) -> Conversion:
+        rank_plan, source, shared = self._rank_plan, self.plan.layouts[value], self.plan.shared_layouts.get(value)
+        if shared is None:
+            return Conversion(value, None, rank_plan.redistribution(value, node.name, node.module, source, target))
+        module = self.plan.graph.nodes[value.node].module
+        first = rank_plan.redistribution(value, "shared", module, source, shared)
+        return Conversion(value, first, rank_plan.redistribution(value, node.name, node.module, shared, target))
+
+    def part(self, node: Node, held: Mapping[ParameterRef, torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of a parameter or buffer, through which the DTensor gets its gradient."""
-        tensor, layout = held[self._first[node.source]], self.plan.layouts[Value(node.name)]
+        tensor, layout = held[ParameterRef(self._first[node.source])], self.plan.layouts[Value(node.name)]
         placements = tuple(placement.placement for placement in layout)
         if not isinstance(tensor, DTensor) or tensor.placements != placements:
             raise ValueError(f"{node.source} is not the DTensor of placements {list(placements)} that parallelize made")

@@ -7,7 +7,7 @@ all-reduced as one tensor (gradient_reduction.py). Planning runs no collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,7 +101,7 @@ def _read_layouts(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[La
             shared = schedule.shared_layouts.get(value)
             found.setdefault(value, []).append(layout if shared is None else _effective(shared, layout))
 
-    for name in (name for unit in units_of(schedule, plan) for name in unit):
+    for name in (name for unit in schedule.units(plan.graph) for name in unit):
         for value, layout in zip(plan.graph.nodes[name].inputs, schedule.inputs[name], strict=True):
             read(value, layout)
     for leaf in pytree.tree_leaves(plan.graph.outputs):
@@ -113,16 +113,6 @@ def _read_layouts(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[La
 def _effective(shared: Layout, layout: Layout) -> Layout:
     """Return the shared layout, with the reader's own placement where the shared layout is R."""
     return tuple(mine if common == REPLICATE else common for common, mine in zip(shared, layout, strict=True))
-
-
-def units_of(schedule: Schedule, plan: ShardingPlan) -> Iterator[tuple[str, ...]]:
-    """Yield the nodes in the order in which they run; the nodes of a kernel run together, at the first of them."""
-    done: set[str] = set()
-    for name in plan.graph.nodes:
-        if name not in done:
-            unit = tuple(schedule.kernels[name].nodes) if name in schedule.kernels else (name,)
-            done |= set(unit)
-            yield unit
 
 
 def buckets(summed: Sequence[SummedGradient], bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -11,13 +11,13 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import CALL, Node, Value
+from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, Layout, Placement, is_even, local_shape, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -52,6 +52,15 @@ class Schedule:
     shared_layouts: Mapping[Value, Layout]
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     fused: tuple[Fusion, ...] = ()
+
+    def units(self, graph: Graph) -> Iterator[tuple[str, ...]]:
+        """Yield the nodes in the order in which they run; the nodes of a kernel run together, at the first of them."""
+        done: set[str] = set()
+        for name in graph.nodes:
+            if name not in done:
+                unit = tuple(self.kernels[name].nodes) if name in self.kernels else (name,)
+                done |= set(unit)
+                yield unit
 
 
 def fuse(plan: ShardingPlan, settings: Settings) -> Schedule:

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import TensorMeta as Meta
 from ascend_parallel.sharding.graph import Value
-from ascend_parallel.sharding.layout import Layout
 
 _PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn itemsize nbytes is_cpu is_cuda is_meta
     is_sparse is_quantized is_nested is_mkldnn"""
@@ -63,14 +60,8 @@ class PlannedDTensor(DTensor):
     local: Local
 
     @classmethod
-    def of(cls, run: ForwardRun, local: Local, meta: Meta, layout: Layout, mesh: DeviceMesh) -> PlannedDTensor:
-        """Return a rank's part as an activation of `run`; `meta` has the global shape and dtype."""
-        stride = torch.empty(meta.shape, device="meta").stride()
-        spec = DTensorSpec(
-            mesh,
-            tuple(placement.placement for placement in layout),
-            tensor_meta=TensorMeta(torch.Size(meta.shape), stride, meta.dtype),
-        )
+    def of(cls, run: ForwardRun, local: Local, spec: DTensorSpec) -> PlannedDTensor:
+        """Return a rank's part as an activation of `run`."""
         activation = cls(local.tensor.detach(), spec, requires_grad=local.tensor.requires_grad)
         activation.run, activation.local = run, local
         return activation

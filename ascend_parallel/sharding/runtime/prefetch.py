@@ -9,6 +9,7 @@ no collective.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.layout import Layout, local_size
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.runtime.gradient_plan import FIRST_BYTES, units_of
+from ascend_parallel.sharding.runtime.gradient_plan import FIRST_BYTES
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.redistribute_autograd import plan_differentiable
 
@@ -86,7 +87,7 @@ def prefetch_groups(
     groups: dict[str, list[PrefetchGroup]] = {}
     for start, members in (*_input_groups(candidates, bucket_bytes), *_output_groups(candidates)):
         first = members[0]
-        place = next(place for place in outside if place >= max(start, *(member.ready for member in members)))
+        place = outside[bisect_left(outside, max(start, *(member.ready for member in members)))]
         if place < first.needed or len(members) > 1:
             prefetches = tuple(member.prefetch for member in members)
             node, nbytes = units[place][0], sum(member.nbytes for member in members)
@@ -99,7 +100,7 @@ def _units(schedule: Schedule, plan: ShardingPlan) -> tuple[list[tuple[str, ...]
     """Return the operators in running order, and by node the position of the first that can read its output."""
     units: list[tuple[str, ...]] = []
     ready: dict[str, int] = {}
-    for unit in units_of(schedule, plan):
+    for unit in schedule.units(plan.graph):
         if plan.graph.nodes[unit[0]].kind == CALL:
             units.append(unit)
         ready |= dict.fromkeys(unit, len(units))

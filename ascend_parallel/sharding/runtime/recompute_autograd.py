@@ -56,15 +56,15 @@ class Results:
         self._in_backward = self._next is not None
         self._next = 0
 
-    def conversion(self, run: Callable[[], torch.Tensor], communicated: Callable[[], bool]) -> torch.Tensor:
-        """Return ``run()``, a redistributed tensor. It is kept if `keep_collectives` and `communicated()`."""
-        return self._kept(run, lambda: self._keep_collectives and communicated())
+    def conversion(self, run: Callable[[], torch.Tensor], communicates: bool) -> torch.Tensor:
+        """Return ``run()``, a redistributed tensor. It is kept if `keep_collectives` and it `communicates`."""
+        return self._kept(run, self._keep_collectives and communicates)
 
     def reducing(self, all_reduce: AllReduce, *, keep: bool) -> AllReduce:
         """Return an `all_reduce` for an operator; its results are kept with `keep` or `keep_collectives`."""
 
         def kept(tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
-            return self._kept(lambda: all_reduce(tensor, mesh_dim, op), lambda: keep or self._keep_collectives)
+            return self._kept(lambda: all_reduce(tensor, mesh_dim, op), keep or self._keep_collectives)
 
         return kept
 
@@ -101,12 +101,12 @@ class Results:
         with keeping:
             return run()
 
-    def _kept(self, run: Callable[[], torch.Tensor], keep: Callable[[], bool]) -> torch.Tensor:
+    def _kept(self, run: Callable[[], torch.Tensor], keep: bool) -> torch.Tensor:
         if self._in_backward:
             kept: _Kept | None = self._take()
             return run() if kept is None else kept.restore()
         result = run()
-        self._entries.append(_Kept.of(result) if keep() else None)
+        self._entries.append(_Kept.of(result) if keep else None)
         return result
 
     def _take(self) -> Any:

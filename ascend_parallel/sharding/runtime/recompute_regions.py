@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from ascend_parallel.sharding.graph import Graph, Node, Value
+from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.planner.operator_strategy import operator_name, path_matches
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import draws
@@ -83,8 +83,10 @@ class _RegionBuilder:
 
     def __init__(self, plan: ShardingPlan, schedule: Schedule, recompute: Recompute) -> None:
         self._plan, self._graph, self._schedule, self._recompute = plan, plan.graph, schedule, recompute
-        self._readers = plan.graph.readers()
-        self._units = list(_units(plan.graph, schedule))
+        self._readers, self._kept_values = plan.graph.readers(), plan.graph.kept
+        self._order = {name: place for place, name in enumerate(plan.graph.nodes)}
+        units = schedule.units(plan.graph)
+        self._units = [unit for unit in units if plan.graph.nodes[unit[0]].kind == CALL]
         self._unit_of = {name: place for place, unit in enumerate(self._units) for name in unit}
         self._keep = {node.name for pattern in recompute.keep for node in found_nodes(plan.graph, pattern)}
         self._owners = self._marked()
@@ -161,8 +163,8 @@ class _RegionBuilder:
         graph, shared = self._graph, self._schedule.shared_layouts
         recompute_collectives = self._recompute.collectives == "recompute"
         inside = {name for place in span for name in self._units[place]}
-        nodes = [node for node in graph.nodes.values() if node.name in inside]
-        last, needed = self._units[span[-1]], graph.kept
+        nodes = [graph.nodes[name] for name in sorted(inside, key=self._order.__getitem__)]
+        last, needed = self._units[span[-1]], self._kept_values
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value.node not in inside)
         readers = {value: {name for name, _ in self._readers[value]} for node in nodes for value in _outputs(node)}
         read_shared = [
@@ -194,16 +196,6 @@ class _RegionBuilder:
             return {node.name for node in nodes if node.name in self._keep}
         others = (node for node in nodes if node.name not in self._operators)
         return {node.name for node in others if node.call is not None and not draws(node.call)}
-
-
-def _units(graph: Graph, schedule: Schedule) -> Iterator[tuple[str, ...]]:
-    done: set[str] = set()
-    for node in calls(graph):
-        if node.name not in done:
-            kernel = schedule.kernels.get(node.name)
-            unit = (node.name,) if kernel is None else tuple(kernel.nodes)
-            done |= set(unit)
-            yield unit
 
 
 def _outputs(node: Node) -> list[Value]:

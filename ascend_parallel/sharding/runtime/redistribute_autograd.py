@@ -25,8 +25,8 @@ Averages over R ranks run as sums of local parts scaled by 1/R; the gradient is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,8 +36,10 @@ from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, Shape, backwar
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.redistribute_local import (
+    Line,
     RequestGenerator,
     finish_redistribute,
+    lines_of,
     redistribute_requests,
 )
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
@@ -62,15 +64,37 @@ class DifferentiableRedistribution:
         """Tell whether neither a tensor nor its gradient changes."""
         return not self.forward.steps and not self.backward.steps and self.factor == 1
 
+    @property
+    def communicates(self) -> bool:
+        """Whether forward runs a collective."""
+        return any(step.nbytes for step in self.forward.steps)
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the redistributed tensor. Differentiable once; `local` and gradients are not changed."""
+        converted: torch.Tensor = _Convert.apply(local, self)  # type: ignore[no-untyped-call]
+        return converted
+
+    def in_backward(self) -> DifferentiableRedistribution:
+        """Return the same redistribution for a tensor that backward redistributes: it is counted there."""
+        return replace(self, observer=None if self.observer is None else partial(_of_backward, self.observer))
+
     def steps(self, local: torch.Tensor, direction: str) -> RequestGenerator:
         """Redistribute a tensor ("forward") or its gradient ("backward"), one collective at a time."""
-        redistribution = self.forward if direction == "forward" else self.backward
         scaled = local if self.factor == 1 else local * self.factor
-        if not redistribution.steps:
+        lines = self._forward_lines if direction == "forward" else self._backward_lines
+        if not lines:
             return scaled.view_as(scaled)
         observer = None if self.observer is None else partial(self.observer, direction)
-        moved = yield from redistribute_requests(scaled, self.shape, self.mesh, redistribution, observer)
+        moved = yield from redistribute_requests(scaled, lines, observer)
         return _compact(moved, scaled)
+
+    @cached_property
+    def _forward_lines(self) -> tuple[Line, ...]:
+        return lines_of(self.shape, self.mesh, self.forward)
+
+    @cached_property
+    def _backward_lines(self) -> tuple[Line, ...]:
+        return lines_of(self.shape, self.mesh, self.backward)
 
 
 def convert(
@@ -98,10 +122,7 @@ def convert(
     if source == target:
         return local
     plan = plan_differentiable(tuple(shape), local.element_size(), mesh, source, target, costs, observer)
-    if plan.is_noop:
-        return local
-    converted: torch.Tensor = _Convert.apply(local, plan)  # type: ignore[no-untyped-call]
-    return converted
+    return local if plan.is_noop else plan(local)
 
 
 def plan_differentiable(
@@ -121,6 +142,10 @@ def plan_differentiable(
 
     in_forward, in_backward = planned(forward(source), forward(target)), planned(backward(target), backward(source))
     return DifferentiableRedistribution(shape, mesh, in_forward, in_backward, factor, observer)
+
+
+def _of_backward(observer: Observer, _direction: str, step: RedistributeStep) -> None:
+    observer("backward", step)
 
 
 class _Convert(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from ascend_parallel.current import current_settings
 from ascend_parallel.settings import Settings
@@ -18,10 +19,11 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
+from ascend_parallel.sharding.runtime.compiler import RankPlan, compile_plan
 from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket, SummedGradient, with_partial_grads
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
-from ascend_parallel.sharding.runtime.graph_forward import Forward
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
+from ascend_parallel.sharding.runtime.instructions import Program, Step
 from ascend_parallel.sharding.runtime.local_parameters import check_model, hold, local_slice
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
@@ -101,11 +103,23 @@ class ShardedModule(torch.nn.Module):
         self.coordinate, self.local_inputs = coordinate, local_inputs
         self._plan_schedule(settings if overlap else None, bucket_bytes)
         self._hold(model, rest=group is None)
-        self.last_reads = plan.graph.last_reads()
-        self.regions = regions(plan, self.schedule, recompute, part=group is not None)
-        recomputed = {name for region in self.regions.values() for name in region.nodes}
+        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
+        self._returned = pytree.tree_flatten(plan.graph.outputs)
+        found = regions(plan, self.schedule, recompute, part=group is not None)
+        recomputed = {name for region in found.values() for name in region.nodes}
         enabled = prefetch and bucket_bytes > 0
-        self.prefetch_by_node = prefetch_groups(self.schedule, plan, recomputed, bucket_bytes) if enabled else {}
+        self.rank_plan = RankPlan(
+            plan=plan,
+            schedule=self.schedule,
+            coordinate=coordinate,
+            local_inputs=local_inputs,
+            regions=found,
+            prefetches=prefetch_groups(self.schedule, plan, recomputed, bucket_bytes) if enabled else {},
+            summed=frozenset(self._summed),
+            counts=self.collective_counts,
+        )
+        self._programs: dict[tuple[bool, bool], Program] = {}
+        self.program(gradients=True)
 
     def _plan_schedule(self, overlap_settings: Settings | None, bucket_bytes: int) -> None:
         """Choose the overlapped operators (none if the settings are None) and the gradient buckets."""
@@ -115,6 +129,7 @@ class ShardedModule(torch.nn.Module):
             self.schedule = fuse(plan, overlap_settings)
         if bucket_bytes:
             self.schedule, summed = with_partial_grads(self.schedule, plan)
+        self._summed = {param.value for param in summed}
         self.gradients = GradientReducer(self, plan.mesh, summed, bucket_bytes, self.collective_counts)
 
     def _hold(self, model: torch.nn.Module, rest: bool) -> None:
@@ -144,7 +159,7 @@ class ShardedModule(torch.nn.Module):
     @property
     def prefetches(self) -> tuple[PrefetchGroup, ...]:
         """The collectives of forward that start before their readers, with the tensors of each."""
-        return tuple(group for groups in self.prefetch_by_node.values() for group in groups)
+        return tuple(group for groups in self.rank_plan.prefetches.values() for group in groups)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -159,7 +174,31 @@ class ShardedModule(torch.nn.Module):
         number, shape, dtype, or the values of arguments that are not tensors.
         """
         inputs = input_tensors(self.plan, self.coordinate if self.local_inputs else None, args, kwargs)
-        return Forward(self, inputs).outputs()
+        program = self.program(gradients=torch.is_grad_enabled())
+        outputs = iter(program.run(list(inputs.values()), Step(self, self.randomness.begin())))
+        leaves, spec = self._returned
+        return pytree.tree_unflatten([next(outputs) if isinstance(leaf, Value) else leaf for leaf in leaves], spec)
+
+    def program(self, *, gradients: bool) -> Program:
+        """Return the instructions of a forward in the present mode, with or without autograd."""
+        graph = self.graph
+        key = graph is self.plan.graph, gradients
+        if key not in self._programs:
+            self._programs[key] = compile_plan(self.rank_plan, graph, gradients=gradients)
+        return self._programs[key]
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return the rank's part of a parameter, buffer or constant by its node."""
+        if name not in self._owners:
+            self._owners[name] = self._owner(self.plan.graph.nodes[name])
+        owner, attribute = self._owners[name]
+        held: torch.Tensor = getattr(owner, attribute)
+        return held
+
+    def store(self, name: str, value: torch.Tensor) -> None:
+        """Write a buffer. A new tensor: autograd may have saved the old tensor for backward."""
+        path, _, leaf = name.rpartition(".")
+        setattr(self.get_submodule(path), leaf, value.clone())
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set the mode; raises `ValueError` if an operator depends on the mode and the other mode was traced."""
@@ -220,18 +259,13 @@ class ShardedModule(torch.nn.Module):
         replicated = (REPLICATE,) * mesh.ndim
         return convert(local.detach(), held.shape, mesh, held.layout, replicated, self.plan.costs).clone()
 
+    def _owner(self, node: Node) -> tuple[torch.nn.Module, str]:
+        """Return the submodule that holds a tensor, and the tensor's name there."""
+        path, _, name = ("", "", node.name) if node.kind == CONSTANT else node.source.rpartition(".")
+        return self.get_submodule(path), name
+
     def _nodes(self, *kinds: str) -> Iterator[Node]:
         return (node for node in self.plan.graph.nodes.values() if node.kind in kinds)
-
-    def update_buffers(self, values: Mapping[Value, torch.Tensor]) -> None:
-        """Store the values that the forward computed for buffers, such as running statistics."""
-        for name, value in self.graph.updates.items():
-            shape, source = self.plan.graph.meta(value).shape, self.schedule.layouts[value]
-            with torch.no_grad():
-                new = convert(values[value], shape, self.plan.mesh, source, self.held[name].layout, self.plan.costs)
-            # A new tensor: autograd may have saved the old tensor for backward.
-            path, _, leaf = name.rpartition(".")
-            setattr(self.get_submodule(path), leaf, new.clone())
 
 
 def _check_options(

@@ -43,7 +43,7 @@ class GraphReader:
         return len(self._readers[value]) == 1 and value not in self._kept
 
 
-def call_arguments(node: Node) -> dict[str, Any]:
+def call_arguments(node: Node) -> Mapping[str, Any]:
     """Return a call's arguments by name, defaults included."""
     assert node.call is not None
     return arguments(node.call)

@@ -76,5 +76,5 @@ def _over_last(mean: Node) -> bool:
 
 
 def _is_square(node: Node) -> bool:
-    named: dict[str, Any] = call_arguments(node)
+    named = call_arguments(node)
     return tensor_argument(node, named["other"]) is not None if "other" in named else named["exponent"] == 2

@@ -1,0 +1,302 @@
+"""Compiles a plan for a rank: the decisions that are the same in every step become a flat list of instructions.
+
+Compiling runs no collective and makes no process group, so a plan for thousands of ranks compiles anywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
+from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.rules import local_call, own_reductions
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
+from ascend_parallel.sharding.runtime.instructions import (
+    Gather,
+    Instruction,
+    Load,
+    Program,
+    Recompute,
+    Redistribute,
+    Register,
+    Run,
+    RunKernel,
+    Start,
+    Store,
+    SyncBoundary,
+    Wait,
+    with_frees,
+)
+from ascend_parallel.sharding.runtime.op_collectives import all_reducer
+from ascend_parallel.sharding.runtime.overlap_pass import Schedule
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
+from ascend_parallel.sharding.runtime.recompute_regions import Region
+from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution, plan_differentiable
+
+Conversions = dict[tuple[Value, Layout], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """A plan with the decisions of its runtime, for a rank.
+
+    coordinate
+        The rank's index on each mesh dimension.
+    local_inputs
+        Whether the caller passes the rank's parts of the inputs, not global tensors.
+    regions
+        The recompute regions by their first node.
+    prefetches
+        The redistributions that start early, by the node before which they start.
+    summed
+        The parameters whose gradients are summed over ranks.
+    counts
+        Counts the collectives that run.
+    """
+
+    plan: ShardingPlan
+    schedule: Schedule
+    coordinate: tuple[int, ...]
+    local_inputs: bool = False
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    prefetches: Mapping[str, Sequence[PrefetchGroup]] = field(default_factory=dict)
+    summed: Set[Value] = frozenset()
+    counts: Counter[CollectiveEvent] = field(default_factory=Counter)
+
+    def redistribution(
+        self, value: Value, reader: str, module: str, source: Layout, target: Layout
+    ) -> DifferentiableRedistribution | None:
+        """Return the redistribution of a tensor for a reader; None if neither it nor its gradient changes."""
+        if source == target:
+            return None
+        meta, mesh = self.plan.graph.meta(value), self.plan.mesh
+        count = Counting(self.counts, mesh, module, value, reader)
+        found = plan_differentiable(meta.shape, meta.dtype.itemsize, mesh, source, target, self.plan.costs, count)
+        return None if found.is_noop else found
+
+
+def compile_plan(rank_plan: RankPlan, graph: Graph, *, gradients: bool) -> Program:
+    """Return the instructions of a forward. Its inputs are the input nodes; its outputs the leaves of `graph.outputs`.
+
+    graph
+        The plan's graph, or its graph of evaluation mode with the same nodes.
+    gradients
+        Whether autograd records the forward. If not, nothing is recomputed or gathered again.
+    """
+    return _Compiler(rank_plan, graph, gradients).forward()
+
+
+def operator_of(rank_plan: RankPlan, node: Node, inputs: tuple[int, ...] = (), outputs: tuple[int, ...] = ()) -> Run:
+    """Return the instruction that runs the rank's part of an operator, on these registers."""
+    call, plan, schedule = node.call, rank_plan.plan, rank_plan.schedule
+    assert call is not None
+    mesh_shape, reads = tuple(plan.mesh.shape), schedule.inputs[node.name]
+    layouts = [schedule.layouts[Value(node.name, index)] for index in range(len(node.outputs))]
+    local = local_call(call, reads, layouts, mesh_shape, rank_plan.coordinate)
+    all_reduce = None
+    if own_reductions(call, reads, mesh_shape):
+        count = Counting(rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
+        all_reduce = all_reducer(plan.mesh, plan.costs, count)
+    return Run(node, local, inputs, outputs, all_reduce)
+
+
+class _Compiler:
+    """Compiles a forward, or the body of a recompute region."""
+
+    def __init__(self, rank_plan: RankPlan, graph: Graph, gradients: bool, region: Region | None = None) -> None:
+        self._rank_plan, self._graph, self._gradients, self._region = rank_plan, graph, gradients, region
+        self._plan, self._schedule = rank_plan.plan, rank_plan.schedule
+        self._instructions: list[Instruction] = []
+        self._registers: list[Register] = []
+        self._own: dict[Value, int] = {}  # the registers of tensors in the layout in which they are produced
+        self._shared: dict[Value, int] = {}  # and in their shared layout
+        self._started: dict[tuple[Value, str, Layout], int] = {}
+
+    def forward(self) -> Program:
+        """Compile the whole forward."""
+        rank_plan, nodes = self._rank_plan, self._graph.nodes.values()
+        layouts = self._schedule.layouts
+        whole = (REPLICATE,) * self._plan.mesh.ndim
+        inputs = {node.name: Value(node.name) for node in nodes if node.kind == INPUT}
+        given = {
+            name: self._register(value, layouts[value] if rank_plan.local_inputs else whole)
+            for name, value in inputs.items()
+        }
+        self._own |= {value: given[name] for name, value in inputs.items()}
+        recomputed = {name for region in rank_plan.regions.values() for name in region.nodes}
+        done: set[str] = set()
+        for node in nodes:
+            for group in rank_plan.prefetches.get(node.name, ()):
+                self._start(group)
+            if node.kind == INPUT and not rank_plan.local_inputs:
+                value = inputs[node.name]
+                self._own[value] = self._redistribute(given[node.name], value, node.name, "", whole, layouts[value])
+            elif self._gradients and node.name in rank_plan.regions:
+                self._recompute(rank_plan.regions[node.name])
+            elif node.kind == CALL and node.name not in done and not (self._gradients and node.name in recomputed):
+                done |= self._unit(node)
+        return self._program(list(given.values()), self._outputs())
+
+    def body(self) -> Program:
+        """Compile the body of the region: its inputs are what the region reads, its outputs what it gives."""
+        region = self._region
+        assert region is not None
+        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in region.reads}
+        self._shared |= {
+            value: self._register(value, self._schedule.shared_layouts[value]) for value in region.read_shared
+        }
+        inputs = [*self._own.values(), *self._shared.values()]
+        done: set[str] = set()
+        for name in region.nodes:
+            if name not in done:
+                done |= self._unit(self._graph.nodes[name])
+        outputs = [self._own[value] for value in region.gives]
+        return self._program(inputs, [*outputs, *(self._shared[value] for value in region.given_shared)])
+
+    def _program(self, inputs: list[int], outputs: list[int]) -> Program:
+        instructions = with_frees(self._instructions, outputs)
+        return Program(instructions, tuple(self._registers), tuple(inputs), tuple(outputs))
+
+    def _outputs(self) -> list[int]:
+        """Store the buffers that the forward updated, and return the registers of the model's outputs."""
+        plan, layouts = self._plan, self._schedule.layouts
+        held = {node.source: layouts[Value(node.name)] for node in plan.graph.nodes.values() if node.kind == BUFFER}
+        for buffer, value in self._graph.updates.items():
+            target = held.get(buffer, (REPLICATE,) * plan.mesh.ndim)
+            redistribution = self._rank_plan.redistribution(value, "", "", layouts[value], target)
+            self._instructions.append(Store(buffer, self._value(value), redistribution))
+        leaves = pytree.tree_leaves(self._graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+        returned = [leaf for leaf in leaves if isinstance(leaf, Value)]
+        return [
+            self._redistribute(self._value(value), value, "", "", layouts[value], plan.returned_layout(value))
+            for value in returned
+        ]
+
+    def _register(self, value: Value, layout: Layout) -> int:
+        meta, mesh = self._plan.graph.meta(value), self._plan.mesh
+        nbytes = meta.dtype.itemsize
+        for size in local_shape(meta.shape, forward(layout), tuple(mesh.shape), self._rank_plan.coordinate):
+            nbytes *= size
+        held = self._graph.nodes[value.node].kind not in (CALL, INPUT)
+        self._registers.append(Register(value, layout, nbytes, held and layout == self._schedule.layouts[value]))
+        return len(self._registers) - 1
+
+    def _value(self, value: Value) -> int:
+        """Return the register of a tensor as it is produced; the first reader of a held tensor loads it."""
+        if value not in self._own:
+            node = self._graph.nodes[value.node]
+            assert node.kind not in (CALL, INPUT), f"{node.name} has not run"
+            self._own[value] = self._register(value, self._schedule.layouts[value])
+            self._instructions.append(Load(value, self._own[value], value in self._rank_plan.summed))
+        return self._own[value]
+
+    def _shared_value(self, value: Value) -> tuple[int, Layout]:
+        """Return the register of a tensor in its shared layout, or without a shared layout as it is produced."""
+        source, shared = self._schedule.layouts[value], self._schedule.shared_layouts.get(value)
+        if shared is None:
+            return self._value(value), source
+        if value not in self._shared:
+            module = self._plan.graph.nodes[value.node].module
+            self._shared[value] = self._redistribute(self._value(value), value, "shared", module, source, shared)
+        return self._shared[value], shared
+
+    def _redistribute(
+        self, register: int, value: Value, reader: str, module: str, source: Layout, target: Layout
+    ) -> int:
+        """Return the register of the tensor in layout `target`."""
+        started = self._started.pop((value, reader, target), None)
+        if started is not None:
+            found = self._register(value, target)
+            self._instructions.append(Wait(started, found))
+            return found
+        redistribution = self._rank_plan.redistribution(value, reader, module, source, target)
+        if redistribution is None:
+            return register
+        found = self._register(value, target)
+        keep = redistribution.communicates and value not in self._plan.regathered
+        self._instructions.append(Redistribute(register, found, redistribution, keep))
+        return found
+
+    def _start(self, group: PrefetchGroup) -> None:
+        sources = tuple(self._value(prefetch.value) for prefetch in group.conversions)
+        found, targets = [], []
+        for prefetch in group.conversions:
+            value, target = prefetch.value, prefetch.target
+            redistribution = self._rank_plan.redistribution(
+                value, prefetch.reader, prefetch.module, prefetch.source, target
+            )
+            assert redistribution is not None, "prefetched without a collective"
+            found.append(redistribution)
+            self._started[value, prefetch.reader, target] = self._register(value, target)
+            targets.append(self._started[value, prefetch.reader, target])
+        self._instructions.append(Start(sources, tuple(targets), tuple(found)))
+
+    def _recompute(self, region: Region) -> None:
+        reads = (*map(self._value, region.reads), *(self._shared_value(value)[0] for value in region.read_shared))
+        body = _Compiler(self._rank_plan, self._graph, self._gradients, region).body()
+        layouts, shared_layouts = self._schedule.layouts, self._schedule.shared_layouts
+        self._own |= {value: self._register(value, layouts[value]) for value in region.gives}
+        self._shared |= {value: self._register(value, shared_layouts[value]) for value in region.given_shared}
+        writes = [*(self._own[value] for value in region.gives), *map(self._shared.__getitem__, region.given_shared)]
+        keep = not region.recompute_collectives
+        self._instructions.append(Recompute(region.module, body, reads, tuple(writes), keep))
+
+    def _unit(self, node: Node) -> set[str]:
+        """Compile a node, together with the other nodes of its kernel; return their names."""
+        kernel, region = self._schedule.kernels.get(node.name), self._region
+        names = (node.name,) if kernel is None else tuple(kernel.nodes)
+        nodes = [self._graph.nodes[name] for name in names]
+        known: Conversions = {}  # the nodes of a kernel convert a tensor that they all read once
+        inputs = [self._read(member, known) for member in nodes]
+        if region is not None and region.sync_boundary and node.name == region.last:
+            inputs[0] = self._bounded(inputs[0])
+        gathers = [(place, gather) for place, member in enumerate(nodes) for gather in self._gathers(member)]
+        keep = region is not None and not region.kept.isdisjoint(names)
+        if kernel is None:
+            run = operator_of(self._rank_plan, node, inputs[0], self._given(node))
+            self._instructions.append(replace(run, keep=keep, gathers=tuple(gather for _, gather in gathers)))
+        else:
+            read = region is None or not region.read_inside.isdisjoint(names)
+            outputs = tuple(register for member in nodes for register in self._given(member))
+            self._instructions.append(RunKernel(kernel, tuple(inputs), outputs, keep, read, tuple(gathers)))
+        return set(names)
+
+    def _given(self, node: Node) -> tuple[int, ...]:
+        """Return new registers for a node's outputs."""
+        values = [Value(node.name, index) for index in range(len(node.outputs))]
+        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in values}
+        return tuple(self._own[value] for value in values)
+
+    def _read(self, node: Node, known: Conversions) -> tuple[int, ...]:
+        """Return the registers of a node's inputs, in the layouts in which the node reads them."""
+        for value, target in zip(node.inputs, self._schedule.inputs[node.name], strict=True):
+            if (value, target) not in known:
+                register, source = self._shared_value(value)
+                known[value, target] = self._redistribute(register, value, node.name, node.module, source, target)
+        return tuple(known[pair] for pair in zip(node.inputs, self._schedule.inputs[node.name], strict=True))
+
+    def _bounded(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        found = [self._registers[register] for register in inputs]
+        marked = tuple(self._register(register.value, register.layout) for register in found)
+        self._instructions.append(SyncBoundary(inputs, marked))
+        return marked
+
+    def _gathers(self, node: Node) -> list[Gather]:
+        """Return the inputs that backward gathers again. The second run of a region gathers its own."""
+        plan, layouts = self._plan, self._schedule.layouts
+        if not self._gradients or self._region is not None:
+            return []
+        found = []
+        for place, (value, target) in enumerate(zip(node.inputs, self._schedule.inputs[node.name], strict=True)):
+            ends = forward(layouts[value]), forward(target)
+            if value in plan.regathered and ends[0] != ends[1]:
+                redistribution = self._rank_plan.redistribution(value, node.name, node.module, *ends)
+                if redistribution is not None:
+                    name = plan.graph.nodes[value.node].source
+                    found.append(Gather(place, self._value(value), name, redistribution.in_backward()))
+        return found
