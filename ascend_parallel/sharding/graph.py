@@ -45,6 +45,10 @@ class Value:
     node: str
     index: int = 0
 
+    def __hash__(self) -> int:
+        """Hash the node's name, which Python does once; nodes with several outputs are few."""
+        return hash(self.node)
+
 
 @dataclass(frozen=True)
 class OpCall:
@@ -153,6 +157,27 @@ class FunctionCall:
     results_spec: pytree.TreeSpec
     changed: Mapping[int, int]
     nodes: tuple[Node, ...]
+
+    @cached_property
+    def positional(self) -> int:
+        """The number of positional arguments."""
+        return len(self.arguments_spec.child(0).children())
+
+    @cached_property
+    def keywords(self) -> tuple[str, ...]:
+        """The names of the keyword arguments."""
+        return tuple(self.arguments_spec.child(1).context)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether no argument is a list, tuple or dict."""
+        nested = (spec for given in self.arguments_spec.children() for spec in given.children())
+        return all(spec.is_leaf() for spec in nested)
+
+    @cached_property
+    def has_single_result(self) -> bool:
+        """Whether the call returned a tensor, not a list or tuple."""
+        return self.results_spec.is_leaf()
 
 
 @dataclass(frozen=True)

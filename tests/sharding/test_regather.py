@@ -96,7 +96,7 @@ def changed(group, what):
     loss = sharded(x)
     with torch.no_grad():
         {"input": x, "scale": sharded.scale}[what].mul_(3)
-    with pytest.raises(RuntimeError, match="was changed in place after forward|has been modified inplace"):
+    with pytest.raises(RuntimeError, match=r"was changed in place after forward|has been modified inplace"):
         loss.backward()
 
 

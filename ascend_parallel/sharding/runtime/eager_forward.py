@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,13 +16,6 @@ from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS,
 from ascend_parallel.sharding.tracing.function_calls import name_of
 
 RETRACE_HINT = "control flow and arguments have to be as traced: trace the model again as it is to run"
-
-
-class _Arguments(NamedTuple):
-    """A call's arguments, flattened as a pytree."""
-
-    leaves: list[Any]
-    spec: pytree.TreeSpec
 
 
 class EagerForward(TorchFunctionMode):
@@ -71,12 +64,12 @@ class EagerForward(TorchFunctionMode):
         """Run the plan's operators in place of a call."""
         if function in METADATA_FUNCTIONS:
             return function(*args, **(kwargs or {}))
-        arguments = _Arguments(*pytree.tree_flatten((args, dict(kwargs or {}))))
-        leaves = arguments.leaves
         call = self._eager.calls[self._next] if self._next < len(self._eager.calls) else None
-        if call is not None and self._matches(call, function, arguments):
+        matching = None if call is None else self._matching(call, function, args, kwargs or {})
+        if call is not None and matching is not None:
             self._next += 1
-            return self._run(call, leaves)
+            return self._run(call, matching)
+        leaves = pytree.tree_leaves((args, kwargs))
         if not any(isinstance(leaf, PlannedDTensor) or id(leaf) in self._names for leaf in leaves):
             return function(*args, **(kwargs or {}))  # no tensor of the model: a hook's own computation
         raise ValueError(
@@ -86,11 +79,10 @@ class EagerForward(TorchFunctionMode):
 
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one of the forward's calls a second time, as torch.utils.checkpoint does in backward."""
-        arguments = _Arguments(*pytree.tree_flatten((args, dict(kwargs))))
-        leaves, calls = arguments.leaves, self._eager.calls
+        leaves, calls = pytree.tree_leaves((args, kwargs)), self._eager.calls
         values = tuple(leaf.local.value for leaf in leaves if isinstance(leaf, PlannedDTensor))
         same = self._eager.by_values.get((function, values), ())
-        places = [place for place in same if self._matches(calls[place], function, arguments)]
+        places = [place for place in same if self._matching(calls[place], function, args, kwargs) is not None]
         places = [place for place in places if not calls[place].changed]
         if len(places) > 1 and self._rerun + 1 in places:
             places = [self._rerun + 1]
@@ -108,9 +100,18 @@ class EagerForward(TorchFunctionMode):
             "compute with it return it from the model"
         )
 
-    def _matches(self, call: FunctionCall, function: Callable[..., Any], arguments: _Arguments) -> bool:
-        same = function == call.function and arguments.spec == call.arguments_spec
-        return same and all(map(self._is_same, arguments.leaves, call.arguments))
+    def _matching(
+        self, call: FunctionCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Any] | None:
+        """Return the arguments without their nesting if the call is as it was traced, else None."""
+        if function != call.function:
+            return None
+        if call.is_flat:
+            leaves, same = [*args, *kwargs.values()], (len(args), tuple(kwargs)) == (call.positional, call.keywords)
+        else:
+            leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+            same = spec == call.arguments_spec
+        return leaves if same and all(map(self._is_same, leaves, call.arguments)) else None
 
     def _is_same(self, argument: Any, traced: Any) -> bool:
         """Tell whether an argument is the same as in the traced call."""
@@ -128,16 +129,16 @@ class EagerForward(TorchFunctionMode):
         planned = {leaf.local.value: leaf for leaf in leaves if isinstance(leaf, PlannedDTensor)}
         locals_ = {value: leaf.local for value, leaf in planned.items()}
         for node in call.nodes:
-            for index, output in enumerate(self._operator(node, locals_)):
-                value = Value(node.name, index)
+            operator = self._eager.operator(node)
+            inputs = [self._read(each, locals_.get(each.value)) for each in operator.conversions]
+            for value, output in zip(operator.values, operator.run.on(inputs, self._stream), strict=True):
                 locals_[value] = Local(value, output)
                 if value in self._eager.updated:
                     self._updates[value] = output
-
         results = [self._result(leaf, planned, locals_) for leaf in call.results]
         for result, argument in call.changed.items():
             results[result] = leaves[argument].become(results[result])
-        return pytree.tree_unflatten(results, call.results_spec)
+        return results[0] if call.has_single_result else pytree.tree_unflatten(results, call.results_spec)
 
     def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], locals_: Mapping[Value, Local]) -> Any:
         if isinstance(leaf, ParameterRef):
@@ -145,11 +146,6 @@ class EagerForward(TorchFunctionMode):
         if not isinstance(leaf, Value):
             return leaf
         return planned[leaf] if leaf in planned else self._planned_dtensor(locals_[leaf])
-
-    def _operator(self, node: Node, locals_: Mapping[Value, Local]) -> tuple[torch.Tensor, ...]:
-        operator = self._eager.operator(node)
-        inputs = [self._read(each, locals_.get(each.value)) for each in operator.conversions]
-        return operator.run.on(inputs, self._stream)
 
     def _read(self, conversion: Conversion, local: Local | None) -> torch.Tensor:
         """Return a tensor in the layout in which an operator reads it, through its shared layout if it has one."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -37,10 +38,11 @@ class Conversion:
 
 @dataclass(frozen=True)
 class EagerOperator:
-    """A rank's part of an operator, and the conversions of its inputs."""
+    """A rank's part of an operator, the conversions of its inputs, and its outputs."""
 
     run: Run
     conversions: tuple[Conversion, ...]
+    values: tuple[Value, ...]
 
 
 class EagerState:
@@ -72,6 +74,7 @@ class EagerState:
         self._operators: dict[str, EagerOperator] = {}
         self._specs: dict[Value, DTensorSpec] = {}
         self._owners: list[tuple[torch.nn.Module, str, ParameterRef]] = []
+        self._parts: dict[str, tuple[ParameterRef, tuple[Any, ...]]] = {}
         self.by_values: dict[Any, list[int]] = defaultdict(list)
         for number, call in enumerate(self.calls):
             values = tuple(leaf for leaf in call.arguments if isinstance(leaf, Value))
@@ -101,7 +104,8 @@ class EagerState:
             run, schedule = operator_of(self._rank_plan, node), self._rank_plan.schedule
             reads = zip(node.inputs, schedule.inputs[node.name], strict=True)
             conversions = tuple(self._conversion(node, value, target) for value, target in reads)
-            self._operators[node.name] = EagerOperator(run, conversions)
+            values = tuple(Value(node.name, index) for index in range(len(node.outputs)))
+            self._operators[node.name] = EagerOperator(run, conversions, values)
         return self._operators[node.name]
 
     def redistribution(self, value: Value, source: Layout, target: Layout) -> DifferentiableRedistribution | None:
@@ -133,15 +137,33 @@ class EagerState:
 
     def part(self, node: Node, held: Mapping[ParameterRef, torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of a parameter or buffer, through which the DTensor gets its gradient."""
-        tensor, layout = held[ParameterRef(self._first[node.source])], self.plan.layouts[Value(node.name)]
-        placements = tuple(placement.placement for placement in layout)
-        if not isinstance(tensor, DTensor) or tensor.placements != placements:
+        if node.name not in self._parts:
+            placements = tuple(placement.placement for placement in self.plan.layouts[Value(node.name)])
+            self._parts[node.name] = ParameterRef(self._first[node.source]), placements
+        ref, placements = self._parts[node.name]
+        tensor = held[ref]
+        if not isinstance(tensor, DTensor) or tensor._spec.placements != placements:
             raise ValueError(f"{node.source} is not the DTensor of placements {list(placements)} that parallelize made")
-        return tensor.to_local(grad_placements=placements)
+        part: torch.Tensor = _LocalPart.apply(tensor)  # type: ignore[no-untyped-call]
+        return part
 
     def _constant(self, node: Node) -> torch.Tensor:
         constant, layout = self.plan.graph.constants[node.source], self.plan.layouts[Value(node.name)]
         return local_slice(constant, layout, self.plan.mesh.shape, self.coordinate)
+
+
+class _LocalPart(torch.autograd.Function):
+    """A DTensor's part on this rank; its gradient is a DTensor of the same placements (`DTensor.to_local`)."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> torch.Tensor:
+        ctx.spec = whole._spec
+        return whole._local_tensor.view_as(whole._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:
