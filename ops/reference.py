@@ -53,9 +53,8 @@ def matmul_reduce_scatter(
         return Pending(partial, REDUCE_SCATTER, group)
     pending = Pending(partial.new_empty(rows, partial.shape[1]), REDUCE_SCATTER, group)
     if rows:
-        (scatter,) = reduce_scatters(pending.tensor, (rows,), group, in_rank_order)
-        pending.expect([scatter])
-        pending.launch(scatter.start, partial)
+        (start,) = pending.expect(reduce_scatters, pending.tensor, (rows,), group, in_rank_order)
+        pending.launch(start, partial)
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return pending
 

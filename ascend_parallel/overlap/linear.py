@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.bits import ANY, ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -37,8 +37,9 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import check_operands
-from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
-from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, operand_dtype
+from ascend_parallel.ops.quantised import QuantisedWeight, Weight
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
+from ascend_parallel.overlap.choices import backward_settings, cast_by_autocast, column_backward_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -46,7 +47,7 @@ from ascend_parallel.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
+class Layer:
     group: dist.ProcessGroup
     settings: Settings
     sequence_parallel: bool
@@ -87,7 +88,7 @@ def column_linear(
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
     """
-    layer = _Layer(
+    layer = Layer(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -121,7 +122,7 @@ def row_linear(
 
     The caller adds the bias to the result. Options and errors as in `column_linear`.
     """
-    layer = _Layer(
+    layer = Layer(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -129,7 +130,7 @@ def row_linear(
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
     )
-    y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
+    y: torch.Tensor = RowLinear.apply(  # type: ignore[no-untyped-call]
         cast_by_autocast(x_shard_k), cast_by_autocast(weight_shard_k), layer
     )
     return y
@@ -141,7 +142,7 @@ class _ColumnLinear(torch.autograd.Function):
     @recorded_layer("column", "forward")
     @without_autocast
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
     ) -> torch.Tensor:
         keep = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
         y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
@@ -153,7 +154,7 @@ class _ColumnLinear(torch.autograd.Function):
     @recorded_layer("column", "backward")
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        layer: _Layer = ctx.layer
+        layer: Layer = ctx.layer
         kept, weight = ctx.saved_tensors
         layer.weight_gradient.begin(kept, weight)
         db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
@@ -175,12 +176,14 @@ class _ColumnLinear(torch.autograd.Function):
         return _input_gradient(dx, ctx.x_shape), placeholder if postponed else dw, db, None
 
 
-class _RowLinear(torch.autograd.Function):
+class RowLinear(torch.autograd.Function):
+    """A row-parallel layer with a weight [N, K / R], or a frozen int8 weight [K / R, N], dequantised in backward."""
+
     @staticmethod
     @hide_from_selective_checkpoint()
     @recorded_layer("row", "forward")
     @without_autocast
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
         y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         return y
@@ -190,15 +193,19 @@ class _RowLinear(torch.autograd.Function):
     @recorded_layer("row", "backward")
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        layer: _Layer = ctx.layer
-        x, weight = ctx.saved_tensors
+        layer: Layer = ctx.layer
+        x, weight, *scales = ctx.saved_tensors
+        dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR
+        if scales:
+            int8 = QuantisedWeight(weight, *scales, ctx.group_size)
+            weight, layout = compute(BESIDE, "dequantise", int8.dequantise, ctx.x_dtype).t(), ANY
+            dy = rows_of(dy)
         layer.weight_gradient.begin(x, weight)
-        dy = dy.to(ctx.x_dtype)
         layer = replace(layer, settings=backward_settings(layer.settings))
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
-            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None, layout=ROW_MAJOR)
+            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None, layout=layout)
             dw = None if dy_m is None else _weight_gradient(layer, x, dy_m)
         else:
             dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
@@ -206,7 +213,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _column_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer, keep: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer, keep: bool
 ) -> Products:
     """Return y with the bias added; with `keep` and sequence parallelism also the gathered rows of x."""
     gathered_m = None
@@ -222,18 +229,20 @@ def _column_forward(
     return y, gathered_m if keep else None
 
 
-def _row_forward(x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
     layer.about_to_communicate()
-    w, group, settings = weight.t(), layer.group, layer.settings
+    group, settings = layer.group, layer.settings
+    w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
     if layer.sequence_parallel:
-        y_m = start_matmul_reduce_scatter(x, w, group, settings, layout=TRANSPOSED).wait()
-        return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[0]))
-    y_m = start_matmul_all_reduce(x, w, group, settings, layout=TRANSPOSED).wait()
-    return shaped(y_m, (*x.shape[:-1], weight.shape[0]))
+        plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
+        y_m = start_matmul_reduce_scatter(x, plain, group, settings, layout=layout).wait()
+        return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
+    y_m = start_matmul_all_reduce(x, w, group, settings, layout=layout).wait()
+    return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 
 def _column_sequence_backward(
-    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
 
@@ -264,14 +273,14 @@ def _column_sequence_backward(
 
 
 def _local_backward(
-    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication."""
     dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
     return dx, _weight_gradient(layer, x, dy)
 
 
-def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+def _weight_gradient(layer: Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
     """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
     if x is None:
         return None
@@ -279,17 +288,16 @@ def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) ->
     return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
 
 
-def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> None:
+def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(kept if weight_grad else None, weight if input_grad else None)
+    parts: tuple[torch.Tensor | None, ...]
+    if isinstance(weight, QuantisedWeight):
+        parts, ctx.group_size = (weight.values, weight.scale, weight.offset), weight.group_size
+    else:
+        parts = (weight,)
+    ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
-
-
-def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Return x cast as autocast casts matmul operands; cast before the collective, which then moves fewer bytes."""
-    dtype = operand_dtype(x)
-    return x if dtype == x.dtype else x.to(dtype)
 
 
 def _input_gradient(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:

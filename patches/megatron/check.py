@@ -30,11 +30,11 @@ from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import (
     LayerOperator,
     backward_settings,
+    cast_by_autocast,
     column_backward_settings,
     column_operators,
     row_operators,
 )
-from ascend_parallel.overlap.linear import cast_by_autocast
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.megatron.original import Forward, Original, Output

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ascend_parallel.ops.operators import without_autocast
-from ascend_parallel.overlap.linear import cast_by_autocast
+from ascend_parallel.overlap.choices import cast_by_autocast
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 Forward = Callable[[Any, torch.Tensor, torch.Tensor], Output]
