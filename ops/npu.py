@@ -64,7 +64,7 @@ def matmul_all_reduce(
     `comm_mode` is passed on unless it is None (it needs a newer CANN).
     """
     y_m = _torch_npu().npu_mm_all_reduce_base(
-        _row_major(x_m),
+        x_m.contiguous(),
         _weight(w.values if isinstance(w, QuantisedWeight) else w),
         hccl_name(group),
         reduce_op="sum",
@@ -92,7 +92,7 @@ def matmul_reduce_scatter(
     if after is not None:
         after.wait()
     y_shard_m = _torch_npu().npu_mm_reduce_scatter_base(
-        _row_major(x_m),  # positional: the schema names it `input`, the documentation also x1
+        x_m.contiguous(),  # positional: the schema names it `input`, the documentation also x1
         _weight(w),
         hccl_name(group),
         group.size(),
@@ -119,7 +119,7 @@ def all_gather_matmul(
     the second result is None. `comm_mode`: "ai_cpu", "aiv", or None for the operator's default.
     """
     y_m, gathered_m = _torch_npu().npu_all_gather_base_mm(
-        _row_major(x_shard_m),
+        x_shard_m.contiguous(),
         _weight(w),
         hccl_name(group),
         group.size(),
@@ -236,13 +236,8 @@ def _torch_npu() -> Any:
     return torch_npu
 
 
-def _row_major(x_m: torch.Tensor) -> torch.Tensor:
-    """Return the left operand, contiguous: the operators take no transposed or strided rows."""
-    return x_m.contiguous()
-
-
 def _weight(w: torch.Tensor) -> torch.Tensor:
-    """Return the right operand if it or its transpose is contiguous, else a contiguous copy."""
+    """Return the right operand if it or its transpose is contiguous, else a copy; the left has to be contiguous."""
     return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
 
 

@@ -12,15 +12,12 @@ from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters, 
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import product
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import Weight, whole
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
-
-def supports(problem: Problem) -> str | None:
-    """Return the reason why the kernel cannot run `problem`, or None if it can."""
-    return summed_in_backend_order(problem)
+supports = summed_in_backend_order
 
 
 def matmul_all_reduce(

@@ -47,7 +47,7 @@ from ascend_parallel.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class _Layer:
     group: dist.ProcessGroup
     settings: Settings
     sequence_parallel: bool
@@ -88,7 +88,7 @@ def column_linear(
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
     """
-    layer = Layer(
+    layer = _Layer(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -105,7 +105,7 @@ def column_linear(
 
 def row_linear(
     x_shard_k: torch.Tensor,
-    weight_shard_k: torch.Tensor,
+    weight_shard_k: Weight,
     *,
     group: dist.ProcessGroup,
     settings: Settings,
@@ -117,12 +117,12 @@ def row_linear(
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
     x_shard_k       [..., K / R], this rank's inputs
-    weight_shard_k  [N, K / R]
+    weight_shard_k  [N, K / R], or as in `quantised_row_linear` a frozen int8 weight [K / R, N]
     returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
 
     The caller adds the bias to the result. Options and errors as in `column_linear`.
     """
-    layer = Layer(
+    layer = _Layer(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -130,9 +130,8 @@ def row_linear(
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
     )
-    y: torch.Tensor = RowLinear.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x_shard_k), cast_by_autocast(weight_shard_k), layer
-    )
+    weight = weight_shard_k if isinstance(weight_shard_k, QuantisedWeight) else cast_by_autocast(weight_shard_k)
+    y: torch.Tensor = _RowLinear.apply(cast_by_autocast(x_shard_k), weight, layer)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -142,7 +141,7 @@ class _ColumnLinear(torch.autograd.Function):
     @recorded_layer("column", "forward")
     @without_autocast
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
     ) -> torch.Tensor:
         keep = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
         y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
@@ -154,7 +153,7 @@ class _ColumnLinear(torch.autograd.Function):
     @recorded_layer("column", "backward")
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        layer: Layer = ctx.layer
+        layer: _Layer = ctx.layer
         kept, weight = ctx.saved_tensors
         layer.weight_gradient.begin(kept, weight)
         db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
@@ -173,17 +172,16 @@ class _ColumnLinear(torch.autograd.Function):
                 dx = pending.wait()
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
-        return _input_gradient(dx, ctx.x_shape), placeholder if postponed else dw, db, None
+        dx = None if dx is None else dx.view(ctx.x_shape)
+        return dx, placeholder if postponed else dw, db, None
 
 
-class RowLinear(torch.autograd.Function):
-    """A row-parallel layer with a weight [N, K / R], or a frozen int8 weight [K / R, N], dequantised in backward."""
-
+class _RowLinear(torch.autograd.Function):
     @staticmethod
     @hide_from_selective_checkpoint()
     @recorded_layer("row", "forward")
     @without_autocast
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor:
         y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         return y
@@ -193,12 +191,12 @@ class RowLinear(torch.autograd.Function):
     @recorded_layer("row", "backward")
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        layer: Layer = ctx.layer
+        layer: _Layer = ctx.layer
         x, weight, *scales = ctx.saved_tensors
         dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR
-        if scales:
-            int8 = QuantisedWeight(weight, *scales, ctx.group_size)
-            weight, layout = compute(BESIDE, "dequantise", int8.dequantise, ctx.x_dtype).t(), ANY
+        if scales:  # an int8 weight
+            dequantise = QuantisedWeight(weight, scales[0], scales[1], ctx.group_size).dequantise
+            weight, layout = compute(BESIDE, "dequantise", dequantise, ctx.x_dtype).t(), ANY
             dy = rows_of(dy)
         layer.weight_gradient.begin(x, weight)
         layer = replace(layer, settings=backward_settings(layer.settings))
@@ -209,11 +207,11 @@ class RowLinear(torch.autograd.Function):
             dw = None if dy_m is None else _weight_gradient(layer, x, dy_m)
         else:
             dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
-        return _input_gradient(dx, ctx.x_shape), dw, None
+        return None if dx is None else dx.view(ctx.x_shape), dw, None
 
 
 def _column_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer, keep: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer, keep: bool
 ) -> Products:
     """Return y with the bias added; with `keep` and sequence parallelism also the gathered rows of x."""
     gathered_m = None
@@ -229,7 +227,7 @@ def _column_forward(
     return y, gathered_m if keep else None
 
 
-def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
+def _row_forward(x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor:
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
     w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
@@ -242,7 +240,7 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
 
 
 def _column_sequence_backward(
-    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
+    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
 
@@ -273,14 +271,14 @@ def _column_sequence_backward(
 
 
 def _local_backward(
-    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication."""
     dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
     return dx, _weight_gradient(layer, x, dy)
 
 
-def _weight_gradient(layer: Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
     """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
     if x is None:
         return None
@@ -288,17 +286,11 @@ def _weight_gradient(layer: Layer, x: torch.Tensor | None, dy: torch.Tensor) -> 
     return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
 
 
-def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:
+def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
-    parts: tuple[torch.Tensor | None, ...]
+    parts: list[torch.Tensor | None] = [weight] if isinstance(weight, torch.Tensor) else []
     if isinstance(weight, QuantisedWeight):
-        parts, ctx.group_size = (weight.values, weight.scale, weight.offset), weight.group_size
-    else:
-        parts = (weight,)
+        parts, ctx.group_size = [weight.values, weight.scale, weight.offset], weight.group_size
     ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
-
-
-def _input_gradient(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    return None if dx is None else dx.view(shape)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.nn.utils import parametrize
 
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
-from ascend_parallel.overlap.choices import cast_by_autocast
-from ascend_parallel.overlap.linear import Layer, RowLinear
+from ascend_parallel.overlap.linear import row_linear
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -47,14 +46,14 @@ def quantised_row_linear(
     if sequence_parallel:
         _log_dequantised(dist.get_rank())
     weight_shard_k.refuse_gradients()
-    layer = Layer(
+    return row_linear(
+        x_shard_k,
+        weight_shard_k,
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
         before_communicating=before_communicating,
     )
-    y: torch.Tensor = RowLinear.apply(cast_by_autocast(x_shard_k), weight_shard_k, layer)  # type: ignore[no-untyped-call]
-    return y
 
 
 class Int8(torch.nn.Module):
