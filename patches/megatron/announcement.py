@@ -33,13 +33,11 @@ class Announcement:
         self._settings, self._tuned = settings, tuned
         self.logged = False
 
-    def log_once(self, layer: Any, group: dist.ProcessGroup, case: Case | None) -> None:
-        """Log the line at the first call: a call of `layer` on `group`, described by `case` (None: an int8 weight).
+    def log(self, layer: Any, group: dist.ProcessGroup, case: Case | None) -> None:
+        """Log the line for the first call: a call of `layer` on `group`, described by `case` (None: an int8 weight).
 
         Counts the layers of the outermost running module, since the whole model is unknown.
         """
-        if self.logged:
-            return
         self.logged = True
         if dist.get_rank() == 0:
             settings, ranks = self._settings, group.size()

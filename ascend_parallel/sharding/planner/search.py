@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, cuts
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.data_parallel import data_parallel_options
@@ -24,7 +23,7 @@ from ascend_parallel.sharding.planner.integer_program import optimum
 from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
 from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_partials
-from ascend_parallel.sharding.planner.redistribution_cost import Conversions
+from ascend_parallel.sharding.planner.redistribution_cost import conversion_costs
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -61,10 +60,9 @@ class Search:
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
         self._shape = tuple(self.mesh.shape)
-        self._conversions = Conversions(self._shape, self.costs)
+        self._conversions = conversion_costs(self._shape, self.costs)
         self._model = CostModel(find_hardware(self.hardware))
         self._own: dict[object, Costs] = {}
-        self._matrices: dict[object, Costs] = {}
         self.differentiable = _differentiable(self.graph)
         options = Options(self._shape)
         self.options: dict[str, Sequence[Option]] = {
@@ -140,7 +138,7 @@ class Search:
             for name, index in readers:
                 targets = [option.inputs[index] for option in self.options[name]]
                 problem.add_pair(value.node, name, self._matrix(value, self.produced(value), targets))
-        for value in _leaves(self.graph.outputs):
+        for value in self.graph.returned:
             matrix = self._matrix(value, self.produced(value), [self._whole])
             problem.own[value.node] = problem.own[value.node] + matrix[:, 0]
         return problem
@@ -152,7 +150,9 @@ class Search:
             kept = node.kind == CALL and Value(node.name, index) in self.differentiable
             if kept or node.kind in (PARAMETER, BUFFER):
                 times = 2 + ADAM / meta.dtype.itemsize if node.kind == PARAMETER else 1.0
-                nbytes += [times * self._local_bytes(meta, option.outputs[index]) for option in self.options[node.name]]
+                nbytes += [
+                    times * meta.local_bytes(option.outputs[index], self._shape) for option in self.options[node.name]
+                ]
         return nbytes
 
     def solved(self, problem: AssignmentProblem) -> tuple[dict[str, int], float]:
@@ -219,7 +219,7 @@ class Search:
     def _add_shared(self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]) -> None:
         """Add the choice of a tensor's shared layout: a conversion to it, and a conversion from it for each reader."""
         layouts, shared = self._shared(value, readers), _shared_name(value)
-        costs = [TIE_BREAK * self._local_bytes(self.graph.meta(value), layout) for layout in layouts]
+        costs = [TIE_BREAK * self.graph.meta(value).local_bytes(layout, self._shape) for layout in layouts]
         problem.add(shared, np.array(costs))
         problem.add_pair(value.node, shared, self._matrix(value, self.produced(value), layouts))
         for name, index in readers:
@@ -234,11 +234,7 @@ class Search:
         return list(layouts)
 
     def _matrix(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> Costs:
-        meta, differentiable = self.graph.meta(value), value in self.differentiable
-        key = (meta, tuple(sources), tuple(targets), differentiable)
-        if key not in self._matrices:
-            self._matrices[key] = self._conversions.matrix(meta, sources, targets, differentiable)
-        return self._matrices[key]
+        return self._conversions(self.graph.meta(value), tuple(sources), tuple(targets), value in self.differentiable)
 
     def _own_costs(self, node: Node) -> Costs:
         options = self.options[node.name]
@@ -248,7 +244,7 @@ class Search:
         return self._own[key]
 
     def _own_cost(self, node: Node, option: Option) -> float:
-        nbytes = sum(self._local_bytes(meta, out) for meta, out in zip(node.outputs, option.outputs, strict=True))
+        nbytes = sum(meta.local_bytes(out, self._shape) for meta, out in zip(node.outputs, option.outputs, strict=True))
         cost = TIE_BREAK * nbytes
         if node.call is not None:
             cost += sum(step.seconds for step in op_collective_steps(node.call, option.inputs, self.costs))
@@ -256,17 +252,9 @@ class Search:
             cost += seconds_of(node.call, option, self._shape, self._model)
         return cost
 
-    def _local_bytes(self, meta: TensorMeta, layout: Layout) -> float:
-        return meta.nbytes / float(np.prod(cuts(layout, self._shape, len(meta.shape))))
-
 
 def _shared_name(value: Value) -> str:
     return f"shared layout of {value.node} {value.index}"
-
-
-def _leaves(outputs: object) -> list[Value]:
-    leaves = pytree.tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-    return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
 
 def _differentiable(graph: Graph) -> frozenset[Value]:
