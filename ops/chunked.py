@@ -153,18 +153,13 @@ def all_gather_matmul(
     return y_r_m.flatten(0, 1), gathering.wait()
 
 
-def gather_rows(x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
-    """Start ``x_m = all_gather(x_shard_m)``: x_shard_m [M / R, K]; pending [M, K], in rank order.
-
-    Several chunks in flight keep both directions of a link busy; a single collective may not.
-    """
-    return start_gathers(x_shard_m, group, sizes, "all_gather")[0]
-
-
 def start_gathers(
     x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str
 ) -> tuple[Pending, torch.Tensor]:
-    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K] and its view [R, M / R, K]."""
+    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K] and its view [R, M / R, K].
+
+    Several chunks in flight keep both directions of a link busy; a single collective may not.
+    """
     gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
     pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
     with pending.launching():

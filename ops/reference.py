@@ -68,14 +68,12 @@ def all_gather_matmul(
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N]."""
     if group.size() == 1:
         return product(x_shard_m, w, row_tile), x_shard_m
-    gathered = gather_rows(x_shard_m, group, sizes, ALL_GATHER).wait()
+    gathered = gather_rows(x_shard_m, group, ALL_GATHER).wait()
     COUNTS.add(ALL_GATHER, 1, 1)
     return compute(MATMUL, "matmul", product, gathered, w, row_tile, group.size()), gathered
 
 
-def gather_rows(
-    x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str = "all_gather"
-) -> Pending:
+def gather_rows(x_shard_m: torch.Tensor, group: dist.ProcessGroup, operator: str) -> Pending:
     """Start ``x_m = all_gather(x_shard_m)``: x_shard_m [M / R, K]; pending [M, K], in rank order."""
     pending = Pending(x_shard_m.new_empty(group.size() * x_shard_m.shape[0], x_shard_m.shape[1]), operator, group)
     if x_shard_m.shape[0]:

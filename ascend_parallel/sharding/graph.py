@@ -111,6 +111,11 @@ class Node:
     source: str = ""
     mark: Mark | None = None
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The tensors that the node produces."""
+        return tuple(Value(self.name, index) for index in range(len(self.outputs)))
+
 
 @dataclass(frozen=True)
 class ParameterRef:
@@ -206,7 +211,7 @@ class Graph:
         """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""
         readers: dict[Value, list[tuple[str, int]]] = {}
         for node in self.nodes.values():
-            readers |= {Value(node.name, index): [] for index in range(len(node.outputs))}
+            readers |= {value: [] for value in node.values}
             for index, value in enumerate(node.inputs):
                 readers[value].append((node.name, index))
         return readers

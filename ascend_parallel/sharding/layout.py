@@ -82,13 +82,8 @@ def forward(layout: Layout) -> Layout:
 
 def backward(layout: Layout) -> Layout:
     """Return the layout of the gradient."""
-    return tuple(_gradient(placement) for placement in layout)
-
-
-def _gradient(placement: Placement) -> Placement:
-    if placement.kind == "partial_grad":
-        return SUM
-    return REPLICATE if placement.kind == "partial" else placement
+    gradients = {"partial_grad": SUM, "partial": REPLICATE}
+    return tuple(gradients.get(placement.kind, placement) for placement in layout)
 
 
 def cuts(layout: Layout, mesh_shape: Sequence[int], dims: int) -> list[int]:

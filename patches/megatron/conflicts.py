@@ -96,11 +96,14 @@ class Originals:
     def __init__(self, layers: ModuleType) -> None:
         """Collect the names to look at in `layers`, the module megatron.core.tensor_parallel.layers."""
         mappings = importlib.import_module(MAPPINGS)
-        regions = [_Place(vars(layers), name, _home(name, layers, mappings), f"layers.{name}") for name in REACHED]
-        regions += [_Place(vars(mappings), name, mappings, f"mappings.{name}") for name in REGION_FUNCTIONS]
+        regions = [
+            _Place(vars(layers), name, layers if name in FUNCTIONALS else mappings, f"{layers.__name__}.{name}")
+            for name in REACHED
+        ]
+        regions += [_Place(vars(mappings), name, mappings, f"{MAPPINGS}.{name}") for name in REGION_FUNCTIONS]
         for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
             regions += [
-                _Place(vars(getattr(module, owner)), name, module, f"{module.__name__.split('.')[-1]}.{owner}.{name}")
+                _Place(vars(getattr(module, owner)), name, module, f"{module.__name__}.{owner}.{name}")
                 for owner in owners
                 for name in ("forward", "backward")
             ]
@@ -114,7 +117,8 @@ class Originals:
         functions = tuple(place.function() for place in self._places)
         if functions != self._seen:
             foreign = (place for place in self._places if not _own(place.function(), place.home))
-            self._replacement = next(map(_describe_replacement, foreign), None)
+            texts = (f"{place.text} is {_origin(place.function())}" for place in foreign)
+            self._replacement = next(texts, None)
             self._seen = functions
         return self._replacement or self._replaced_impl(layer)
 
@@ -129,10 +133,6 @@ class Originals:
         return None if own else f"the layer's _forward_impl is {_origin(method)}"
 
 
-def _home(name: str, layers: ModuleType, mappings: ModuleType) -> ModuleType:
-    return layers if name in FUNCTIONALS else mappings
-
-
 def _own(attribute: object, home: ModuleType) -> bool:
     """Tell whether a function was defined in `home`, under known wrappers only."""
     function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
@@ -145,10 +145,6 @@ def _own(attribute: object, home: ModuleType) -> bool:
             return False
         function = wrapped
     return False
-
-
-def _describe_replacement(place: _Place) -> str:
-    return f"megatron.core.tensor_parallel.{place.text} is {_origin(place.function())}"
 
 
 def _origin(attribute: object) -> str:

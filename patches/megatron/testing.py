@@ -62,7 +62,7 @@ def megatron_on_cpu(*, schedules: bool = False) -> Iterator[None]:
             stack.callback(tracker_log.removeFilter, _is_not_about_cpu_state)
         if schedules:
             # p2p communication synchronises the device before it returns received tensors.
-            stack.enter_context(mock.patch.object(torch.cuda, "synchronize", _nothing))
+            stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_, **__: None))
             stack.enter_context(_CudaMeansCpu())
         yield
 
@@ -107,10 +107,6 @@ def _manual_seed(seed: int) -> None:
 
 def _is_not_about_cpu_state(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -139,20 +139,18 @@ class Search:
                 targets = [option.inputs[index] for option in self.options[name]]
                 problem.add_pair(value.node, name, self._matrix(value, self.produced(value), targets))
         for value in self.graph.returned:
-            matrix = self._matrix(value, self.produced(value), [self._whole])
+            matrix = self._matrix(value, self.produced(value), [(REPLICATE,) * len(self._shape)])
             problem.own[value.node] = problem.own[value.node] + matrix[:, 0]
         return problem
 
     def bytes_held(self, node: Node) -> Costs:
         """Return, by option, the bytes that `ShardingPlan.memory` counts for a node."""
         nbytes = np.zeros(len(self.options[node.name]))
-        for index, meta in enumerate(node.outputs):
-            kept = node.kind == CALL and Value(node.name, index) in self.differentiable
+        for value, meta in zip(node.values, node.outputs, strict=True):
+            kept = node.kind == CALL and value in self.differentiable
             if kept or node.kind in (PARAMETER, BUFFER):
                 times = 2 + ADAM / meta.dtype.itemsize if node.kind == PARAMETER else 1.0
-                nbytes += [
-                    times * meta.local_bytes(option.outputs[index], self._shape) for option in self.options[node.name]
-                ]
+                nbytes += [times * meta.local_bytes(layout, self._shape) for layout in self.produced(value)]
         return nbytes
 
     def solved(self, problem: AssignmentProblem) -> tuple[dict[str, int], float]:
@@ -199,13 +197,9 @@ class Search:
             bound=bound,
         )
 
-    @property
-    def _whole(self) -> Layout:
-        return (REPLICATE,) * len(self._shape)
-
     def _gradients(self, node: Node) -> tuple[bool, ...]:
         """Return whether each input has a gradient, and then whether the outputs have."""
-        outputs = any(Value(node.name, index) in self.differentiable for index in range(len(node.outputs)))
+        outputs = not self.differentiable.isdisjoint(node.values)
         return (*(value in self.differentiable for value in node.inputs), outputs)
 
     def _has_shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> bool:
@@ -263,9 +257,6 @@ def _differentiable(graph: Graph) -> frozenset[Value]:
     for node in graph.nodes.values():
         is_source = node.kind == PARAMETER or node.name in graph.with_gradient
         if is_source or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
-            differentiable |= {
-                Value(node.name, index)
-                for index, meta in enumerate(node.outputs)
-                if meta.dtype.is_floating_point or meta.dtype.is_complex
-            }
+            tensors = zip(node.values, node.outputs, strict=True)
+            differentiable |= {v for v, meta in tensors if meta.dtype.is_floating_point or meta.dtype.is_complex}
     return frozenset(differentiable)

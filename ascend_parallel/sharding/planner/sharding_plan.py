@@ -133,7 +133,7 @@ class ShardingPlan:
         """Return a hash that ranks share if they have the same plan for the same shapes."""
         digest = hashlib.sha256(repr((self.mesh.shape, self.mesh.process_ids)).encode())
         for name, node in self.graph.nodes.items():
-            outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
+            outputs = [self.layouts[value] for value in node.values]
             digest.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
         digest.update(
             repr((sorted(self.shared_layouts.items(), key=repr), sorted(self.returned.items(), key=repr))).encode()
@@ -168,8 +168,7 @@ class ShardingPlan:
         """Return the bytes that a rank holds in a training step with Adam; activations are the outputs for backward."""
         parameters = gradients = buffers = activations = count = 0.0
         for node in self.graph.nodes.values():
-            for index, meta in enumerate(node.outputs):
-                value = Value(node.name, index)
+            for value, meta in zip(node.values, node.outputs, strict=True):
                 held = meta.local_bytes(self.layouts[value], self.mesh.shape)
                 if node.kind == PARAMETER:
                     parameters, gradients = parameters + held, gradients + held

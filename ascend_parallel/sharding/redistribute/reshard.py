@@ -215,14 +215,11 @@ def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
 
 
 def _wrapped(local: torch.Tensor, shape: torch.Size, mesh: ProcessMesh, layout: Layout) -> DTensor:
-    meta = TensorMeta(shape, _strides(shape), local.dtype)
+    strides = tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(shape, strides, local.dtype)
     spec = DTensorSpec(mesh.device_mesh(), tuple(placement.placement for placement in layout), tensor_meta=meta)
     # not from_local: it gives a rank outside the mesh a local tensor through which to_local cannot differentiate
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @lru_cache(maxsize=64)

@@ -183,7 +183,7 @@ def _missing(call: FunctionCall, graph: Graph) -> str:
         for value in node.inputs:
             if value not in available and graph.nodes[value.node].kind in (CALL, INPUT):
                 return value.node
-        available |= {Value(node.name, index) for index in range(len(node.outputs))}
+        available |= set(node.values)
     return ""
 
 

@@ -121,13 +121,10 @@ def read_values(checkpoint: Path, metadata: Metadata, names: Sequence[str]) -> d
     planner = TensorShardLoadPlanner({}, names)
     _read(checkpoint, metadata, planner)
     try:
-        return {name: _from_bytes(planner.blobs[name]) for name in names}
+        files = {name: io.BytesIO(planner.blobs[name]) for name in names}
+        return {name: torch.load(file, map_location="cpu", weights_only=True) for name, file in files.items()}
     except Exception as error:
         raise CheckpointError(f"{checkpoint}: {', '.join(names)} cannot be read: {in_words(error)}") from error
-
-
-def _from_bytes(value: bytes) -> Any:
-    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
 def _read(checkpoint: Path, metadata: Metadata, planner: TensorShardLoadPlanner) -> None:

@@ -119,7 +119,7 @@ def save(
     if not asynchronous:
         _write(group, shards, blobs, writer)
         return Saving(target)
-    copies = {name: replace(shard, local=_copy(shard.local)) for name, shard in shards.items()}
+    copies = {name: replace(shard, local=shard.local.detach().to("cpu", copy=True)) for name, shard in shards.items()}
     thread = ThreadPoolExecutor(1, f"saving {target.name}")
     saving = Saving(target, thread.submit(_write, group, copies, blobs, writer))
     thread.shutdown(wait=False)
@@ -187,10 +187,6 @@ def _fingerprint(value: Any) -> str:
         value = (str(value.dtype), value.tolist())
     shown = repr(value)
     return shown if len(shown) <= 40 else hashlib.sha256(shown.encode()).hexdigest()[:16]
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, Any]:
