@@ -132,12 +132,12 @@ class Search:
             costs = self._own_costs(node)
             problem.add(node.name, costs + price * self.bytes_held(node) if price else costs)
         for value, readers in self.readers.items():
+            source, layouts = value.node, self.produced(value)
             if self._has_shared(value, readers):
-                self._add_shared(problem, value, readers)
-                continue
+                source, layouts = self._add_shared(problem, value, readers)
             for name, index in readers:
                 targets = [option.inputs[index] for option in self.options[name]]
-                problem.add_pair(value.node, name, self._matrix(value, self.produced(value), targets))
+                problem.add_pair(source, name, self._matrix(value, layouts, targets))
         for value in self.graph.returned:
             matrix = self._matrix(value, self.produced(value), [(REPLICATE,) * len(self._shape)])
             problem.own[value.node] = problem.own[value.node] + matrix[:, 0]
@@ -210,15 +210,15 @@ class Search:
         """Return the layouts in which a tensor can be produced."""
         return [option.outputs[value.index] for option in self.options[value.node]]
 
-    def _add_shared(self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]) -> None:
-        """Add the choice of a tensor's shared layout: a conversion to it, and a conversion from it for each reader."""
+    def _add_shared(
+        self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]
+    ) -> tuple[str, list[Layout]]:
+        """Add the choice of a tensor's shared layout with the conversion to it; return its name and candidates."""
         layouts, shared = self._shared(value, readers), _shared_name(value)
         costs = [TIE_BREAK * self.graph.meta(value).local_bytes(layout, self._shape) for layout in layouts]
         problem.add(shared, np.array(costs))
         problem.add_pair(value.node, shared, self._matrix(value, self.produced(value), layouts))
-        for name, index in readers:
-            targets = [option.inputs[index] for option in self.options[name]]
-            problem.add_pair(shared, name, self._matrix(value, layouts, targets))
+        return shared, layouts
 
     def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> list[Layout]:
         """Return the candidates for a tensor's shared layout: the layouts in which it is produced or read."""
