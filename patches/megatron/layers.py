@@ -24,7 +24,7 @@ from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.megatron.announcement import Announcement
+from ascend_parallel.patches.megatron.announcement import announce
 from ascend_parallel.patches.megatron.check import LayerCall
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
 from ascend_parallel.patches.megatron.original import Output
@@ -55,7 +55,7 @@ class Megatron:
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
         self._logged: set[str] = set()
-        self._announcement = Announcement(settings, tuned=self._tuner is not None)
+        self._announced = False
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`."""
@@ -109,9 +109,10 @@ class Megatron:
         if group not in self._checked:
             refuse_foreign_plan(self.settings, group, x.device)
             self._checked.add(group)
-        if not self._announcement.logged:
+        if not self._announced:
+            self._announced = True
             case = case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
-            self._announcement.log(layer, group, case)
+            announce(self.settings, layer, group, case, tuned=self._tuner is not None)
         return group, self.settings_for(layer, kind, x, weight, **options)
 
     def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
