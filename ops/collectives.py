@@ -29,7 +29,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 StartScatter = Callable[[torch.Tensor], Work]
-"""Starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N], out_c [c, N], on rank r of the r-th c rows."""
+"""Starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N]; out_c [c, N] gets rank r's, the r-th, c rows."""
 
 
 def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.ProcessGroup) -> Work:
