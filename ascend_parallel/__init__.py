@@ -15,8 +15,8 @@ from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.diagnostics import timeline
 from ascend_parallel.diagnostics.verify import Verification, VerificationError
 from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
-from ascend_parallel.ops.explain import explain as _explain
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
+from ascend_parallel.ops.registry import explain as _explain
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import quantise_row_parallel, quantised_row_linear
 from ascend_parallel.overlap.weight_gradient import WeightGradient

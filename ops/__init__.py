@@ -10,11 +10,10 @@ if __name__ == "ops":
     )
 
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.explain import Explanation
 from ascend_parallel.ops.library import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ascend_parallel.ops.pending import CollectiveError, Pending
 from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import Choice, UnmetRequestError, choose
+from ascend_parallel.ops.registry import Choice, Explanation, UnmetRequestError, choose
 
 __all__ = [
     "COUNTS",

@@ -57,17 +57,12 @@ def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layou
     candidates = _candidates(choice)
     index = _first_exact_everywhere(choice, candidates, group, device, layout)
     if index == len(candidates):
-        return replace(choice, bit_exact=False, reason=f"{choice.reason}; {_why_inexact(candidates)} on this machine")
+        what = "these chunks change" if len(candidates) == 1 else "every cut changes"
+        return replace(choice, bit_exact=False, reason=f"{choice.reason}; {what} the matmul's bits on this machine")
     sizes, why = candidates[index], choice.reason
     if index:
         why += f"; {len(sizes)} chunks, because smaller ones change the matmul's bits on this machine"
     return replace(choice, sizes=sizes, bit_exact=True, reason=why)
-
-
-def _why_inexact(candidates: Sequence[Sizes]) -> str:
-    if len(candidates) == 1:
-        return "these chunks change the matmul's bits"
-    return "every cut changes the matmul's bits"
 
 
 def _candidates(choice: Choice) -> list[Sizes]:

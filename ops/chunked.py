@@ -13,23 +13,22 @@ Each tensor is split once, before the loop: slicing inside the loop costs severa
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import columns
-from ascend_parallel.ops.collectives import Scatter, reduce_scatters, summed_in_backend_order
+from ascend_parallel.ops.clocks import Work
+from ascend_parallel.ops.collectives import FinishingWork, StartScatter, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import cut_blocks, multiply, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
-
-def supports(problem: Problem) -> str | None:
-    """Return the reason why the kernel cannot run `problem`, or None if it can."""
-    return summed_in_backend_order(problem)
+supports = summed_in_backend_order
 
 
 def matmul_all_reduce(
@@ -40,7 +39,7 @@ def matmul_all_reduce(
     Each chunk's rows are computed and reduced in place. An int8 weight is cut into chunks of columns instead.
     """
     if isinstance(w, QuantisedWeight):
-        return columns.matmul_all_reduce(x_m, w, group, sizes)
+        return _int8_all_reduce(x_m, w, group, sizes)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
     with pending.launching():
@@ -49,6 +48,40 @@ def matmul_all_reduce(
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
     return pending
+
+
+def _int8_all_reduce(x_m: torch.Tensor, w: QuantisedWeight, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+    """Start ``y_m = all_reduce(x_m @ w)`` as `matmul_all_reduce` does, in chunks of columns: `sizes` are columns.
+
+    Chunk i's collective runs under chunk i + 1's dequantisation and matmul. Chunks of columns have three advantages
+    over chunks of rows: each column is dequantised once, only one chunk of the weight is held dequantised at a time,
+    and a single row (a decoding step) can be cut.
+
+    Memory beyond the serial path: a chunk of columns is not contiguous in a result of several rows. It is therefore
+    reduced in a buffer, which `wait` copies into the result. A result of one row is reduced in place.
+    """
+    y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
+    pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
+    stop = 0
+    with pending.launching():
+        for y_c in torch.split_with_sizes(y_m, sizes, 1):
+            start, stop = stop, stop + y_c.shape[1]
+            w_c = compute(BESIDE, "dequantise", w.dequantise, x_m.dtype, start, stop)
+            y_part = y_c if x_m.shape[0] == 1 else y_c.new_empty(y_c.shape)
+            compute(MATMUL, "matmul", torch.mm, x_m, w_c, out=y_part)
+            del w_c  # freed before the next chunk is dequantised
+            if y_part is y_c:
+                pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
+            elif x_m.shape[0]:
+                pending.launch(_reduce_and_place, y_part, y_c, group)
+    COUNTS.add(ALL_REDUCE, len(sizes), len(sizes) if x_m.shape[0] else 0)
+    return pending
+
+
+def _reduce_and_place(y_part: torch.Tensor, y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Start the all-reduce of the contiguous buffer y_part [M, c]; `wait` copies it into y_c, a view of the result."""
+    work = dist.all_reduce(y_part, group=group, async_op=True)
+    return FinishingWork([work], functools.partial(y_c.copy_, y_part))
 
 
 def matmul_reduce_scatter(
@@ -74,16 +107,15 @@ def matmul_reduce_scatter(
     partial = x_m.new_empty(x_m.shape[0], n)
     y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes))
-    computed: list[tuple[Scatter, torch.Tensor]] = []
+    computed: list[tuple[StartScatter, torch.Tensor]] = []
     with pending.launching():
-        scatters = reduce_scatters(y_shard_m, sizes, group, in_rank_order)
-        pending.expect(scatters)
+        starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, in_rank_order)
         inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), row_tile), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
-        for scatter, x_blocks, y_c, size in zip(scatters, inputs, outputs, sizes, strict=True):
+        for start, x_blocks, y_c, size in zip(starts, inputs, outputs, sizes, strict=True):
             y_blocks = rank_blocks(y_c.view(ranks, size, n), row_tile)
             compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
-            computed.append((scatter, y_c))
+            computed.append((start, y_c))
             if after is None or after.done():
                 _start(computed, pending)
         if computed and after is not None:
@@ -121,18 +153,13 @@ def all_gather_matmul(
     return y_r_m.flatten(0, 1), gathering.wait()
 
 
-def gather_rows(x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
-    """Start ``x_m = all_gather(x_shard_m)``: x_shard_m [M / R, K]; pending [M, K], in rank order.
-
-    Several chunks in flight keep both directions of a link busy; a single collective may not.
-    """
-    return start_gathers(x_shard_m, group, sizes, "all_gather")[0]
-
-
 def start_gathers(
     x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str
 ) -> tuple[Pending, torch.Tensor]:
-    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K] and its view [R, M / R, K]."""
+    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K] and its view [R, M / R, K].
+
+    Several chunks in flight keep both directions of a link busy; a single collective may not.
+    """
     gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
     pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
     with pending.launching():
@@ -142,8 +169,8 @@ def start_gathers(
     return pending, gathered
 
 
-def _start(computed: list[tuple[Scatter, torch.Tensor]], pending: Pending) -> None:
+def _start(computed: list[tuple[StartScatter, torch.Tensor]], pending: Pending) -> None:
     """Start the reduce-scatters of the computed chunks, and empty the list."""
-    for scatter, y_c in computed:
-        pending.launch(scatter.start, y_c)
+    for start, y_c in computed:
+        pending.launch(start, y_c)
     computed.clear()

@@ -25,19 +25,6 @@ class Work(Protocol):
         """Tell whether the collective has finished, without waiting."""
 
 
-class Clock(Protocol):
-    """Takes times on one kind of device."""
-
-    def mark(self) -> Any:
-        """Return a mark of the present time, or of the present position in the device's stream."""
-
-    def ns(self, mark: Any) -> int:
-        """Return a mark as nanoseconds of this host's CLOCK_MONOTONIC."""
-
-    def watch(self, ended: Ended, works: list[Work]) -> list[Work]:
-        """Call `ended` with the mark at which all `works` are done; return the works to wait for instead."""
-
-
 class HostClock:
     """CLOCK_MONOTONIC."""
 
@@ -52,7 +39,10 @@ class HostClock:
         return mark
 
     def watch(self, ended: Ended, works: list[Work]) -> list[Work]:
-        """Mark a collective's end in its backend's thread; wait for sends and receives in a thread of this clock."""
+        """Call `ended` with the mark at which all `works` are done; return the works to wait for instead.
+
+        The backend's thread marks a collective's end; a thread of this clock waits for sends and receives.
+        """
         if len(works) == 1 and hasattr(works[0], "get_future"):
             works[0].get_future().add_done_callback(lambda _: ended(self.mark()))
             return works
@@ -104,9 +94,12 @@ class DeviceClock:
         return self._base_ns + round(since * 1e6)
 
     def watch(self, ended: Ended, works: list[Work]) -> list[Work]:
-        """Mark the end in a side stream, which waits for the works; the computing stream does not wait."""
+        """Call `ended` with the mark in a side stream, which waits for the works; the computing stream does not."""
         with self._module.stream(self._side):
             for work in works:
                 work.wait()
             ended(self.mark())
         return works
+
+
+Clock = HostClock | DeviceClock

@@ -5,6 +5,7 @@ This module hides two differences: torch 2.13 renamed two collectives, and gloo 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ FIRST_TAG = 1 << 24
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+StartScatter = Callable[[torch.Tensor], Work]
+"""Starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N]; out_c [c, N] gets rank r's, the r-th, c rows."""
+
 
 def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start ``out_m = all_gather(x_shard_m)``: x_shard_m [M / R, K], contiguous out_m [M, K], in rank order."""
@@ -34,110 +38,69 @@ def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.
     return work
 
 
-class ReduceScatter:
-    """``out_c = reduce_scatter(x_c)``: x_c [R c, N], out_c [c, N]; constructed before x_c is computed."""
+class FinishingWork:
+    """Started works and a local step: `wait` waits for the works, then runs the step."""
 
-    def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Hold the output `out_c`."""
-        self._out_c = out_c
-        self._group = group
+    def __init__(self, works: Sequence[Work | None], finish: Callable[[], object]) -> None:
+        """Hold the works; `finish` writes the result."""
+        self._works = list(works)
+        self._finish: Callable[[], object] | None = finish
 
-    def expect(self) -> None:
-        """Do nothing: the backend posts no receives in advance."""
+    def record_end(self, watch: Watch) -> None:
+        """Have `watch` record when the works are done."""
+        self._works = watch(self._works)
 
-    def start(self, x_c: torch.Tensor) -> Work:
-        """Start with the contiguous x_c [R c, N]; rank r receives the r-th block of c rows."""
-        work: Work = _reduce_scatter(self._out_c, x_c, group=self._group, async_op=True)
-        return work
+    def is_completed(self) -> bool:
+        """Tell whether `wait` has run the step."""
+        return self._finish is None
+
+    def wait(self) -> None:
+        """Wait for the works and run the step; a second call does nothing."""
+        if self._finish is not None:
+            for work in self._works:
+                assert work is not None, "this rank is not a member of the group"
+                work.wait()
+            self._finish()
+            self._finish = None
 
 
-class ExchangeAndSum:
-    """A reduce-scatter for gloo: every rank sends each peer its slice and sums the slices it receives.
+def reduce_scatter_single(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torch.Tensor) -> Work:
+    """Start the backend's own ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N], out_c [c, N]."""
+    work: Work = _reduce_scatter(out_c, x_c, group=group, async_op=True)
+    return work
+
+
+def _all_to_all_and_sum(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torch.Tensor) -> Work:
+    """Start a reduce-scatter in rank order, for backends that sum in another order: all-to-all, then a local sum."""
+    received = torch.empty_like(x_c)
+    work = dist.all_to_all_single(received, x_c, group=group, async_op=True)
+    parts = received.view(group.size(), *out_c.shape).unbind()
+    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, out_c))
+
+
+def _exchange_and_sum(
+    out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
+) -> StartScatter:
+    """Post the receives of a reduce-scatter for gloo: every rank sends each peer its slice, and sums the slices.
 
     gloo's own reduce-scatter is a full all-reduce of a copy: twice the traffic or more. Receives are posted before
     the matmuls: gloo announces a receive through the stream that carries the data, so a late receive waits behind
     megabytes of the other direction, and the two directions run in turn. The sum runs in rank order, in fp32
     for 16-bit types, so every run gives the same bits.
+
+    received
+        The buffers [c, N] by peer rank.
     """
+    works = [dist.irecv(part, group=group, group_src=peer, tag=tag) for peer, part in received.items()]
 
-    def __init__(
-        self, out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
-    ) -> None:
-        """Hold the output `out_c` [c, N] and the receive buffers [c, N], by peer rank."""
-        self._out_c = out_c
-        self._group = group
-        self._parts = received
-        self._tag = tag
-        self._works: list[Work | None] = []
+    def start(x_c: torch.Tensor) -> Work:
+        parts = list(torch.split_with_sizes(x_c, [out_c.shape[0]] * group.size()))
+        for peer, part in received.items():
+            works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
+            parts[peer] = part
+        return FinishingWork(works, functools.partial(sum_in_rank_order, parts, out_c))
 
-    def expect(self) -> Work:
-        """Post the receives."""
-        for peer, part in self._parts.items():
-            self._works.append(dist.irecv(part, group=self._group, group_src=peer, tag=self._tag))
-        return self
-
-    def start(self, x_c: torch.Tensor) -> Work:
-        """Send each peer its c rows of the contiguous x_c [R c, N]."""
-        ranks = len(self._parts) + 1
-        for rank, part in enumerate(torch.split_with_sizes(x_c, [x_c.shape[0] // ranks] * ranks)):
-            if rank in self._parts:
-                self._works.append(dist.isend(part, group=self._group, group_dst=rank, tag=self._tag))
-            else:
-                own = {rank: part}
-        self._parts |= own
-        return self
-
-    def record_end(self, watch: Watch) -> None:
-        """Have `watch` record when the exchange is done."""
-        self._works = watch(self._works)
-
-    def is_completed(self) -> bool:
-        """Return False: `wait` still has to sum."""
-        return False
-
-    def wait(self) -> None:
-        """Wait for the exchange, then sum."""
-        wait_all(self._works)
-        sum_in_rank_order([self._parts[rank] for rank in range(len(self._parts))], self._out_c)
-
-
-class AllToAllAndSum:
-    """A reduce-scatter in rank order, for backends that sum in another order: all-to-all, then a local sum."""
-
-    def __init__(self, out_c: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Hold the output `out_c` [c, N]."""
-        self._out_c = out_c
-        self._group = group
-        self._works: list[Work | None] = []
-
-    def expect(self) -> None:
-        """Do nothing: the backend posts no receives in advance."""
-
-    def start(self, x_c: torch.Tensor) -> Work:
-        """Send each peer its c rows of the contiguous x_c [R c, N]."""
-        self._received = torch.empty_like(x_c)
-        self._works = [dist.all_to_all_single(self._received, x_c, group=self._group, async_op=True)]
-        return self
-
-    def record_end(self, watch: Watch) -> None:
-        """Have `watch` record when the exchange is done."""
-        self._works = watch(self._works)
-
-    def is_completed(self) -> bool:
-        """Return False: `wait` still has to sum."""
-        return False
-
-    def wait(self) -> None:
-        """Wait for the exchange, then sum."""
-        wait_all(self._works)
-        sum_in_rank_order(self._received.view(self._group.size(), *self._out_c.shape).unbind(), self._out_c)
-
-
-def wait_all(works: Sequence[Work | None]) -> None:
-    """Wait for every work."""
-    for work in works:
-        assert work is not None, "this rank is not a member of the group"
-        work.wait()
+    return start
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -155,25 +118,22 @@ def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None
         out.copy_(total)
 
 
-Scatter = ReduceScatter | ExchangeAndSum | AllToAllAndSum
-
-
 def reduce_scatters(
     out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, in_rank_order: bool = False
-) -> Sequence[Scatter]:
-    """Return a reduce-scatter for each chunk of rows of the contiguous out_m [M / R, N]; call `expect`, then `start`.
+) -> Sequence[StartScatter]:
+    """Return, for each chunk of rows of the contiguous out_m [M / R, N], the function that starts its reduce-scatter.
 
-    gloo always sums in rank order, other backends with `in_rank_order`.
+    On gloo, posts the receives of all chunks. gloo always sums in rank order, other backends with `in_rank_order`.
     """
     outs = torch.split_with_sizes(out_m, sizes)
     if not on_gloo(group, out_m.device):
-        kind = AllToAllAndSum if in_rank_order else ReduceScatter
-        return [kind(out_c, group) for out_c in outs]
+        start = _all_to_all_and_sum if in_rank_order else reduce_scatter_single
+        return [functools.partial(start, out_c, group) for out_c in outs]
     tag = FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     received = [torch.split_with_sizes(torch.empty_like(out_m), sizes) for _ in peers]
     return [
-        ExchangeAndSum(out_c, dict(zip(peers, parts, strict=True)), group, tag)
+        _exchange_and_sum(out_c, dict(zip(peers, parts, strict=True)), group, tag)
         for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
     ]
 

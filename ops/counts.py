@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-
-
-@dataclass
-class OperatorCount:
-    """Totals of one operator in this process."""
-
-    calls: int = 0
-    chunks: int = 0
-    collectives: int = 0
-
 
 class Counts:
     """Totals of all operators in this process."""
 
     def __init__(self) -> None:
         """Start from zero."""
-        self._by_operator: dict[str, OperatorCount] = {}
+        self._totals: dict[str, dict[str, int]] = {}
 
     def add(self, operator: str, chunks: int, collectives: int) -> None:
         """Count one call."""
-        count = self._by_operator.setdefault(operator, OperatorCount())
-        count.calls += 1
-        count.chunks += chunks
-        count.collectives += collectives
+        totals = self._totals.setdefault(operator, {"calls": 0, "chunks": 0, "collectives": 0})
+        totals["calls"] += 1
+        totals["chunks"] += chunks
+        totals["collectives"] += collectives
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the totals by operator name."""
-        return {operator: asdict(count) for operator, count in self._by_operator.items()}
+        return {operator: dict(totals) for operator, totals in self._totals.items()}
 
     def restore(self, totals: dict[str, dict[str, int]]) -> None:
         """Restore totals that `as_dict` returned."""
-        self._by_operator = {operator: OperatorCount(**count) for operator, count in totals.items()}
+        self._totals = {operator: dict(of_operator) for operator, of_operator in totals.items()}
 
     def clear(self) -> None:
         """Reset all totals to zero."""
-        self._by_operator.clear()
+        self._totals.clear()
 
 
 COUNTS = Counts()

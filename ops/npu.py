@@ -14,6 +14,7 @@ None of this was run on an NPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,11 +50,7 @@ def supports(problem: Problem) -> str | None:
     A pure function of values that are the same on every rank. K is checked for this call only: a layer's
     backward contracts over another dimension and has its own check.
     """
-    checks = (
-        *(_check_device, _check_dtype, _check_chip, _check_k, _check_sides, _check_divisible),
-        *(_check_antiquant, _check_order),
-    )
-    return next((reason for check in checks if (reason := check(problem)) is not None), None)
+    return next(_refusals(problem), None)
 
 
 def matmul_all_reduce(
@@ -64,7 +61,7 @@ def matmul_all_reduce(
     `comm_mode` is passed on unless it is None (it needs a newer CANN).
     """
     y_m = _torch_npu().npu_mm_all_reduce_base(
-        _row_major(x_m),
+        x_m.contiguous(),
         _weight(w.values if isinstance(w, QuantisedWeight) else w),
         hccl_name(group),
         reduce_op="sum",
@@ -92,7 +89,7 @@ def matmul_reduce_scatter(
     if after is not None:
         after.wait()
     y_shard_m = _torch_npu().npu_mm_reduce_scatter_base(
-        _row_major(x_m),  # positional: the schema names it `input`, the documentation also x1
+        x_m.contiguous(),  # positional: the schema names it `input`, the documentation also x1
         _weight(w),
         hccl_name(group),
         group.size(),
@@ -119,7 +116,7 @@ def all_gather_matmul(
     the second result is None. `comm_mode`: "ai_cpu", "aiv", or None for the operator's default.
     """
     y_m, gathered_m = _torch_npu().npu_all_gather_base_mm(
-        _row_major(x_shard_m),
+        x_shard_m.contiguous(),
         _weight(w),
         hccl_name(group),
         group.size(),
@@ -154,79 +151,56 @@ def soc_name() -> str:
     return name
 
 
-def _check_device(problem: Problem) -> str | None:
-    return None if problem.device == "npu" else f"device {problem.device}, not npu"
+def _refusals(problem: Problem) -> Iterator[str]:
+    """Yield the reasons why the fused operator cannot run `problem`."""
+    operator, deterministic = problem.operator, "which COC_DETERMINISTIC=1 requires"
+    if problem.device != "npu":
+        yield f"device {problem.device}, not npu"
+    if problem.dtype not in DTYPES:
+        yield f"{operator} takes {' or '.join(map(str, DTYPES))}, not {problem.dtype}"
+    yield from _chip_refusals(problem)
+    smallest, largest = K_RANGE[operator]
+    if not smallest <= problem.k <= largest:
+        yield f"{operator} takes K from {smallest} to {largest}, not {problem.k}"
+    for side, size in (("M", problem.m), ("N", problem.n)):
+        if size < 1:  # documented for all-reduce; elsewhere an empty call gains nothing
+            yield f"{operator} takes no empty operand, and {side} is {size}"
+        if size > LARGEST_SIDE.get(operator, size):
+            yield f"{operator} takes {side} up to {LARGEST_SIDE[operator]}, not {size}"
+    if operator != ALL_REDUCE and problem.m % problem.ranks:
+        yield f"{operator} needs M divisible by the {problem.ranks} ranks, and M is {problem.m}"
+    if problem.antiquant:
+        yield from _antiquant_refusals(problem)
+    if problem.deterministic and operator == ALL_GATHER:
+        yield f"its matmul is not in row tiles, {deterministic}"
+    if problem.deterministic:  # a fused matmul cannot be tiled, and the order of its sums is undocumented
+        yield f"{operator} is not documented to sum in rank order, {deterministic}"
 
 
-def _check_dtype(problem: Problem) -> str | None:
-    if problem.dtype in DTYPES:
-        return None
-    return f"{problem.operator} takes {' or '.join(map(str, DTYPES))}, not {problem.dtype}"
-
-
-def _check_chip(problem: Problem) -> str | None:
+def _chip_refusals(problem: Problem) -> Iterator[str]:
     """Refuse combinations of chip, operator and number of ranks that are not documented."""
     if not problem.soc:
-        return "the chip is unknown, and so are its operators and their rank counts"
-    generation = GENERATIONS.get(problem.soc)
-    if generation is None:
-        return f"no fused operator is documented for the chip {problem.soc}"
-    allowed = RANKS[generation].get(problem.operator)
-    if allowed is None:
-        return f"{problem.operator} is not documented for {problem.soc} (generation {generation})"
-    if problem.ranks not in allowed:
-        counts = ", ".join(map(str, allowed))
-        return (
-            f"{problem.operator} on {problem.soc} (generation {generation}) takes {counts} ranks, not {problem.ranks}"
-        )
-    return None
+        yield "the chip is unknown, and so are its operators and their rank counts"
+    elif problem.soc not in GENERATIONS:
+        yield f"no fused operator is documented for the chip {problem.soc}"
+    else:
+        generation = GENERATIONS[problem.soc]
+        where, allowed = f"{problem.soc} (generation {generation})", RANKS[generation].get(problem.operator)
+        if allowed is None:
+            yield f"{problem.operator} is not documented for {where}"
+        elif problem.ranks not in allowed:
+            yield f"{problem.operator} on {where} takes {', '.join(map(str, allowed))} ranks, not {problem.ranks}"
 
 
-def _check_k(problem: Problem) -> str | None:
-    smallest, largest = K_RANGE[problem.operator]
-    if smallest <= problem.k <= largest:
-        return None
-    return f"{problem.operator} takes K from {smallest} to {largest}, not {problem.k}"
-
-
-def _check_sides(problem: Problem) -> str | None:
-    """Refuse M or N of 0 (documented for all-reduce; elsewhere an empty call gains nothing) or above the limit."""
-    for side, size in (("M", problem.m), ("N", problem.n)):
-        if size < 1:
-            return f"{problem.operator} takes no empty operand, and {side} is {size}"
-        largest = LARGEST_SIDE.get(problem.operator)
-        if largest is not None and size > largest:
-            return f"{problem.operator} takes {side} up to {largest}, not {size}"
-    return None
-
-
-def _check_divisible(problem: Problem) -> str | None:
-    if problem.operator == ALL_REDUCE or problem.m % problem.ranks == 0:
-        return None
-    return f"{problem.operator} needs M divisible by the {problem.ranks} ranks, and M is {problem.m}"
-
-
-def _check_antiquant(problem: Problem) -> str | None:
+def _antiquant_refusals(problem: Problem) -> Iterator[str]:
     """Refuse an int8 weight whose shape, groups or scales are outside the documented limits."""
-    if not problem.antiquant:
-        return None
     for side, size in (("K", problem.k), ("N", problem.n)):
         if size > LARGEST_ANTIQUANT:
-            return f"{problem.operator} with an int8 weight takes {side} up to {LARGEST_ANTIQUANT}, not {size}"
+            yield f"{problem.operator} with an int8 weight takes {side} up to {LARGEST_ANTIQUANT}, not {size}"
     if problem.group_size >= problem.k:
-        return f"{problem.operator} takes groups of at most K - 1 = {problem.k - 1}, not {problem.group_size}"
+        yield f"{problem.operator} takes groups of at most K - 1 = {problem.k - 1}, not {problem.group_size}"
     if problem.scale_dtype != problem.dtype:
-        return f"{problem.operator} takes scales of the dtype of x, {problem.dtype}, not {problem.scale_dtype}"
-    return None
-
-
-def _check_order(problem: Problem) -> str | None:
-    """Refuse deterministic problems: a fused matmul cannot be tiled, and the order of its sums is undocumented."""
-    if not problem.deterministic:
-        return None
-    if problem.operator == ALL_GATHER:
-        return "its matmul is not in row tiles, which COC_DETERMINISTIC=1 requires"
-    return f"{problem.operator} is not documented to sum in rank order, which COC_DETERMINISTIC=1 requires"
+        yield f"{problem.operator} takes scales of the dtype of x, {problem.dtype}, not {problem.scale_dtype}"
 
 
 def _torch_npu() -> Any:
@@ -236,13 +210,8 @@ def _torch_npu() -> Any:
     return torch_npu
 
 
-def _row_major(x_m: torch.Tensor) -> torch.Tensor:
-    """Return the left operand, contiguous: the operators take no transposed or strided rows."""
-    return x_m.contiguous()
-
-
 def _weight(w: torch.Tensor) -> torch.Tensor:
-    """Return the right operand if it or its transpose is contiguous, else a contiguous copy."""
+    """Return the right operand if it or its transpose is contiguous, else a copy; the left has to be contiguous."""
     return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
 
 

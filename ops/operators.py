@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from ascend_parallel.ops import chunked, npu, reference, shm
-from ascend_parallel.ops.alignment import align_operands
 from ascend_parallel.ops.bits import ANY, keep_bits
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.pending import Pending
@@ -29,6 +29,9 @@ from ascend_parallel.ops.settings import OperatorSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+LINE_BYTES = 512
+BLOCK_BYTES = 32
 
 log = logging.getLogger("ascend_parallel")
 
@@ -106,8 +109,9 @@ def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings:
     """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K]."""
     x_m = rows_of(x_shard)
     sizes = split_rows(x_m.shape[0], usual_chunks(settings))
-    pending: Pending = (chunked if len(sizes) > 1 else reference).gather_rows(x_m, group, sizes)
-    return pending
+    if len(sizes) > 1:
+        return chunked.start_gathers(x_m, group, sizes, "all_gather")[0]
+    return reference.gather_rows(x_m, group, "all_gather")
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -193,3 +197,29 @@ def _prepare(
     if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice
+
+
+def align_operands(
+    x_m: torch.Tensor, w: torch.Tensor, chunk_rows: int, k_min: int, k_max: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x ``[M, K']`` and w ``[K', N]``, K' >= K, with the product of x ``[M, K]`` and w ``[K, N]``.
+
+    Ascend's matmul units read rows of 512 bytes fastest:
+
+    1. K is a multiple of 512 bytes: make both operands contiguous.
+    2. `chunk_rows` (the rows of one chunk) and N are multiples of 512 bytes, K is no multiple of 32 bytes, and
+       ``k_min <= K <= k_max``: pad K with zeros to the next 512 bytes.
+    3. Otherwise: return the operands unchanged.
+
+    Only the chunked kernel on an NPU aligns. On a CPU alignment would cost copies and change the bits. Source of the
+    rule and of its window: MindSpeed, ``matmul_soc_friendly`` with ``k_min`` and ``k_max``.
+    """
+    line = LINE_BYTES // x_m.element_size()
+    k, n = w.shape
+    if k % line == 0:
+        return x_m.contiguous(), w.contiguous()
+    padding_pays = k_min <= k <= k_max and k % (BLOCK_BYTES // x_m.element_size()) != 0
+    if padding_pays and chunk_rows % line == 0 and n % line == 0:
+        padding = -k % line
+        return F.pad(x_m, (0, padding)), F.pad(w, (0, 0, 0, padding))
+    return x_m, w

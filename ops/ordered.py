@@ -10,19 +10,21 @@ holds two chunks of R partial results beside the result.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import sum_in_rank_order, wait_all
+from ascend_parallel.ops.collectives import FinishingWork, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import multiply
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.ops.record import MATMUL, Watch, compute
+from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "supports"]
@@ -49,7 +51,7 @@ def matmul_all_reduce(
         for index, (x_c, y_c) in enumerate(chunks):
             compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
             if y_c.shape[0]:
-                pending.launch(GatherAndSum, y_c, group)
+                pending.launch(_gather_and_sum, y_c, group)
             if index:
                 pending.wait_for(index - 1)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
@@ -70,26 +72,8 @@ def matmul_reduce_scatter(
     return run(x_m, w, group, sizes, after, in_rank_order=True, row_tile=row_tile)
 
 
-class GatherAndSum:
-    """An all-reduce of y_c [c, N]: all ranks gather the parts, and `wait` sums them into y_c, in rank order."""
-
-    def __init__(self, y_c: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Start the all-gather."""
-        self._y_c = y_c
-        self._parts = y_c.new_empty(group.size(), *y_c.shape).unbind()
-        self._works: list[Work | None] = [dist.all_gather(list(self._parts), y_c, group=group, async_op=True)]
-
-    def record_end(self, watch: Watch) -> None:
-        """Have `watch` record when the partial results have arrived."""
-        self._works = watch(self._works)
-
-    def is_completed(self) -> bool:
-        """Tell whether `wait` has summed the parts."""
-        return not self._parts
-
-    def wait(self) -> None:
-        """Wait for the partial results and sum them; a second call does nothing."""
-        if self._parts:
-            wait_all(self._works)
-            sum_in_rank_order(self._parts, self._y_c)
-            self._parts = ()
+def _gather_and_sum(y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Start an all-reduce of y_c [c, N]: all ranks gather the parts, and `wait` sums them into y_c, in rank order."""
+    parts = y_c.new_empty(group.size(), *y_c.shape).unbind()
+    work = dist.all_gather(list(parts), y_c, group=group, async_op=True)
+    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, y_c))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,15 @@ from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.process_groups import describe, listed
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # Seconds for which a rank that saw a collective fail waits for the other ranks' sign of life.
 ROLL_CALL = 5
 
 
 class CollectiveError(RuntimeError):
     """A collective failed or ran out of time; the message names operator, chunk, group and missing ranks."""
-
-
-class Receiver(Protocol):
-    """A collective that can post its receives before it sends."""
-
-    def expect(self) -> object:
-        """Post the receives."""
 
 
 class Pending:
@@ -63,11 +59,10 @@ class Pending:
         assert work is not None, "this rank is not a member of the group"
         self._works.append(work)
 
-    def expect(self, receivers: Iterable[Receiver]) -> None:
-        """Have each of `receivers` post its receives."""
+    def expect(self, post: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``post(*args, **kwargs)``, which posts the receives of collectives to launch."""
         try:
-            for receiver in receivers:
-                receiver.expect()
+            return post(*args, **kwargs)
         except RuntimeError as error:
             raise CollectiveError(self._failure(0, error)) from error
 

@@ -11,6 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -28,17 +29,22 @@ T = TypeVar("T")
 MATMUL, BESIDE, COMM, WAIT, FUSED, CLOCKS = "matmul", "beside", "comm", "wait", "fused", "clocks"
 
 
+@dataclass(slots=True, eq=False)
 class RecordedSpan:
-    """A matmul, collective or wait that ran from `begin` to `end`; `end` is None until it is known."""
+    """A matmul, collective or wait that ran from `begin` to `end`; `end` is None until it is known.
 
-    __slots__ = ("begin", "end", "index", "kind", "name", "workers")
+    index
+        Counts the spans of the same kind and call.
+    workers
+        For a collective: how many collectives of its kind and group run at a time; 0: unknown.
+    """
 
-    def __init__(self, kind: str, name: str, index: int, begin: Any) -> None:
-        """Begin; `index` counts the spans of the same kind and call."""
-        self.kind, self.name, self.index, self.begin = kind, name, index, begin
-        self.end: Any = None
-        # For a collective: how many collectives of its kind and group run at a time; 0: unknown.
-        self.workers = 0
+    kind: str
+    name: str
+    index: int
+    begin: Any
+    end: Any = None
+    workers: int = 0
 
 
 class RecordedPass:

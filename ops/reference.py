@@ -12,15 +12,12 @@ from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters, 
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import product
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import Weight, whole
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
-
-def supports(problem: Problem) -> str | None:
-    """Return the reason why the kernel cannot run `problem`, or None if it can."""
-    return summed_in_backend_order(problem)
+supports = summed_in_backend_order
 
 
 def matmul_all_reduce(
@@ -53,9 +50,8 @@ def matmul_reduce_scatter(
         return Pending(partial, REDUCE_SCATTER, group)
     pending = Pending(partial.new_empty(rows, partial.shape[1]), REDUCE_SCATTER, group)
     if rows:
-        (scatter,) = reduce_scatters(pending.tensor, (rows,), group, in_rank_order)
-        pending.expect([scatter])
-        pending.launch(scatter.start, partial)
+        (start,) = pending.expect(reduce_scatters, pending.tensor, (rows,), group, in_rank_order)
+        pending.launch(start, partial)
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return pending
 
@@ -72,14 +68,12 @@ def all_gather_matmul(
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N]."""
     if group.size() == 1:
         return product(x_shard_m, w, row_tile), x_shard_m
-    gathered = gather_rows(x_shard_m, group, sizes, ALL_GATHER).wait()
+    gathered = gather_rows(x_shard_m, group, ALL_GATHER).wait()
     COUNTS.add(ALL_GATHER, 1, 1)
     return compute(MATMUL, "matmul", product, gathered, w, row_tile, group.size()), gathered
 
 
-def gather_rows(
-    x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str = "all_gather"
-) -> Pending:
+def gather_rows(x_shard_m: torch.Tensor, group: dist.ProcessGroup, operator: str) -> Pending:
     """Start ``x_m = all_gather(x_shard_m)``: x_shard_m [M / R, K]; pending [M, K], in rank order."""
     pending = Pending(x_shard_m.new_empty(group.size() * x_shard_m.shape[0], x_shard_m.shape[1]), operator, group)
     if x_shard_m.shape[0]:

@@ -1,4 +1,4 @@
-"""Choose the kernel and the chunks of a problem, with the reason.
+"""Choose the kernel and the chunks of a problem, with the reason; explain why the other kernels were not chosen.
 
 `choose` is a pure function of values that are the same on every rank of a group, so all ranks take the
 same kernel and chunks without communication. Each kernel's `supports` returns the reason why it cannot run
@@ -213,3 +213,45 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     gathers = problem.operator == ALL_GATHER
     whole = kernel == "shm" and (shm.gathers_before_matmul(problem.rows) if gathers else chunks == 1)
     return True if whole else None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A choice, and for each kernel "taken" or the reason against it. ``str(explanation)`` is the text for people."""
+
+    choice: Choice
+    kernels: dict[str, str]
+    strict: bool
+
+    def __str__(self) -> str:
+        """Return the choice and the reasons in a few lines."""
+        choice = self.choice
+        lines = [
+            f"{name_of(choice.problem)}: {choice.kernel}, chunks: {len(choice.sizes)}",
+            f"  because {choice.reason}",
+        ]
+        if choice.unmet and self.strict:
+            lines.append("  COC_STRICT=1 makes this an error")
+        lines += [f"  {name:<10}{why}" for name, why in self.kernels.items()]
+        return "\n".join(lines)
+
+
+def explain(problem: Problem, settings: OperatorSettings) -> Explanation:
+    """Return the choice for `problem` and the reason for or against each kernel; run nothing, ignore strictness."""
+    choice = choose(problem, replace(settings, strict=False))
+    kernels = {name: _reason(name, choice, settings) for name in KERNELS}
+    return Explanation(choice, kernels, settings.strict)
+
+
+def _reason(name: str, choice: Choice, settings: OperatorSettings) -> str:
+    if name == choice.kernel:
+        return "taken"
+    refusal: str | None = KERNELS[name].supports(choice.problem)
+    if refusal is not None:
+        return f"cannot: {refusal}"
+    if name in FUSED:
+        requested = settings.fused and settings.effective_mode == 2
+        return "can, but another fused kernel was tried first" if requested else "can, with USE_COC_FUSED_KERNEL=1"
+    if name == "ordered":
+        return "can, with COC_DETERMINISTIC=1 where nothing else sums in rank order"
+    return f"can, with {'two or more chunks' if name == 'chunked' else 'one chunk'}"

@@ -92,8 +92,7 @@ class PatchSet:
         self.framework = framework
         self.versions = versions
         self.patches = tuple(patches)
-        self._originals: dict[Patch, Function] = {}
-        self._replacements: dict[Patch, Function] = {}
+        self._applied: dict[Patch, tuple[Function, Function]] = {}  # the original method and its replacement
 
     def check(self, version: str) -> None:
         """Raise `PatchError` if `version` is out of range or a target is not as expected."""
@@ -104,38 +103,36 @@ class PatchSet:
 
     def apply(self, version: str) -> None:
         """Check all targets, then replace them; a second call does nothing."""
-        if self._originals:
+        if self._applied:
             return
         self.check(version)
         for patch in self.patches:
             original = vars(patch.holder())[patch.method]
-            self._originals[patch] = original
-            self._replacements[patch] = patch.replacement(original)
-            setattr(patch.holder(), patch.method, self._replacements[patch])
+            self._applied[patch] = original, patch.replacement(original)
+            setattr(patch.holder(), patch.method, self._applied[patch][1])
 
     def revert(self) -> None:
         """Restore the original methods; raise `PatchError` if another patch was put on top."""
-        for patch, replacement in self._replacements.items():
+        for patch, (_, replacement) in self._applied.items():
             found = vars(patch.holder()).get(patch.method)
             if found is not replacement:
                 raise PatchError(
                     f"{patch.target}: cannot be reverted, since {getattr(found, '__qualname__', found)} of "
                     f"{getattr(found, '__module__', 'an unknown module')} was put on top; remove that patch first"
                 )
-        for patch, original in self._originals.items():
+        for patch, (original, _) in self._applied.items():
             setattr(patch.holder(), patch.method, original)
-        self._originals.clear()
-        self._replacements.clear()
+        self._applied.clear()
 
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""
         return [self._status(patch) for patch in self.patches]
 
     def _status(self, patch: Patch) -> PatchStatus:
-        if patch not in self._replacements:
+        if patch not in self._applied:
             return PatchStatus(patch.target, False, "not applied")
         found = vars(patch.holder()).get(patch.method)
-        if found is not self._replacements[patch]:
+        if found is not self._applied[patch][1]:
             return PatchStatus(patch.target, False, f"replaced in turn by {getattr(found, '__module__', found)}")
         return PatchStatus(patch.target, True, patch.reason)
 

@@ -67,3 +67,9 @@ def operand_dtype(x: torch.Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
+    """Return x cast as autocast casts matmul operands; cast before the collective, which then moves fewer bytes."""
+    dtype = operand_dtype(x)
+    return x if dtype == x.dtype else x.to(dtype)

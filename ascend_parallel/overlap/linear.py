@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.bits import ANY, ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -37,8 +37,9 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import check_operands
-from ascend_parallel.ops.record import MATMUL, compute, recorded_layer
-from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, operand_dtype
+from ascend_parallel.ops.quantised import QuantisedWeight, Weight
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
+from ascend_parallel.overlap.choices import backward_settings, cast_by_autocast, column_backward_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -104,7 +105,7 @@ def column_linear(
 
 def row_linear(
     x_shard_k: torch.Tensor,
-    weight_shard_k: torch.Tensor,
+    weight_shard_k: Weight,
     *,
     group: dist.ProcessGroup,
     settings: Settings,
@@ -116,7 +117,7 @@ def row_linear(
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
     x_shard_k       [..., K / R], this rank's inputs
-    weight_shard_k  [N, K / R]
+    weight_shard_k  [N, K / R], or as in `quantised_row_linear` a frozen int8 weight [K / R, N]
     returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
 
     The caller adds the bias to the result. Options and errors as in `column_linear`.
@@ -129,9 +130,8 @@ def row_linear(
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
     )
-    y: torch.Tensor = _RowLinear.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x_shard_k), cast_by_autocast(weight_shard_k), layer
-    )
+    weight = weight_shard_k if isinstance(weight_shard_k, QuantisedWeight) else cast_by_autocast(weight_shard_k)
+    y: torch.Tensor = _RowLinear.apply(cast_by_autocast(x_shard_k), weight, layer)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -172,7 +172,8 @@ class _ColumnLinear(torch.autograd.Function):
                 dx = pending.wait()
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
-        return _input_gradient(dx, ctx.x_shape), placeholder if postponed else dw, db, None
+        dx = None if dx is None else dx.view(ctx.x_shape)
+        return dx, placeholder if postponed else dw, db, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -180,7 +181,7 @@ class _RowLinear(torch.autograd.Function):
     @hide_from_selective_checkpoint()
     @recorded_layer("row", "forward")
     @without_autocast
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor:
         y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         return y
@@ -191,18 +192,22 @@ class _RowLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
-        x, weight = ctx.saved_tensors
+        x, weight, *scales = ctx.saved_tensors
+        dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR
+        if scales:  # an int8 weight
+            dequantise = QuantisedWeight(weight, scales[0], scales[1], ctx.group_size).dequantise
+            weight, layout = compute(BESIDE, "dequantise", dequantise, ctx.x_dtype).t(), ANY
+            dy = rows_of(dy)
         layer.weight_gradient.begin(x, weight)
-        dy = dy.to(ctx.x_dtype)
         layer = replace(layer, settings=backward_settings(layer.settings))
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
-            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None, layout=ROW_MAJOR)
+            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None, layout=layout)
             dw = None if dy_m is None else _weight_gradient(layer, x, dy_m)
         else:
             dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
-        return _input_gradient(dx, ctx.x_shape), dw, None
+        return None if dx is None else dx.view(ctx.x_shape), dw, None
 
 
 def _column_forward(
@@ -222,14 +227,16 @@ def _column_forward(
     return y, gathered_m if keep else None
 
 
-def _row_forward(x: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
+def _row_forward(x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor:
     layer.about_to_communicate()
-    w, group, settings = weight.t(), layer.group, layer.settings
+    group, settings = layer.group, layer.settings
+    w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
     if layer.sequence_parallel:
-        y_m = start_matmul_reduce_scatter(x, w, group, settings, layout=TRANSPOSED).wait()
-        return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[0]))
-    y_m = start_matmul_all_reduce(x, w, group, settings, layout=TRANSPOSED).wait()
-    return shaped(y_m, (*x.shape[:-1], weight.shape[0]))
+        plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
+        y_m = start_matmul_reduce_scatter(x, plain, group, settings, layout=layout).wait()
+        return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
+    y_m = start_matmul_all_reduce(x, w, group, settings, layout=layout).wait()
+    return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 
 def _column_sequence_backward(
@@ -279,18 +286,11 @@ def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) ->
     return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
 
 
-def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> None:
+def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(kept if weight_grad else None, weight if input_grad else None)
+    parts: list[torch.Tensor | None] = [weight] if isinstance(weight, torch.Tensor) else []
+    if isinstance(weight, QuantisedWeight):
+        parts, ctx.group_size = [weight.values, weight.scale, weight.offset], weight.group_size
+    ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
-
-
-def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Return x cast as autocast casts matmul operands; cast before the collective, which then moves fewer bytes."""
-    dtype = operand_dtype(x)
-    return x if dtype == x.dtype else x.to(dtype)
-
-
-def _input_gradient(dx: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    return None if dx is None else dx.view(shape)

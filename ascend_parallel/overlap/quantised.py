@@ -10,43 +10,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
-from ascend_parallel.ops.operators import (
-    rows_of,
-    run_all_gather_matmul,
-    scattered_shape,
-    shaped,
-    start_matmul_all_reduce,
-    start_matmul_reduce_scatter,
-    without_autocast,
-)
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
-from ascend_parallel.overlap.choices import backward_settings
-from ascend_parallel.overlap.linear import cast_by_autocast
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.overlap.linear import row_linear
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
 # Attributes by which frameworks mark how a weight is sharded; copied to the int8 weight.
 SHARDING_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    group: dist.ProcessGroup
-    settings: Settings
-    sequence_parallel: bool
-    group_size: int
-    before_communicating: Callable[[], None] | None
 
 
 def quantised_row_linear(
@@ -68,62 +45,15 @@ def quantised_row_linear(
     """
     if sequence_parallel:
         _log_dequantised(dist.get_rank())
-    options = _Options(
+    weight_shard_k.refuse_gradients()
+    return row_linear(
+        x_shard_k,
+        weight_shard_k,
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
-        group_size=weight_shard_k.group_size,
         before_communicating=before_communicating,
     )
-    w = weight_shard_k
-    w.refuse_gradients()
-    y: torch.Tensor = _QuantisedRowLinear.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x_shard_k), w.values, w.scale, w.offset, options
-    )
-    return y
-
-
-class _QuantisedRowLinear(torch.autograd.Function):
-    @staticmethod
-    @hide_from_selective_checkpoint()
-    @without_autocast
-    @recorded_layer("row", "forward")
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        values: torch.Tensor,
-        scale: torch.Tensor,
-        offset: torch.Tensor | None,
-        options: _Options,
-    ) -> torch.Tensor:
-        w, group, settings = QuantisedWeight(values, scale, offset, options.group_size), options.group, options.settings
-        if options.before_communicating is not None:
-            options.before_communicating()
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(values, scale, offset)
-            ctx.options, ctx.x_shape, ctx.x_dtype = options, x.shape, x.dtype
-        if options.sequence_parallel:
-            w_plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
-            y_m = start_matmul_reduce_scatter(x, w_plain, group, settings).wait()
-            return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-        y_m = start_matmul_all_reduce(x, w, group, settings).wait()
-        return shaped(y_m, (*x.shape[:-1], w.shape[1]))
-
-    @staticmethod
-    @once_differentiable
-    @without_autocast
-    @recorded_layer("row", "backward")
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        options: _Options = ctx.options
-        dy = dy.to(ctx.x_dtype)
-        values, scale, offset = ctx.saved_tensors
-        w = QuantisedWeight(values, scale, offset, options.group_size)
-        w_t = compute(BESIDE, "dequantise", w.dequantise, ctx.x_dtype).t()
-        if options.sequence_parallel:
-            dx, _ = run_all_gather_matmul(dy, w_t, options.group, backward_settings(options.settings), False)
-        else:
-            dx = compute(MATMUL, "matmul", torch.matmul, rows_of(dy), w_t)
-        return dx.view(ctx.x_shape), None, None, None, None
 
 
 class Int8(torch.nn.Module):

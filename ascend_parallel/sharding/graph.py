@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.arguments import Binding
-from ascend_parallel.sharding.layout import Shape
+from ascend_parallel.sharding.layout import Layout, Shape, cuts
 
 INPUT, PARAMETER, BUFFER, CONSTANT, CALL = "input", "parameter", "buffer", "constant", "call"
 
@@ -29,6 +29,10 @@ class TensorMeta:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def local_bytes(self, layout: Layout, mesh_shape: Sequence[int]) -> float:
+        """Return the bytes of a rank's part in an even layout."""
+        return self.nbytes / prod(cuts(layout, mesh_shape, len(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,11 @@ class Node:
     module: str = ""
     source: str = ""
     mark: Mark | None = None
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The tensors that the node produces."""
+        return tuple(Value(self.name, index) for index in range(len(self.outputs)))
 
 
 @dataclass(frozen=True)
@@ -215,10 +224,14 @@ class Graph:
         return self.nodes[value.node].outputs[value.index]
 
     @property
+    def returned(self) -> list[Value]:
+        """Return the tensors among the model's outputs, in order."""
+        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, Value)]
+
+    @property
     def kept(self) -> set[Value]:
         """Return the tensors that are needed after all operators have run: outputs and new values of buffers."""
-        leaves = pytree.tree_leaves(self.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-        return {leaf for leaf in leaves if isinstance(leaf, Value)} | set(self.updates.values())
+        return {*self.returned, *self.updates.values()}
 
     def last_reads(self) -> dict[str, list[Value]]:
         """Return, by node, the tensors that no later node reads."""
@@ -233,7 +246,7 @@ class Graph:
         """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""
         readers: dict[Value, list[tuple[str, int]]] = {}
         for node in self.nodes.values():
-            readers |= {Value(node.name, index): [] for index in range(len(node.outputs))}
+            readers |= {value: [] for value in node.values}
             for index, value in enumerate(node.inputs):
                 readers[value].append((node.name, index))
         return readers

@@ -48,13 +48,6 @@ class Placement:
             return Shard(self.dim)
         return Partial(self.op) if self.kind == "partial" else Replicate()
 
-    @cached_property
-    def gradient(self) -> dtensor.Placement:
-        """The gradient's placement as torch's class."""
-        if self.kind == "partial_grad":
-            return Partial("sum")
-        return Shard(self.dim) if self.kind == "shard" else Replicate()
-
     def __str__(self) -> str:
         """Return R, R* (the gradient is partial), S(0) or P(sum)."""
         short = {"replicate": "R", "partial_grad": "R*"}
@@ -82,13 +75,8 @@ def forward(layout: Layout) -> Layout:
 
 def backward(layout: Layout) -> Layout:
     """Return the layout of the gradient."""
-    return tuple(_gradient(placement) for placement in layout)
-
-
-def _gradient(placement: Placement) -> Placement:
-    if placement.kind == "partial_grad":
-        return SUM
-    return REPLICATE if placement.kind == "partial" else placement
+    gradients = {"partial_grad": SUM, "partial": REPLICATE}
+    return tuple(gradients.get(placement.kind, placement) for placement in layout)
 
 
 def cuts(layout: Layout, mesh_shape: Sequence[int], dims: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 layers     the two replacements, and which calls they cover
 wgrad      Megatron's weight gradient accumulation
-conflicts  features that exclude overlap
+conflicts  features that exclude overlap, and replaced functions of Megatron
 coverage   the covered layers of a model
 """
 

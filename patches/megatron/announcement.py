@@ -25,27 +25,21 @@ MORE = (
 )
 
 
-class Announcement:
-    """The line that rank 0 logs at the first covered call."""
+def announce(settings: Settings, layer: Any, group: dist.ProcessGroup, case: Case | None, *, tuned: bool) -> None:
+    """Log on rank 0 that layers are overlapped, at the first call: of `layer` on `group`.
 
-    def __init__(self, settings: Settings, tuned: bool) -> None:
-        """Announce `settings`; with `tuned`, the chunks of each shape are measured during the run."""
-        self._settings, self._tuned = settings, tuned
-        self.logged = False
+    case
+        The call; None: it has an int8 weight.
+    tuned
+        Whether the chunks of each shape are measured during the run.
 
-    def log_once(self, layer: Any, group: dist.ProcessGroup, case: Case | None) -> None:
-        """Log the line at the first call: a call of `layer` on `group`, described by `case` (None: an int8 weight).
-
-        Counts the layers of the outermost running module, since the whole model is unknown.
-        """
-        if self.logged:
-            return
-        self.logged = True
-        if dist.get_rank() == 0:
-            settings, ranks = self._settings, group.size()
-            how = MEASURED if self._tuned else _first_operators(case, ranks, settings) if case else ""
-            covered = coverage(running_model(layer))
-            log.warning("overlap is %s; %s, on %d ranks; %s%s", overlap_in_words(settings), covered, ranks, how, MORE)
+    Counts the layers of the outermost running module, since the whole model is unknown.
+    """
+    if dist.get_rank() == 0:
+        ranks = group.size()
+        how = MEASURED if tuned else _first_operators(case, ranks, settings) if case else ""
+        covered = coverage(running_model(layer))
+        log.warning("overlap is %s; %s, on %d ranks; %s%s", overlap_in_words(settings), covered, ranks, how, MORE)
 
 
 def running_model(layer: torch.nn.Module) -> torch.nn.Module:

@@ -30,15 +30,20 @@ from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import (
     LayerOperator,
     backward_settings,
+    cast_by_autocast,
     column_backward_settings,
     column_operators,
     row_operators,
 )
-from ascend_parallel.overlap.linear import cast_by_autocast
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
-from ascend_parallel.patches.megatron.original import Forward, Original, Output
-from ascend_parallel.patches.megatron.watching import WrapGradient, gradient_source, notify_backward_start, unwrapped
+from ascend_parallel.patches.megatron.original import (
+    Forward,
+    Original,
+    Output,
+    gradient_source,
+)
+from ascend_parallel.patches.megatron.wgrad import Begin
 from ascend_parallel.process_groups import describe
 from ascend_parallel.settings import Settings
 
@@ -53,7 +58,7 @@ class LayerCall:
     path
         "column" or "row".
     patched
-        Runs the call; its argument wraps the layer's `WeightGradient`.
+        Runs the call; its argument observes the start of the backward.
     original
         Runs Megatron-core's own forward on a stand-in for the layer, x and weight.
     settings
@@ -64,7 +69,7 @@ class LayerCall:
     path: str
     x: torch.Tensor
     weight: torch.Tensor
-    patched: Callable[[WrapGradient], Output]
+    patched: Callable[[Begin | None], Output]
     original: Forward
     settings: Callable[[], Settings]
 
@@ -100,7 +105,7 @@ class Check:
     def forward(self, call: LayerCall) -> Output:
         """Run both forwards and compare their outputs; return the patched layer's."""
         self._confirm_same_call()
-        y, bias = call.patched(notify_backward_start(self._begin) if self._graded else unwrapped)
+        y, bias = call.patched(self._begin if self._graded else None)
         with hide_from_selective_checkpoint():
             self._compare(call, y)
         return y, bias

@@ -39,7 +39,7 @@ _FUSED = {
 
 def megatron_format(path: Path) -> dict[str, torch.Tensor] | None:
     """Return `megatron_state` of a Megatron-core checkpoint, None for another directory; a reader for `convert`."""
-    return megatron_state(path) if is_megatron(path) else None
+    return megatron_state(path) if (path / CONFIG).is_file() else None
 
 
 def megatron_state(path: str | Path) -> dict[str, torch.Tensor]:
@@ -90,11 +90,6 @@ def load_megatron(path: str | Path, model: Mapping[str, TensorShard]) -> None:
     with same_error_on_all_ranks(group):
         reader, planner = Reader(checkpoint), TensorShardLoadPlanner(requested)
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-
-
-def is_megatron(path: str | Path) -> bool:
-    """Tell whether a directory is a distributed checkpoint of Megatron-core."""
-    return (Path(path) / CONFIG).is_file()
 
 
 def _checked_path(path: str | Path) -> Path:

@@ -1,12 +1,21 @@
-"""Refuse features that cannot run together with overlapped linear layers.
+"""Refuse features that exclude overlap, and detect replacements of functions that the layers call inside forward.
 
-Source of the list: the incompatibilities that MindSpeed's CoC feature declares, and Megatron-core's
-``tp_comm_overlap``.
+A patched layer does the work of these functions without calling them. If another package replaced one of them (a
+quantiser, a pass that schedules the backward), a patched layer would silently train without the replacement. Every
+call compares the functions by identity; a new function is judged by the module of its code.
+
+Sources: the incompatibilities that MindSpeed's CoC feature declares, and Megatron-core's ``tp_comm_overlap``;
+megatron/core/tensor_parallel/layers.py and mappings.py, 0.10 to 0.16.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 # Name of a configuration field or command-line argument -> the feature.
@@ -38,3 +47,108 @@ def refuse_conflicts(config: Any) -> None:
 def _arguments() -> Any:
     """Return the parsed arguments of Megatron's training program, or None if another program runs."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+MAPPINGS = "megatron.core.tensor_parallel.mappings"
+
+# Functions of the layers' module: those that forward calls (a layer may hold them as `_forward_impl`), and theirs.
+FUNCTIONALS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+REACHED = (
+    *FUNCTIONALS,
+    "copy_to_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+)
+# Autograd functions of the layers' module and of the mappings' module; forward and backward are compared.
+AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
+REGIONS = ("_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion", "_ReduceScatterToSequenceParallelRegion")
+REGION_FUNCTIONS = ("_reduce", "_reduce_scatter_along_first_dim")
+
+# Modules of the decorators that Megatron puts on its own functions.
+TRANSPARENT = ("torch.amp.autocast_mode", "torch.cuda.amp.autocast_mode")
+
+# Foreign wrappers whose effect a patched layer keeps: MindSpeed's swap-attention and ripipe pass the weight itself to
+# the backward for its main_grad; a patched layer holds the weight (wgrad.py).
+HARMLESS = {
+    (module, name)
+    for module in ("mindspeed.core.memory.common", "mindspeed.core.tensor_parallel.layers")
+    for name in ("linear_forward_main_grad", "linear_backward_main_grad")
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A name in a module or class, and the module that must define its function."""
+
+    holder: Mapping[str, Any]
+    name: str
+    home: ModuleType
+    text: str
+
+    def function(self) -> object:
+        """Return the present function of that name."""
+        return self.holder.get(self.name)
+
+
+class Originals:
+    """The functions behind the layers: compared by identity, and inspected when an object has changed."""
+
+    def __init__(self, layers: ModuleType) -> None:
+        """Collect the names to look at in `layers`, the module megatron.core.tensor_parallel.layers."""
+        mappings = importlib.import_module(MAPPINGS)
+        regions = [
+            _Place(vars(layers), name, layers if name in FUNCTIONALS else mappings, f"{layers.__name__}.{name}")
+            for name in REACHED
+        ]
+        regions += [_Place(vars(mappings), name, mappings, f"{MAPPINGS}.{name}") for name in REGION_FUNCTIONS]
+        for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
+            regions += [
+                _Place(vars(getattr(module, owner)), name, module, f"{module.__name__}.{owner}.{name}")
+                for owner in owners
+                for name in ("forward", "backward")
+            ]
+        self._places = tuple(regions)
+        self._layers = layers
+        self._seen: tuple[object, ...] = ()
+        self._replacement: str | None = None
+
+    def replaced(self, layer: Any) -> str | None:
+        """Return a text that names a replaced function behind `layer`, or None if all are Megatron's own."""
+        functions = tuple(place.function() for place in self._places)
+        if functions != self._seen:
+            foreign = (place for place in self._places if not _own(place.function(), place.home))
+            texts = (f"{place.text} is {_origin(place.function())}" for place in foreign)
+            self._replacement = next(texts, None)
+            self._seen = functions
+        return self._replacement or self._replaced_impl(layer)
+
+    def _replaced_impl(self, layer: Any) -> str | None:
+        """Check the layer's `_forward_impl`: an attribute set by the constructor below 0.14, a method since."""
+        inner = vars(layer).get("_forward_impl")
+        if inner is not None:
+            known = any(inner is getattr(self._layers, name) for name in FUNCTIONALS)
+            return None if known else f"the layer's _forward_impl is {_origin(inner)}"
+        method = getattr(type(layer), "_forward_impl", None)
+        own = method is None or _own(method, self._layers)
+        return None if own else f"the layer's _forward_impl is {_origin(method)}"
+
+
+def _own(attribute: object, home: ModuleType) -> bool:
+    """Tell whether a function was defined in `home`, under known wrappers only."""
+    function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+    while inspect.isfunction(function):
+        wrapped = getattr(function, "__wrapped__", None)
+        if function.__globals__ is vars(home) and wrapped is None:
+            return True
+        written = str(function.__globals__.get("__name__"))
+        if written not in TRANSPARENT and (written, function.__code__.co_name) not in HARMLESS:
+            return False
+        function = wrapped
+    return False
+
+
+def _origin(attribute: object) -> str:
+    function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+    written = getattr(function, "__globals__", {}).get("__name__", "unknown origin")
+    code = getattr(function, "__code__", None)
+    return f"{code.co_name if code else repr(function)} of {written}"

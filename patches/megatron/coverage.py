@@ -37,13 +37,13 @@ class Coverage:
 
 def coverage(model: torch.nn.Module) -> Coverage:
     """Return the coverage of all linear layers of `model`: Megatron-core's, TransformerEngine's and torch's."""
-    reasons = [_uncovered(module) for module in model.modules() if _is_linear(module)]
+    reasons = [
+        _uncovered(module)
+        for module in model.modules()
+        if any(kind.__name__.endswith("Linear") for kind in type(module).__mro__)
+    ]
     named = Counter(reason for reason in reasons if reason is not None)
     return Coverage(reasons.count(None), len(reasons), dict(named))
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    return any(kind.__name__.endswith("Linear") for kind in type(module).__mro__)
 
 
 def _uncovered(module: Any) -> str | None:

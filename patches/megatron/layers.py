@@ -24,19 +24,18 @@ from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.megatron.announcement import Announcement
+from ascend_parallel.patches.megatron.announcement import announce
 from ascend_parallel.patches.megatron.check import LayerCall
-from ascend_parallel.patches.megatron.conflicts import refuse_conflicts
+from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
 from ascend_parallel.patches.megatron.original import Output
-from ascend_parallel.patches.megatron.originals import Originals
 from ascend_parallel.patches.megatron.tuning import case_of, equals_original, overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier
-from ascend_parallel.patches.megatron.watching import WrapGradient, unwrapped
-from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
+from ascend_parallel.patches.megatron.wgrad import Begin, MegatronWeightGradient
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
+OriginalForward = Callable[..., Output]
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
 
@@ -56,7 +55,7 @@ class Megatron:
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
         self._logged: set[str] = set()
-        self._announcement = Announcement(settings, tuned=self._tuner is not None)
+        self._announced = False
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`."""
@@ -70,7 +69,9 @@ class Megatron:
         y: torch.Tensor = mapping(x, group=group) if self.groups_handed_down else mapping(x)
         return y
 
-    def weight_gradient(self, layer: Any, weight: torch.Tensor, *, deferrable: bool) -> MegatronWeightGradient:
+    def weight_gradient(
+        self, layer: Any, weight: torch.Tensor, begin: Begin | None, *, deferrable: bool
+    ) -> MegatronWeightGradient:
         """Return where the layer's configuration sends its weight gradient."""
         defers = deferrable and layer.config.defer_embedding_wgrad_compute
         return MegatronWeightGradient(
@@ -80,6 +81,7 @@ class Megatron:
             main_grad_at_forward=self.groups_handed_down,
             postponed=layer.grad_output_buffer if defers else None,
             limit=layer.config.wgrad_deferral_limit if defers else 0,
+            begin=begin,
         )
 
     def uncovered(self, layer: Any) -> str | None:
@@ -107,9 +109,10 @@ class Megatron:
         if group not in self._checked:
             refuse_foreign_plan(self.settings, group, x.device)
             self._checked.add(group)
-        if not self._announcement.logged:
+        if not self._announced:
+            self._announced = True
             case = case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
-            self._announcement.log_once(layer, group, case)
+            announce(self.settings, layer, group, case, tuned=self._tuner is not None)
         return group, self.settings_for(layer, kind, x, weight, **options)
 
     def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
@@ -144,7 +147,7 @@ class Megatron:
                 log.warning("%s", text)
 
 
-def column_forward(original: Function, megatron: Megatron) -> Function:
+def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``ColumnParallelLinear.forward``."""
 
     @functools.wraps(original)
@@ -157,8 +160,7 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
         reason = megatron.uncovered(self) or _column_uncovered(self, weight, runtime_gather_output, megatron)
         if reason is not None:
             megatron.log_uncovered(self, reason)
-            result: Output = original(self, input_, weight, runtime_gather_output)
-            return result
+            return original(self, input_, weight, runtime_gather_output)
         used = self.weight if weight is None else weight
         if megatron.verifier is None:
             return _column(self, input_, used, runtime_gather_output, megatron, original)
@@ -167,7 +169,7 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
             path="column",
             x=input_,
             weight=used,
-            patched=lambda wrap: _column(self, input_, used, runtime_gather_output, megatron, original, wrap),
+            patched=lambda begin: _column(self, input_, used, runtime_gather_output, megatron, original, begin),
             original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
             settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
         )
@@ -177,7 +179,7 @@ def column_forward(original: Function, megatron: Megatron) -> Function:
     return forward
 
 
-def row_forward(original: Function, megatron: Megatron) -> Function:
+def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
     @functools.wraps(original)
@@ -185,8 +187,7 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
         reason = megatron.uncovered(self)
         if reason is not None:
             megatron.log_uncovered(self, reason)
-            result: Output = original(self, input_)
-            return result
+            return original(self, input_)
         if megatron.verifier is None:
             return _row(self, input_, megatron, original)
         used = self.weight
@@ -195,7 +196,7 @@ def row_forward(original: Function, megatron: Megatron) -> Function:
             path="row",
             x=input_,
             weight=used,
-            patched=lambda wrap: _row(self, input_, megatron, original, used, wrap),
+            patched=lambda begin: _row(self, input_, megatron, original, used, begin),
             original=lambda layer, x, _: original(layer, x),
             settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
         )
@@ -222,15 +223,14 @@ def _column(
     weight: torch.Tensor,
     runtime_gather_output: bool | None,
     megatron: Megatron,
-    original: Function,
-    wrap_gradient: WrapGradient = unwrapped,
+    original: OriginalForward,
+    begin: Begin | None = None,
 ) -> Output:
-    """Run a column layer; a check wraps its `WeightGradient`."""
+    """Run a column layer; a check observes the start of its backward."""
     reduces = _reduces(layer)
     group, settings = megatron.prepare(layer, "column", input_, weight, reduce_input_grad=reduces)
     if not settings.enabled:
-        result: Output = original(layer, input_, weight, runtime_gather_output)
-        return result
+        return original(layer, input_, weight, runtime_gather_output)
     if layer.config.defer_embedding_wgrad_compute:
         limit = layer.config.wgrad_deferral_limit
         if limit == 0 or len(layer.embedding_activation_buffer) < limit:
@@ -244,7 +244,7 @@ def _column(
         sequence_parallel=layer.sequence_parallel,
         reduce_input_grad=reduces,
         before_communicating=megatron.confirm(group),
-        weight_gradient=wrap_gradient(megatron.weight_gradient(layer, weight, deferrable=True)),
+        weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=True),
     )
     if _gathers_output(layer, runtime_gather_output):
         y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
@@ -255,32 +255,32 @@ def _row(
     layer: Any,
     input_: torch.Tensor,
     megatron: Megatron,
-    original: Function,
+    original: OriginalForward,
     weight: Any = None,
-    wrap_gradient: WrapGradient = unwrapped,
+    begin: Begin | None = None,
 ) -> Output:
-    """Run a row layer; a check passes the weight that it has read, and wraps the layer's `WeightGradient`."""
+    """Run a row layer; a check passes the weight that it has read, and observes the start of the backward."""
     int8 = int8_weight(layer)
     if int8 is not None or weight is None:
         weight = layer.weight if int8 is None else int8  # read once: a parametrised weight is recomputed at each read
     group, settings = megatron.prepare(layer, "row", input_, weight)
     if not settings.enabled:
-        result: Output = original(layer, input_)
-        return result
+        return original(layer, input_)
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
-    common: dict[str, Any] = {
-        "group": group,
-        "settings": settings,
-        "sequence_parallel": layer.sequence_parallel,
-        "before_communicating": megatron.confirm(group),
-    }
+    run: Function = quantised_row_linear
     if int8 is None:
-        gradient = wrap_gradient(megatron.weight_gradient(layer, weight, deferrable=False))
-        y = row_linear(input_, weight, weight_gradient=gradient, **common)
-    else:
-        y = quantised_row_linear(input_, int8, **common)
+        gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
+        run = functools.partial(row_linear, weight_gradient=gradient)
+    y = run(
+        input_,
+        weight,
+        group=group,
+        settings=settings,
+        sequence_parallel=layer.sequence_parallel,
+        before_communicating=megatron.confirm(group),
+    )
     if layer.skip_bias_add:
         return y, layer.bias
     return (y if layer.bias is None else y + layer.bias), None

@@ -1,13 +1,14 @@
 """Run Megatron-core's own forward and backward of a call, beside a patched layer, without side effects.
 
 The original runs on aliases of the same input and weight. It returns its gradients instead of accumulating them,
-and restores buffers and random states.
+and restores buffers and random states. The patched layer's backward and gradients are observed without changing its
+operands.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ascend_parallel.ops.operators import without_autocast
-from ascend_parallel.overlap.linear import cast_by_autocast
+from ascend_parallel.overlap.choices import cast_by_autocast
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 Forward = Callable[[Any, torch.Tensor, torch.Tensor], Output]
@@ -107,3 +108,23 @@ def leaving_no_trace(device: torch.device) -> Iterator[None]:
             yield
         finally:
             state._GLOBAL_MEMORY_BUFFER = buffer
+
+
+def gradient_source(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) -> tuple[Any, int]:
+    """Return the graph node that computes the gradient of x, and the index of this gradient among its outputs.
+
+    Searches from y; does not search behind `operands`. Hooking an alias of x would be simpler, but the layer would then
+    save the alias, and hooks and swaps of ``x.data`` would act differently from a run without the check.
+    """
+    target = get_gradient_edge(x)
+    seen = {get_gradient_edge(operand).node for operand in operands if operand.requires_grad}
+    pending: list[Any] = [y.grad_fn]
+    while pending:
+        node = pending.pop()
+        for index, (next_node, output_nr) in enumerate(node.next_functions):
+            if next_node is target.node and output_nr == target.output_nr:
+                return node, index
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                pending.append(next_node)
+    raise AssertionError("the layer's output does not depend on its input")

@@ -21,6 +21,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,14 +55,14 @@ def megatron_on_cpu(*, schedules: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if torch.cuda.current_device is not _current_device:
             for owner, name, value in _shims():
-                stack.enter_context(_replaced(owner, name, value))
+                stack.enter_context(mock.patch.object(owner, name, value))
             # Megatron warns when drawing from its CUDA states changes the CPU's state; here this is intended.
             tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
             tracker_log.addFilter(_is_not_about_cpu_state)
             stack.callback(tracker_log.removeFilter, _is_not_about_cpu_state)
         if schedules:
             # p2p communication synchronises the device before it returns received tensors.
-            stack.enter_context(_replaced(torch.cuda, "synchronize", _nothing))
+            stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_, **__: None))
             stack.enter_context(_CudaMeansCpu())
         yield
 
@@ -108,10 +109,6 @@ def _is_not_about_cpu_state(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 class _CudaMeansCpu(TorchFunctionMode):
     """Redirect ``device="cuda"`` and ``.cuda()`` to the CPU: the schedules count tokens on the GPU."""
 
@@ -122,16 +119,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def start_model_parallel(tensor_parallel: int, *, pipeline_parallel: int = 1, seed: int = 1234) -> None:

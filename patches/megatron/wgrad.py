@@ -8,12 +8,16 @@ Source: megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from ascend_parallel.overlap.weight_gradient import WeightGradient
+
+Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
+"""Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
 
 
 class MegatronWeightGradient(WeightGradient):
@@ -28,6 +32,7 @@ class MegatronWeightGradient(WeightGradient):
         main_grad_at_forward: bool,
         postponed: list[torch.Tensor] | None,
         limit: int,
+        begin: Begin | None,
     ) -> None:
         """Hold the destination.
 
@@ -37,6 +42,8 @@ class MegatronWeightGradient(WeightGradient):
             The module that holds the fused kernel, if any.
         postponed, limit
             The list that collects deferred dy, and its largest length (0: unlimited).
+        begin
+            Observes the backward of a call that is checked; None for other calls.
         """
         self._weight = weight
         self._fused = fused
@@ -44,6 +51,12 @@ class MegatronWeightGradient(WeightGradient):
         self._main_grad = getattr(weight, "main_grad", None) if fused and main_grad_at_forward else None
         self._postponed = postponed
         self._limit = limit
+        self._begin = begin
+
+    def begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+        """Tell the observer that backward starts."""
+        if self._begin is not None:
+            self._begin(kept, weight)
 
     def postpone(self, dy: torch.Tensor) -> bool:
         """Keep dy and return True if the embedding's weight gradient is deferred and the list has room."""

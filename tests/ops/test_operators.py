@@ -2,6 +2,7 @@
 
 import itertools
 import runpy
+from functools import partial
 
 import pytest
 import torch
@@ -121,11 +122,11 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
 def as_an_accelerator(group):
     """The code for devices other than a CPU: strided batches and the backend's own reduce-scatter."""
     from ascend_parallel.ops import bits, chunked
-    from ascend_parallel.ops.collectives import ReduceScatter
+    from ascend_parallel.ops.collectives import reduce_scatter_single
     from ascend_parallel.ops.multiply import batches
 
     def native(out_m, sizes, group, in_rank_order):
-        return [ReduceScatter(out_c, group) for out_c in torch.split(out_m, sizes)]
+        return [partial(reduce_scatter_single, out_c, group) for out_c in torch.split(out_m, sizes)]
 
     def batched(x_r_m, row_tile=0, but=None):
         return batches(x_r_m, but)

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from links import link_costs
 from states import STATES, of_gradient, parts_of, together
 
 from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import recorded
-from ascend_parallel.sharding.redistribute.costs import LinkCosts, MeshCosts
 from ascend_parallel.sharding.runtime.redistribute_autograd import convert
 
 S0, S1 = shard(0), shard(1)
@@ -20,7 +20,7 @@ S0, S1 = shard(0), shard(1)
 def mesh_of(shape):
     mesh = ProcessMesh(torch.arange(math.prod(shape)).reshape(shape))
     mesh.device_mesh()
-    return mesh, MeshCosts(tuple(LinkCosts(size, 1e-5, 1e-9) for size in shape))
+    return mesh, link_costs(shape, 1e-5, 1e-9)
 
 
 def converted(group, mesh_shape, shape, pairs):

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from links import link_costs
 
 from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, Placement, cuts, is_even, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -18,8 +19,8 @@ S0, S1, S2 = shard(0), shard(1), shard(2)
 MAX = Placement("partial", op="max")
 # A slow first dimension, a fast second; latency that matters and none.
 COSTS = {
-    "rate": MeshCosts.of_links((2, 4), 0.0, (4e-10, 1e-10)),
-    "latency": MeshCosts.of_links((2, 4), 1e-5, 1e-12),
+    "rate": link_costs((2, 4), 0.0, (4e-10, 1e-10)),
+    "latency": link_costs((2, 4), 1e-5, 1e-12),
     "910b": MeshCosts.of(ProcessMesh(np.arange(8).reshape(2, 4)), "910b"),
     "910b over nodes": MeshCosts.of(ProcessMesh(8 * np.arange(8).reshape(2, 4)), "910b"),
 }
@@ -114,7 +115,7 @@ def test_no_sequence_of_up_to_four_steps_is_cheaper(costs):
 
 
 def test_the_plan_in_words():
-    costs = MeshCosts.of_links((2, 4), 1e-6, 1e-11)
+    costs = link_costs((2, 4), 1e-6, 1e-11)
     plan = plan_redistribution((2048, 2048), 4, (2, 4), (REPLICATE, S0), (S1, REPLICATE), costs)
     assert plan.text(["dp", "mp"]) == "slice(dim 1, dp); all_gather(dim 0, mp) 6.29 MB 0.066 ms"
     assert str(plan) == "slice(dim 1, d0); all_gather(dim 0, d1) 6.29 MB 0.066 ms"
@@ -127,14 +128,14 @@ def test_the_plan_in_words():
 def test_costs_decide_the_way():
     """With a slow first dimension as little as possible goes over it."""
     source, target = (S0, S1), (REPLICATE, REPLICATE)
-    slow_first = MeshCosts.of_links((2, 2), 0.0, (1e-8, 1e-11))
-    slow_second = MeshCosts.of_links((2, 2), 0.0, (1e-11, 1e-8))
+    slow_first = link_costs((2, 2), 0.0, (1e-8, 1e-11))
+    slow_second = link_costs((2, 2), 0.0, (1e-11, 1e-8))
     first = [plan_redistribution((64, 64), 4, (2, 2), source, target, costs) for costs in (slow_first, slow_second)]
     assert [[step.mesh_dim for step in plan.steps] for plan in first] == [[0, 1], [1, 0]]
 
 
 def test_what_cannot_be_planned_is_refused():
-    costs = MeshCosts.of_links((2, 4), 0.0, 1e-9)
+    costs = link_costs((2, 4), 0.0, 1e-9)
     for source, says in {
         (S0,): "a placement, and costs, for each dimension",
         (S0, S2): "dimensions 0 to 1",

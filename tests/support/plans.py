@@ -1,11 +1,11 @@
 """Plans written by hand: a state for every tensor and reader, for tests of execution."""
 
+from links import link_costs
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import LinkCosts, MeshCosts
 
 
 def by_hand(graph, mesh, given=None, calls=None, shared_layouts=None, inputs_have_gradients=False):
@@ -25,7 +25,7 @@ def by_hand(graph, mesh, given=None, calls=None, shared_layouts=None, inputs_hav
         has_gradient = node.kind == PARAMETER or (inputs_have_gradients and node.kind == INPUT)
         if has_gradient or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
             differentiable |= set(values)
-    costs = MeshCosts(tuple(LinkCosts(size, 1e-5, 1e-9) for size in mesh.shape))
+    costs = link_costs(mesh.shape, 1e-5, 1e-9)
     return ShardingPlan(
         graph=graph,
         mesh=mesh,

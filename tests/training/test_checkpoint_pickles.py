@@ -19,7 +19,7 @@ from ascend_parallel.training.checkpoint import (
     whole_state,
 )
 from ascend_parallel.training.checkpoint import folder as folders
-from ascend_parallel.training.checkpoint.unpickling import unpickle
+from ascend_parallel.training.checkpoint.dcp_files import unpickle
 
 ONE = "one process"
 

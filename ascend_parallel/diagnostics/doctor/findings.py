@@ -121,23 +121,22 @@ def _versions() -> Iterator[Finding]:
     yield Finding(section, "python", f"{platform.python_version()} on {platform.machine()}")
     for package in ("ascend_parallel", "torch"):
         yield Finding(section, package, importlib.metadata.version(package))
-    megatron = _version("megatron-core")
-    yield Finding(
-        section,
-        "megatron-core",
-        megatron or "not installed",
-        GOOD if megatron else NOTE,
-        "" if megatron else "needed for the patches, not for column_linear, row_linear and the operators",
-    )
-    npu = _version("torch_npu")
-    yield Finding(section, "torch_npu", npu or "not installed", GOOD if npu else NOTE, "" if npu else "needed on NPUs")
+    advice = "needed for the patches, not for column_linear, row_linear and the operators"
+    yield _optional("megatron-core", _version("megatron-core"), advice)
+    npu, cann = _version("torch_npu"), _cann()
+    yield _optional("torch_npu", npu, "needed on NPUs")
     if npu and npu.split(".")[:2] != torch.__version__.split(".")[:2]:
         yield Finding(section, "torch_npu", npu, BAD, f"install the torch_npu of torch {torch.__version__}")
-    cann, compiler = _cann(), _compiler()
     if npu or cann:
-        yield Finding(section, "CANN", cann or "not found", GOOD if cann else BAD, "" if cann else "source set_env.sh")
-    advice = "" if compiler else "needed to build the shared-memory kernel"
-    yield Finding(section, "compiler", compiler or "none", GOOD if compiler else NOTE, advice)
+        yield _optional("CANN", cann, "source set_env.sh", "not found", BAD)
+    yield _optional("compiler", _compiler(), "needed to build the shared-memory kernel", "none")
+
+
+def _optional(
+    name: str, found: str | None, advice: str, missing: str = "not installed", verdict: str = NOTE
+) -> Finding:
+    """Return the finding on a part; a `missing` part gets the verdict and the advice."""
+    return Finding("versions", name, found) if found else Finding("versions", name, missing, verdict, advice)
 
 
 def _version(package: str) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ascend_parallel.diagnostics.timeline.files import Pass, RankFile, Span
+from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,8 @@ def _wall(file: RankFile) -> int:
 
 
 def _moved(original: Pass, offset: int) -> Pass:
-    spans = tuple(_moved_span(span, offset) for span in original.spans)
+    spans = tuple(
+        replace(span, queued=span.queued + offset, begin=span.begin + offset, end=span.end + offset)
+        for span in original.spans
+    )
     return replace(original, begin=original.begin + offset, end=original.end + offset, spans=spans)
-
-
-def _moved_span(span: Span, offset: int) -> Span:
-    return replace(span, queued=span.queued + offset, begin=span.begin + offset, end=span.end + offset)

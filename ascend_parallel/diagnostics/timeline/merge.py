@@ -1,19 +1,19 @@
-"""Merge the files of all ranks into a trace, a report and a picture."""
+"""Merge the files of all ranks into a trace, a report and a picture; note where overlap lost against a serial run."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_parallel.diagnostics.timeline.align import Shift, align
-from ascend_parallel.diagnostics.timeline.comparison import compare
 from ascend_parallel.diagnostics.timeline.files import RankFile, TimelineError, read_run, replace_text
 from ascend_parallel.diagnostics.timeline.picture import picture
 from ascend_parallel.diagnostics.timeline.png import draw
 from ascend_parallel.diagnostics.timeline.report import report
-from ascend_parallel.diagnostics.timeline.table import Row, table
+from ascend_parallel.diagnostics.timeline.table import Row, alone, kernel_of, table
 from ascend_parallel.diagnostics.timeline.trace import trace
 
 
@@ -66,5 +66,38 @@ def merge(folder: Path, run: str | None = None, against: Path | None = None) -> 
         return Merged(folder, aligned, shifts, notes, None)
     serial_files, serial_notes = read_run(against)
     serial, _ = align(serial_files)
-    comparison = compare(table(aligned, serial), serial, against)
+    comparison = _compare(table(aligned, serial), serial, against)
     return Merged(folder, aligned, shifts, [*notes, *serial_notes, *comparison], serial)
+
+
+def _compare(rows: Sequence[Row], serial: Sequence[RankFile], folder: Path) -> list[str]:
+    """Return notes for the reader on `rows`, whose serial times come from the files of `folder`."""
+    calls = [call for file in serial for layer_pass in file.passes for call in layer_pass.calls]
+    overlapped = sorted({kernel_of(call) for call in calls if not alone(call)})
+    if overlapped:
+        return [f"{folder} is not a serial run, but has {', '.join(overlapped)}: record a serial run with COC_MODE=1"]
+    compared = [row for row in rows if row.serial is not None]
+    if not compared:
+        return [f"{folder} has no pass of the same layers and shapes: nothing is compared"]
+    # The record of a fused operator does not show its communication.
+    return _losses([row for row in compared if row.comm != 0])
+
+
+def _losses(rows: Sequence[Row]) -> list[str]:
+    lost = [row for row in rows if row.lost]
+    if not lost:
+        return []
+    worst = max(lost, key=lambda row: row.total - _serial(row))
+    total, serial = sum(row.total for row in rows), sum(map(_serial, rows))
+    where = "here" if total > serial else "in part"
+    return [
+        f"overlap loses {where}: {len(lost)} of {len(rows)} passes that communicate took longer than in the serial "
+        f"run, {worst.layer} {worst.direction} most ({worst.total:.2f} ms against {_serial(worst):.2f} ms); all "
+        f"together took {total:.2f} ms against {serial:.2f} ms. Try COC_PARALLEL_NUM=auto, or COC_TUNE=plan.json, "
+        "which measures in the run: both keep one chunk where overlap is slower"
+    ]
+
+
+def _serial(row: Row) -> float:
+    assert row.serial is not None
+    return row.serial

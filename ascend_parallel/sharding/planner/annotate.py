@@ -97,10 +97,7 @@ def _entry(place: str, pattern: str, table: Any) -> tuple[Any, Any]:
         tensors = table.get(key, [])
         if not isinstance(tensors, list) or not all(isinstance(entries, list) for entries in tensors):
             raise StrategyError(f'{place}, "{pattern}", {key}: give an array with an array for every tensor')
-        sides.append([_cuts(entries) if entries else None for entries in tensors])
+        # a list in a tensor's entries names several mesh dimensions
+        cuts = ([tuple(entry) if isinstance(entry, list) else entry for entry in entries] for entries in tensors)
+        sides.append([tuple(entries) or None for entries in cuts])
     return sides[0], sides[1]
-
-
-def _cuts(entries: list[Any]) -> tuple[Any, ...]:
-    """Return the entries of a tensor with lists of several mesh dimensions turned into tuples."""
-    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)

@@ -18,46 +18,35 @@ def seconds(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: Co
     """Return the time of a rank's part of `call` under `option`, forward and backward, without its collectives."""
     inputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.inputs, option.inputs, strict=True)]
     outputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.outputs, option.outputs, strict=True)]
-    moved = sum(
-        prod(shape) * meta.dtype.itemsize
-        for shape, meta in zip([*inputs, *outputs], [*call.inputs, *call.outputs], strict=True)
+    count, matmul = _matmuls(call, inputs, outputs)
+    if matmul is not None:
+        return PASSES * count * model.matmul(*matmul, call.outputs[0].dtype.itemsize)
+    shapes, metas = [*inputs, *outputs], [*call.inputs, *call.outputs]
+    return PASSES * model.stream(
+        sum(prod(shape) * meta.dtype.itemsize for shape, meta in zip(shapes, metas, strict=True))
     )
-    name = _name(call)
-    item = call.outputs[0].dtype.itemsize if call.outputs else 4
-    if name in MATMULS and inputs and outputs:
-        rows, inner, columns = _matmul(name, inputs, outputs[0])
-        return PASSES * model.matmul(rows, inner, columns, item)
-    if name == "scaled_dot_product_attention":
-        query, key = inputs[0], inputs[1]
-        rows = prod(query[:-1])
-        return PASSES * 2 * model.matmul(rows, query[-1], key[-2], item)
-    if name == "conv2d":
-        return PASSES * model.matmul(prod(outputs[0]) // outputs[0][1], prod(inputs[1][1:]), outputs[0][1], item)
-    return PASSES * model.stream(moved)
 
 
 def amount(call: OpCall) -> float:
     """Return the work of a whole operator: multiply-adds of matmuls and attention, else output elements."""
-    inputs, outputs, name = [meta.shape for meta in call.inputs], [meta.shape for meta in call.outputs], _name(call)
+    outputs = [meta.shape for meta in call.outputs]
+    count, matmul = _matmuls(call, [meta.shape for meta in call.inputs], outputs)
+    return float(sum(map(prod, outputs)) if matmul is None else count * prod(matmul))
+
+
+def _matmuls(call: OpCall, inputs: list[Shape], outputs: list[Shape]) -> tuple[int, tuple[int, int, int] | None]:
+    """Return how many matmuls the forward runs, and their M, K, N; batches count as rows; None: no matmul."""
+    name = call.name.split(".")[1]
     if name in MATMULS and inputs and outputs:
-        return float(prod(_matmul(name, inputs, outputs[0])))
+        first = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
+        inner, columns = first[-1] if first else 1, outputs[0][-1] if outputs[0] else 1
+        return 1, (max(prod(outputs[0]) // max(columns, 1), 1), max(inner, 1), max(columns, 1))
     if name == "scaled_dot_product_attention":
-        return 2.0 * prod(inputs[0]) * inputs[1][-2]
+        query, key = inputs[0], inputs[1]
+        return 2, (prod(query[:-1]), query[-1], key[-2])
     if name == "conv2d":
-        return float(prod(outputs[0]) * prod(inputs[1][1:]))
-    return float(sum(map(prod, outputs)))
-
-
-def _name(call: OpCall) -> str:
-    return call.name.split(".")[1]
-
-
-def _matmul(name: str, inputs: list[Shape], output: Shape) -> tuple[int, int, int]:
-    """Return M, K, N of a matmul from the local shapes; batches count as rows."""
-    first = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
-    inner = first[-1] if first else 1
-    columns = output[-1] if output else 1
-    return max(prod(output) // max(columns, 1), 1), max(inner, 1), max(columns, 1)
+        return 1, (prod(outputs[0]) // outputs[0][1], prod(inputs[1][1:]), outputs[0][1])
+    return 0, None
 
 
 def _local(meta: TensorMeta, layout: Layout, mesh_shape: tuple[int, ...]) -> Shape:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ascend_parallel.sharding.graph import CALL, Node, OpCall, TensorMeta
-from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, forward, is_even, shard
+from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, is_even, shard
 from ascend_parallel.sharding.rules import OpPlacements, strategies
 
 Signature = tuple[object, ...]
@@ -56,8 +56,8 @@ class Options:
         fitting = [[strategy for strategy in single if self._fits(call, strategy, size)] for size in self._mesh_shape]
         for chosen in product(*fitting):
             option = Option(
-                _layouts(len(call.inputs), [strategy.inputs for strategy in chosen]),
-                _layouts(len(call.outputs), [strategy.outputs for strategy in chosen]),
+                tuple(zip(*(strategy.inputs for strategy in chosen), strict=True)),
+                tuple(zip(*(strategy.outputs for strategy in chosen), strict=True)),
             )
             if self._even(call.inputs, option.inputs) and self._even(call.outputs, option.outputs):
                 yield option
@@ -113,8 +113,3 @@ def signature(node: Node) -> Signature:
         return (node.kind, node.outputs)
     call = node.call
     return (call.name, repr(call.args), repr(dict(call.kwargs)), call.inputs, call.outputs)
-
-
-def _layouts(count: int, placements: list[tuple[Placement, ...]]) -> tuple[Layout, ...]:
-    """Return the layout of each of `count` tensors from ``placements[mesh dimension][tensor]``."""
-    return tuple(tuple(of_dim[index] for of_dim in placements) for index in range(count))

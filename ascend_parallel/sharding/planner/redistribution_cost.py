@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -13,35 +14,34 @@ from ascend_parallel.sharding.planner.elimination import Costs
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
 
+Layouts = tuple[Layout, ...]
 
-class Conversions:
-    """Costs of conversions on a mesh, cached by tensor shape and dtype for all pairs of layouts."""
 
-    def __init__(self, mesh_shape: tuple[int, ...], costs: MeshCosts) -> None:
-        """Take the size of each mesh dimension and the costs of collectives along it."""
-        self._mesh_shape, self._costs = mesh_shape, costs
-        self._known: dict[TensorMeta, tuple[dict[Layout, int], Costs]] = {}
+def conversion_costs(
+    mesh_shape: tuple[int, ...], costs: MeshCosts
+) -> Callable[[TensorMeta, Layouts, Layouts, bool], Costs]:
+    """Return a cached function of the seconds of conversions on a mesh of this shape.
 
-    def matrix(
-        self, meta: TensorMeta, sources: Sequence[Layout], targets: Sequence[Layout], differentiable: bool
-    ) -> Costs:
-        """Return seconds[i, j] from ``sources[i]`` to ``targets[j]``, with the gradient's if differentiable."""
-        index, seconds = self._all(meta)
+    ``matrix(meta, sources, targets, differentiable)[i, j]`` is the time from ``sources[i]`` to ``targets[j]``, with the
+    gradient's if differentiable.
+    """
+
+    @cache
+    def between_all(meta: TensorMeta) -> tuple[dict[Layout, int], Costs]:
+        placements = [REPLICATE, SUM, AVERAGE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
+        layouts = product(placements, repeat=len(mesh_shape))
+        even = [layout for layout in layouts if is_even(meta.shape, layout, mesh_shape)]
+        seconds = all_pairs(meta.shape, meta.dtype.itemsize, mesh_shape, even, costs)
+        return {layout: place for place, layout in enumerate(even)}, seconds
+
+    @cache
+    def matrix(meta: TensorMeta, sources: Layouts, targets: Layouts, differentiable: bool) -> Costs:
+        index, seconds = between_all(meta)
         rows, columns = ([index[forward(layout)] for layout in layouts] for layouts in (sources, targets))
-        costs = seconds[np.ix_(rows, columns)]
+        chosen = seconds[np.ix_(rows, columns)]
         if differentiable:
             rows, columns = ([index[backward(layout)] for layout in layouts] for layouts in (targets, sources))
-            costs = costs + seconds[np.ix_(rows, columns)].T
-        return costs
+            chosen = chosen + seconds[np.ix_(rows, columns)].T
+        return chosen
 
-    def _all(self, meta: TensorMeta) -> tuple[dict[Layout, int], Costs]:
-        if meta not in self._known:
-            placements = [REPLICATE, SUM, AVERAGE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
-            layouts = [
-                layout
-                for layout in product(placements, repeat=len(self._mesh_shape))
-                if is_even(meta.shape, layout, self._mesh_shape)
-            ]
-            matrix = all_pairs(meta.shape, meta.dtype.itemsize, self._mesh_shape, layouts, self._costs)
-            self._known[meta] = {layout: place for place, layout in enumerate(layouts)}, matrix
-        return self._known[meta]
+    return matrix

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, cuts
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.data_parallel import data_parallel_options
@@ -24,7 +23,7 @@ from ascend_parallel.sharding.planner.integer_program import optimum
 from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
 from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_partials
-from ascend_parallel.sharding.planner.redistribution_cost import Conversions
+from ascend_parallel.sharding.planner.redistribution_cost import conversion_costs
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -61,10 +60,9 @@ class Search:
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
         self._shape = tuple(self.mesh.shape)
-        self._conversions = Conversions(self._shape, self.costs)
+        self._conversions = conversion_costs(self._shape, self.costs)
         self._model = CostModel(find_hardware(self.hardware))
         self._own: dict[object, Costs] = {}
-        self._matrices: dict[object, Costs] = {}
         self.differentiable = _differentiable(self.graph)
         options = Options(self._shape)
         self.options: dict[str, Sequence[Option]] = {
@@ -134,25 +132,25 @@ class Search:
             costs = self._own_costs(node)
             problem.add(node.name, costs + price * self.bytes_held(node) if price else costs)
         for value, readers in self.readers.items():
+            source, layouts = value.node, self.produced(value)
             if self._has_shared(value, readers):
-                self._add_shared(problem, value, readers)
-                continue
+                source, layouts = self._add_shared(problem, value, readers)
             for name, index in readers:
                 targets = [option.inputs[index] for option in self.options[name]]
-                problem.add_pair(value.node, name, self._matrix(value, self.produced(value), targets))
-        for value in _leaves(self.graph.outputs):
-            matrix = self._matrix(value, self.produced(value), [self._whole])
+                problem.add_pair(source, name, self._matrix(value, layouts, targets))
+        for value in self.graph.returned:
+            matrix = self._matrix(value, self.produced(value), [(REPLICATE,) * len(self._shape)])
             problem.own[value.node] = problem.own[value.node] + matrix[:, 0]
         return problem
 
     def bytes_held(self, node: Node) -> Costs:
         """Return, by option, the bytes that `ShardingPlan.memory` counts for a node."""
         nbytes = np.zeros(len(self.options[node.name]))
-        for index, meta in enumerate(node.outputs):
-            kept = node.kind == CALL and Value(node.name, index) in self.differentiable
+        for value, meta in zip(node.values, node.outputs, strict=True):
+            kept = node.kind == CALL and value in self.differentiable
             if kept or node.kind in (PARAMETER, BUFFER):
                 times = 2 + ADAM / meta.dtype.itemsize if node.kind == PARAMETER else 1.0
-                nbytes += [times * self._local_bytes(meta, option.outputs[index]) for option in self.options[node.name]]
+                nbytes += [times * meta.local_bytes(layout, self._shape) for layout in self.produced(value)]
         return nbytes
 
     def solved(self, problem: AssignmentProblem) -> tuple[dict[str, int], float]:
@@ -199,13 +197,9 @@ class Search:
             bound=bound,
         )
 
-    @property
-    def _whole(self) -> Layout:
-        return (REPLICATE,) * len(self._shape)
-
     def _gradients(self, node: Node) -> tuple[bool, ...]:
         """Return whether each input has a gradient, and then whether the outputs have."""
-        outputs = any(Value(node.name, index) in self.differentiable for index in range(len(node.outputs)))
+        outputs = not self.differentiable.isdisjoint(node.values)
         return (*(value in self.differentiable for value in node.inputs), outputs)
 
     def _has_shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> bool:
@@ -216,15 +210,15 @@ class Search:
         """Return the layouts in which a tensor can be produced."""
         return [option.outputs[value.index] for option in self.options[value.node]]
 
-    def _add_shared(self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]) -> None:
-        """Add the choice of a tensor's shared layout: a conversion to it, and a conversion from it for each reader."""
+    def _add_shared(
+        self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]
+    ) -> tuple[str, list[Layout]]:
+        """Add the choice of a tensor's shared layout with the conversion to it; return its name and candidates."""
         layouts, shared = self._shared(value, readers), _shared_name(value)
-        costs = [TIE_BREAK * self._local_bytes(self.graph.meta(value), layout) for layout in layouts]
+        costs = [TIE_BREAK * self.graph.meta(value).local_bytes(layout, self._shape) for layout in layouts]
         problem.add(shared, np.array(costs))
         problem.add_pair(value.node, shared, self._matrix(value, self.produced(value), layouts))
-        for name, index in readers:
-            targets = [option.inputs[index] for option in self.options[name]]
-            problem.add_pair(shared, name, self._matrix(value, layouts, targets))
+        return shared, layouts
 
     def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> list[Layout]:
         """Return the candidates for a tensor's shared layout: the layouts in which it is produced or read."""
@@ -234,11 +228,7 @@ class Search:
         return list(layouts)
 
     def _matrix(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> Costs:
-        meta, differentiable = self.graph.meta(value), value in self.differentiable
-        key = (meta, tuple(sources), tuple(targets), differentiable)
-        if key not in self._matrices:
-            self._matrices[key] = self._conversions.matrix(meta, sources, targets, differentiable)
-        return self._matrices[key]
+        return self._conversions(self.graph.meta(value), tuple(sources), tuple(targets), value in self.differentiable)
 
     def _own_costs(self, node: Node) -> Costs:
         options = self.options[node.name]
@@ -248,7 +238,7 @@ class Search:
         return self._own[key]
 
     def _own_cost(self, node: Node, option: Option) -> float:
-        nbytes = sum(self._local_bytes(meta, out) for meta, out in zip(node.outputs, option.outputs, strict=True))
+        nbytes = sum(meta.local_bytes(out, self._shape) for meta, out in zip(node.outputs, option.outputs, strict=True))
         cost = TIE_BREAK * nbytes
         if node.call is not None:
             cost += sum(step.seconds for step in op_collective_steps(node.call, option.inputs, self.costs))
@@ -256,17 +246,9 @@ class Search:
             cost += seconds_of(node.call, option, self._shape, self._model)
         return cost
 
-    def _local_bytes(self, meta: TensorMeta, layout: Layout) -> float:
-        return meta.nbytes / float(np.prod(cuts(layout, self._shape, len(meta.shape))))
-
 
 def _shared_name(value: Value) -> str:
     return f"shared layout of {value.node} {value.index}"
-
-
-def _leaves(outputs: object) -> list[Value]:
-    leaves = pytree.tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-    return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
 
 def _differentiable(graph: Graph) -> frozenset[Value]:
@@ -275,9 +257,6 @@ def _differentiable(graph: Graph) -> frozenset[Value]:
     for node in graph.nodes.values():
         is_source = node.kind == PARAMETER or node.name in graph.with_gradient
         if is_source or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
-            differentiable |= {
-                Value(node.name, index)
-                for index, meta in enumerate(node.outputs)
-                if meta.dtype.is_floating_point or meta.dtype.is_complex
-            }
+            tensors = zip(node.values, node.outputs, strict=True)
+            differentiable |= {v for v, meta in tensors if meta.dtype.is_floating_point or meta.dtype.is_complex}
     return frozenset(differentiable)

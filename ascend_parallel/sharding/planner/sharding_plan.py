@@ -7,12 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
-from torch.utils import _pytree as pytree
-
-from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
-from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, cuts, forward
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
+from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -136,7 +133,7 @@ class ShardingPlan:
         """Return a hash that ranks share if they have the same plan for the same shapes."""
         digest = hashlib.sha256(repr((self.mesh.shape, self.mesh.process_ids)).encode())
         for name, node in self.graph.nodes.items():
-            outputs = [self.layouts[Value(name, index)] for index in range(len(node.outputs))]
+            outputs = [self.layouts[value] for value in node.values]
             digest.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
         digest.update(
             repr((sorted(self.shared_layouts.items(), key=repr), sorted(self.returned.items(), key=repr))).encode()
@@ -171,9 +168,8 @@ class ShardingPlan:
         """Return the bytes that a rank holds in a training step with Adam; activations are the outputs for backward."""
         parameters = gradients = buffers = activations = count = 0.0
         for node in self.graph.nodes.values():
-            for index, meta in enumerate(node.outputs):
-                value = Value(node.name, index)
-                held = self._held(meta, self.layouts[value])
+            for value, meta in zip(node.values, node.outputs, strict=True):
+                held = meta.local_bytes(self.layouts[value], self.mesh.shape)
                 if node.kind == PARAMETER:
                     parameters, gradients = parameters + held, gradients + held
                     count += held / meta.dtype.itemsize
@@ -198,9 +194,8 @@ class ShardingPlan:
                 layout = self.shared_layouts[value]
             for name, index in readers:
                 yield from self._conversion(value, name, layout, self.inputs[name][index])
-        for output in pytree.tree_leaves(self.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value)):
-            if isinstance(output, Value):
-                yield from self._conversion(output, "", self.layouts[output], self.returned_layout(output))
+        for output in self.graph.returned:
+            yield from self._conversion(output, "", self.layouts[output], self.returned_layout(output))
 
     def _conversion(self, value: Value, reader: str, source: Layout, target: Layout) -> Iterator[Conversion]:
         if source == target:
@@ -216,6 +211,3 @@ class ShardingPlan:
         meta = self.graph.meta(value)
         shape = tuple(self.mesh.shape)
         return plan_redistribution(meta.shape, meta.dtype.itemsize, shape, source, target, self.costs)
-
-    def _held(self, meta: TensorMeta, layout: Layout) -> float:
-        return meta.nbytes / prod(cuts(layout, tuple(self.mesh.shape), len(meta.shape)))

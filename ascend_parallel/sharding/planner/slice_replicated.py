@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ascend_parallel.sharding.graph import CALL, Node, Value
+from ascend_parallel.sharding.graph import CALL, Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -24,12 +24,12 @@ def slice_replicated(plan: ShardingPlan) -> ShardingPlan:
         if not _is_free(plan, node):
             continue
         common = []
-        for value in _outputs(node):
+        for value in node.values:
             read = {inputs[name][index] for name, index in readers[value]}
             common += list(read) if len(read) == 1 and value not in kept else []
         option = _option(options, node, tuple(common))
         if option is not None:
-            layouts |= dict(zip(_outputs(node), option.outputs, strict=True))
+            layouts |= dict(zip(node.values, option.outputs, strict=True))
             inputs[node.name] = option.inputs
             sliced.add(node.name)
     return replace(plan, layouts=layouts, inputs=inputs, single=plan.single - sliced) if sliced else plan
@@ -39,7 +39,7 @@ def _is_free(plan: ShardingPlan, node: Node) -> bool:
     """Tell whether an operator is replicated with all its inputs, and has no gradient."""
     if node.kind != CALL or node.name in plan.configured:
         return False
-    tensors = [*node.inputs, *_outputs(node)]
+    tensors = [*node.inputs, *node.values]
     if any(value in plan.differentiable for value in tensors):
         return False
     whole: Layout = (REPLICATE,) * plan.mesh.ndim
@@ -56,7 +56,3 @@ def _option(options: Options, node: Node, outputs: tuple[Layout, ...]) -> Option
         if free and option.outputs == outputs:
             return option
     return None
-
-
-def _outputs(node: Node) -> list[Value]:
-    return [Value(node.name, index) for index in range(len(node.outputs))]

@@ -15,12 +15,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
+from ascend_parallel.ops.clocks import Work
+from ascend_parallel.ops.collectives import FinishingWork, all_gather_single, reduce_scatters
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 
@@ -89,7 +90,7 @@ class Request:
         """Return the key that requests share if they can run as a single collective."""
         return self.kind, self.group, self.op, self.x.dtype, self.x.device
 
-    def start(self) -> Waiting:
+    def start(self) -> Work:
         """Start the collective, and return the work to wait for."""
         ranks, x = self.group.size(), self.x
         if self.observer is not None:
@@ -105,31 +106,13 @@ class Request:
         if self.kind == ALL_TO_ALL:
             return _work(dist.all_to_all_single(self.result, x, group=self.group, async_op=True))
         if REDUCTIONS[self.op] == dist.ReduceOp.SUM:
-            (scatter,) = reduce_scatters(self.result.view(1, -1), (1,), self.group)
-            scatter.expect()
-            return scatter.start(x.view(ranks, -1))
-        return _ReduceScatterExtreme(self)
-
-
-class Waiting(Protocol):
-    """A collective that has been started."""
-
-    def wait(self) -> object:
-        """Wait until the result is valid."""
-
-
-class _ReduceScatterExtreme:
-    """A reduce-scatter with max or min, which torch's backends lack: an all-to-all, then a local reduction."""
-
-    def __init__(self, request: Request) -> None:
-        self._request, self._parts = request, torch.empty_like(request.x)
-        self._work = _work(dist.all_to_all_single(self._parts, request.x, group=request.group, async_op=True))
-
-    def wait(self) -> None:
-        self._work.wait()
-        parts = self._parts
-        extreme = parts.amax(0, keepdim=True) if self._request.op == "max" else parts.amin(0, keepdim=True)
-        self._request.result = extreme
+            (start,) = reduce_scatters(self.result.view(1, -1), (1,), self.group)
+            return start(x.view(ranks, -1))
+        # torch's backends lack a reduce-scatter with max or min: an all-to-all, then a local reduction
+        parts = torch.empty_like(x)
+        extreme = torch.amax if self.op == "max" else torch.amin
+        work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
+        return FinishingWork([work], lambda: extreme(parts, 0, keepdim=True, out=self.result))
 
 
 class CoalescedCollective:
@@ -142,7 +125,7 @@ class CoalescedCollective:
         if len(requests) > 1:
             x = torch.cat([request.x.reshape(len(request.x), -1) for request in requests], dim=1)
             self._all = Request(first.kind, first.step, first.group, x, first.op, first.observer)
-        self._waiting: Waiting | None = self._all.start()
+        self._waiting: Work | None = self._all.start()
 
     def wait(self) -> None:
         """Wait for the collective and set each request's result; a second call returns at once."""

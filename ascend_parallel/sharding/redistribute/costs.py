@@ -1,4 +1,4 @@
-"""Times of collectives along each dimension of a mesh: from a hardware's fits, or from a latency and a rate.
+"""Times of collectives along each dimension of a mesh, from a hardware's fits.
 
 Units are seconds and bytes. `nbytes` counts the whole tensor over the ranks of one line of the mesh dimension: the
 output of an all-gather, the input of a reduce-scatter or an all-reduce, all slices of an all-to-all together.
@@ -6,7 +6,6 @@ output of an all-gather, the input of a reduce-scatter or an all-reduce, all sli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
@@ -44,24 +43,6 @@ class DimensionCosts(Protocol):
 
     def seconds(self, kind: str, nbytes: float) -> float:
         """Return the time of a collective on a tensor of `nbytes` bytes in all."""
-
-
-@dataclass(frozen=True)
-class LinkCosts:
-    """Costs of a ring of `ranks` ranks: a message takes `latency` seconds plus `seconds_per_byte` for each byte."""
-
-    ranks: int
-    latency: float
-    seconds_per_byte: float
-
-    def seconds(self, kind: str, nbytes: float) -> float:
-        """Return the time of a collective on a tensor of `nbytes` bytes in all."""
-        if kind == SEND:
-            return self.latency + nbytes * self.seconds_per_byte
-        if self.ranks == 1 or nbytes == 0:
-            return 0.0
-        messages = (2 if kind == ALL_REDUCE else 1) * (self.ranks - 1)
-        return messages * self.latency + sent(kind, nbytes, self.ranks) * self.seconds_per_byte
 
 
 @dataclass(frozen=True)
@@ -108,14 +89,6 @@ class MeshCosts:
             dims.append(FittedCosts(ranks, ranks // domains if ranks % domains == 0 else 1, known))
         return cls(tuple(dims))
 
-    @classmethod
-    def of_links(
-        cls, mesh_shape: Sequence[int], latency: float | Sequence[float], seconds_per_byte: float | Sequence[float]
-    ) -> MeshCosts:
-        """Return the costs of rings; each number holds for all mesh dimensions, or is a sequence with an entry each."""
-        latencies, rates = _each(latency, len(mesh_shape)), _each(seconds_per_byte, len(mesh_shape))
-        return cls(tuple(LinkCosts(*numbers) for numbers in zip(mesh_shape, latencies, rates, strict=True)))
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh dimensions."""
@@ -123,7 +96,7 @@ class MeshCosts:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The hardware of the fits; None for costs from latencies and rates."""
+        """The hardware of the fits; None for other costs."""
         return next((costs.hardware for costs in self.dims if isinstance(costs, FittedCosts)), None)
 
     def seconds(self, kind: str, nbytes: float, dim: int) -> float:
@@ -144,7 +117,3 @@ class MeshCosts:
 @lru_cache(maxsize=8)
 def _model(hardware: Hardware) -> CostModel:
     return CostModel(hardware)
-
-
-def _each(number: float | Sequence[float], count: int) -> Sequence[float]:
-    return number if isinstance(number, Sequence) else [number] * count

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ascend_parallel.sharding.layout import REPLICATE, SUM, Layout, Placement, shard
+from ascend_parallel.sharding.layout import backward as gradient_layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.across_meshes import empty_local, exchange
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -154,7 +155,7 @@ class _MeshRedistribution:
         mesh, item = self.source_mesh, local.element_size()
         costs = self.costs or _default_costs(mesh, mesh.device_mesh().device_type)
         crosses = not mesh.has_ranks_of(self.target_mesh)
-        on_source = _without_partials(self.source) if crosses else self.target
+        on_source = gradient_layout(self.source) if crosses else self.target  # across meshes without partials
         plan = plan_redistribution(shape, item, mesh.shape, self.source, on_source, costs)
         result = redistribute_local(local, shape, mesh, plan)
         if crosses:
@@ -165,7 +166,7 @@ class _MeshRedistribution:
     def backward(self, arriving: Layout) -> _MeshRedistribution:
         """Return the redistribution of a gradient that arrives in the layout `arriving` on the target mesh."""
         costs = None if self.source_mesh is not self.target_mesh else self.costs
-        return _MeshRedistribution(self.target_mesh, arriving, self.source_mesh, _gradient_layout(self.source), costs)
+        return _MeshRedistribution(self.target_mesh, arriving, self.source_mesh, gradient_layout(self.source), costs)
 
 
 class _Reshard(torch.autograd.Function):
@@ -187,34 +188,25 @@ class _Reshard(torch.autograd.Function):
         arriving = layout_of(gradient.placements, mesh, gradient.ndim)
         local = gradient.to_local()
         if any(placement.kind == "partial" for placement in target):
-            local = _MeshRedistribution(mesh, arriving, mesh, _gradient_layout(target), None).run(local, shape)
+            local = _MeshRedistribution(mesh, arriving, mesh, gradient_layout(target), None).run(local, shape)
             local = local * _averaged_ranks(target, mesh)
-            arriving = tuple(SUM if p.op in ("max", "min") else _gradient_layout([p])[0] for p in target)
+            whole = zip(target, gradient_layout(target), strict=True)
+            arriving = tuple(SUM if p.op in ("max", "min") else after for p, after in whole)
         local = planned.backward(arriving).run(local, shape) / _averaged_ranks(planned.source, planned.source_mesh)
         for saved in ctx.saved_tensors:
             local = local * _extreme_share(saved.to_local(), shape, planned)
         if planned.source_mesh.coordinate(dist.get_rank()) is None:
             local = local.new_zeros(ctx.local_shape)
-        return _wrapped(local, shape, planned.source_mesh, _gradient_layout(planned.source)), None
+        return _wrapped(local, shape, planned.source_mesh, gradient_layout(planned.source)), None
 
 
 def _extreme_share(local: torch.Tensor, shape: Sequence[int], planned: _MeshRedistribution) -> torch.Tensor:
     """Return, per element, this rank's share of the gradient of a maximum or minimum: 1 / ties, or 0."""
-    mesh, reduced = planned.source_mesh, _without_partials(planned.source)
+    mesh, reduced = planned.source_mesh, gradient_layout(planned.source)
     extreme = _MeshRedistribution(mesh, planned.source, mesh, reduced, None).run(local, shape)
     is_extreme = (local == extreme).to(local.dtype)
     sums = tuple(SUM if placement.kind == "partial" else placement for placement in planned.source)
     return is_extreme / _MeshRedistribution(mesh, sums, mesh, reduced, None).run(is_extreme, shape)
-
-
-def _without_partials(layout: Layout) -> Layout:
-    """Return the layout after its partial placements are reduced to replicate."""
-    return tuple(REPLICATE if placement.kind == "partial" else placement for placement in layout)
-
-
-def _gradient_layout(layout: Sequence[Placement]) -> Layout:
-    """Return the layout of the gradient."""
-    return tuple(placement if placement.kind == "shard" else REPLICATE for placement in layout)
 
 
 def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
@@ -223,14 +215,11 @@ def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
 
 
 def _wrapped(local: torch.Tensor, shape: torch.Size, mesh: ProcessMesh, layout: Layout) -> DTensor:
-    meta = TensorMeta(shape, _strides(shape), local.dtype)
+    strides = tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(shape, strides, local.dtype)
     spec = DTensorSpec(mesh.device_mesh(), tuple(placement.placement for placement in layout), tensor_meta=meta)
     # not from_local: it gives a rank outside the mesh a local tensor through which to_local cannot differentiate
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @lru_cache(maxsize=64)

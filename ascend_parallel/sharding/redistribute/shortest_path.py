@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 
@@ -185,7 +185,7 @@ class _LayoutSpace:
     def __init__(
         self, shape: Shape, itemsize: int, mesh_shape: Shape, costs: MeshCosts, ends: Sequence[Layout]
     ) -> None:
-        self._shape, self._itemsize, self._mesh_shape, self._costs = shape, itemsize, mesh_shape, costs
+        self._shape, self._itemsize, self._mesh_shape = shape, itemsize, mesh_shape
         used = {placement for layout in ends for placement in layout}
         extremes = {placement for placement in used if placement.kind == "partial"} - {SUM, AVERAGE}
         # Paths pass through an average only if an end has an average: integers have none.
@@ -193,8 +193,8 @@ class _LayoutSpace:
         self._shards = [shard(dim) for dim, size in enumerate(shape) if size > 1 or shard(dim) in used]
         # paths between even layouts pass only through even layouts, so that they need no padding
         self._even = all(is_even(shape, layout, mesh_shape) for layout in ends)
-        self._extents: dict[Layout, Shape] = {}
-        self._seconds: dict[tuple[str, float, int], float] = {}
+        self._extent = cache(lambda layout: local_shape(shape, layout, mesh_shape, [0] * len(mesh_shape)))
+        self._time = cache(lambda kind, nbytes, dim: costs.seconds(kind, nbytes, dim) if nbytes else 0.0)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield all layouts of the space."""
@@ -230,19 +230,6 @@ class _LayoutSpace:
         if kind == ALL_TO_ALL:
             return ranks * ranks * prod(map(min, own, new)) * self._itemsize
         return ranks * prod(own if kind == ALL_GATHER else new) * self._itemsize
-
-    def _extent(self, layout: Layout) -> Shape:
-        if layout not in self._extents:
-            self._extents[layout] = local_shape(self._shape, layout, self._mesh_shape, [0] * len(self._mesh_shape))
-        return self._extents[layout]
-
-    def _time(self, kind: str, nbytes: float, dim: int) -> float:
-        if not nbytes:
-            return 0.0
-        key = (kind, nbytes, dim)
-        if key not in self._seconds:
-            self._seconds[key] = self._costs.seconds(*key)
-        return self._seconds[key]
 
 
 def _kind(source: Placement, target: Placement) -> str | None:

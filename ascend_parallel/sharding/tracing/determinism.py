@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.tracing.function_calls import name_of
 
 log = logging.getLogger("ascend_parallel")
 
@@ -163,8 +165,7 @@ def _place(frame: FrameType) -> str:
 
 def _shown(call: _Call) -> str:
     function, constants, place = call
-    name = resolve_name(function) or getattr(function, "__qualname__", repr(function))
-    return f"{place} calls {name}({', '.join(map(str, constants))})"
+    return f"{place} calls {name_of(function)}({', '.join(map(str, constants))})"
 
 
 def _copied(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:

@@ -18,20 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, ParameterRef, UntracedTensor, Value
-
-
-@dataclass(frozen=True)
-class _Input:
-    place: int
-
-
-@dataclass(frozen=True)
-class _NodeOutput:
-    """An output of a node of the tracer."""
-
-    node: str
-
+from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, ParameterRef, Ref, UntracedTensor, Value
 
 _RecordedCall = tuple[Callable[..., Any], list[Any], pytree.TreeSpec, list[Any], pytree.TreeSpec, dict[int, int]]
 
@@ -41,7 +28,8 @@ class Recording:
     """Records the calls of a model's forward inside `noting`.
 
     calls
-        The calls in order, with the origins of tensors in place of tensors.
+        The calls in order, with origins in place of tensors: a `ParameterRef`, a `Ref` to a tensor among the forward's
+        arguments, or an `UntracedTensor` with the name of the tracer's node.
     refused
         The reason why an eager run cannot follow the calls; "": it can.
     """
@@ -62,7 +50,7 @@ class Recording:
             named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
             origins: dict[int, Any] = {id(tensor): ParameterRef(first[name]) for name, tensor in named}
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            origins |= {id(tensor): _Input(place) for place, tensor in enumerate(tensors)}
+            origins |= {id(tensor): Ref(place) for place, tensor in enumerate(tensors)}
             with _CallRecorder(self, origins):
                 returned = forward(*args, **kwargs)
             for leaf in pytree.tree_leaves(returned):
@@ -126,7 +114,7 @@ class _CallRecorder(TorchFunctionMode):
         if node is None:
             self._recording.refuse("a tensor that is no parameter, buffer or input is read: register it as a buffer")
             return None
-        return _NodeOutput(node)
+        return UntracedTensor(node)
 
 
 def _check_gradient(leaf: Any) -> None:
@@ -157,9 +145,9 @@ def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> t
     inputs = [Value(node.name) for node in graph.nodes.values() if node.kind == INPUT]
 
     def in_graph(leaf: Any) -> Any:
-        if isinstance(leaf, _Input):
-            return inputs[leaf.place]
-        return values.get(leaf.node, UntracedTensor(leaf.node)) if isinstance(leaf, _NodeOutput) else leaf
+        if isinstance(leaf, Ref):
+            return inputs[leaf.index]
+        return values.get(leaf.name, leaf) if isinstance(leaf, UntracedTensor) else leaf
 
     calls: list[FunctionCall] = []
     rest = [node for node in graph.nodes.values() if node.kind == CALL]
@@ -183,7 +171,7 @@ def _missing(call: FunctionCall, graph: Graph) -> str:
         for value in node.inputs:
             if value not in available and graph.nodes[value.node].kind in (CALL, INPUT):
                 return value.node
-        available |= {Value(node.name, index) for index in range(len(node.outputs))}
+        available |= set(node.values)
     return ""
 
 

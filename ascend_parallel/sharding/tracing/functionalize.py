@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -82,7 +82,8 @@ class _Aliases:
         self._sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)
         for node in program.graph.nodes:
             if node.target is not operator.getitem:
-                for key in dict.fromkeys(map(_memory, _tensors(node))):
+                leaves = pytree.tree_leaves(node.meta.get("val"))
+                for key in dict.fromkeys(_memory(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
                     self._sharing[key].append(node)
 
     def out_of_place(self, node: torch.fx.Node) -> FunctionalOp | None:
@@ -152,10 +153,6 @@ def _never_aliases(node: torch.fx.Node) -> bool:
     # a composite operator may return its input, which its schema does not say: dropout in evaluation
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     return node.target._overloadpacket.__name__ in NEVER_ALIASING or not composite
-
-
-def _tensors(node: torch.fx.Node) -> Sequence[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int:

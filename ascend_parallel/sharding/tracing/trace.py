@@ -102,13 +102,13 @@ def _without_shared_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     """Clone tensors that are passed twice: torch.export would make a single input of both arguments."""
     seen: set[int] = set()
 
-    def own(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or id(tensor) not in seen:
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
             seen.add(id(tensor))
             return tensor
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map(own, (args, kwargs))  # type: ignore[no-any-return]
+    return pytree.tree_map_only(torch.Tensor, own, (args, kwargs))  # type: ignore[no-any-return]
 
 
 class _Builder:
@@ -164,16 +164,14 @@ class _Builder:
             )
         inputs: list[Value] = []
 
-        def replaced(argument: Any) -> Any:
-            if not isinstance(argument, torch.fx.Node):
-                return argument
+        def reference(argument: torch.fx.Node) -> Ref:
             inputs.append(self.values[argument.name])
             return Ref(len(inputs) - 1)
 
         own = FunctionalOp(node.target, tuple(node.args), node.kwargs, node.meta.get("val"))
         operation = self._replacements.get(node.name) or own
-        args = pytree.tree_map(replaced, operation.args, is_leaf=_is_node)
-        kwargs = pytree.tree_map(replaced, dict(operation.kwargs), is_leaf=_is_node)
+        arguments = (operation.args, dict(operation.kwargs))
+        args, kwargs = pytree.tree_map_only(torch.fx.Node, reference, arguments)
         value: Any = operation.value
         fakes = value if isinstance(value, (list, tuple)) else [value]
         outputs = tuple(_meta(fake) for fake in fakes if isinstance(fake, torch.Tensor))
@@ -218,10 +216,6 @@ def _places(name: str, value: Sequence[Any]) -> list[Value | None]:
     """Return the values by getitem's index: a Value for each tensor, None for other outputs, which are not counted."""
     count = itertools.count()
     return [Value(name, next(count)) if isinstance(output, torch.Tensor) else None for output in value]
-
-
-def _is_node(argument: Any) -> bool:
-    return isinstance(argument, torch.fx.Node)
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:

@@ -1,14 +1,12 @@
 """Checkpoints that load under another layout: another mesh, parallelism, number of ranks, or a single process.
 
 dcp_planner      tensor shards as items of torch.distributed.checkpoint, and the checks over all ranks
-dcp_files        files of torch.distributed.checkpoint's format, checked before they are read
+dcp_files        files of torch.distributed.checkpoint's format, checked before they are read and without running code
 differences      descriptions of what differs; CheckpointError
 folder           complete, interrupted and removed checkpoints; manifest and checksums
 lock             only one save of a step at a time, whichever jobs share the folder
 storage          files hashed as they are written, renamed when complete; errors shared by all ranks
-unpickling       metadata unpickled without running the functions that it names
-saving, loading  save and load
-random_state     states of the random number generators
+saving, loading  save and load, with the states of the random number generators
 module_shards    the tensor shards of any module and of torch's optimizers
 reader           a checkpoint of ours opened by one process, without process groups
 safetensors      the safetensors format: full models written and read

@@ -1,14 +1,20 @@
-"""Read files of torch.distributed.checkpoint's format, after checking that the metadata and the files agree."""
+"""Read files of torch.distributed.checkpoint's format, after checking that the metadata and the files agree.
+
+The metadata is unpickled without running the functions that the pickle names.
+"""
 
 from __future__ import annotations
 
 import io
+import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,7 +29,51 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, saved_kinds
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import METADATA
-from ascend_parallel.training.checkpoint.unpickling import unpickle
+
+# ``.metadata`` is a pickle, which may name any function to be called when it is read. The classes that make up
+# torch.distributed.checkpoint's metadata are listed here; any other name is refused before it is imported.
+# Read from torch 2.6 to 2.13 and megatron-core 0.10 to 0.16.
+_METADATA = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+_PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+_STORAGE = ("_StorageInfo", "_StoragePrefix")
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+
+
+def _allowed() -> dict[tuple[str, str], Any]:
+    """Return the names that a pickle may contain, and the object for each."""
+    listed = ((dcp.metadata, _METADATA), (dcp.planner, _PLANNER), (dcp.filesystem, _STORAGE))
+    found: dict[tuple[str, str], Any] = {
+        (module.__name__, name): getattr(module, name)
+        for module, names in listed
+        for name in names
+        if hasattr(module, name)
+    }
+    for module in ("pathlib", "pathlib._local"):  # the checkpoint's path; a pure path opens nothing
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath"):
+            found[module, name] = PurePosixPath
+    for name, value in vars(torch).items():
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            found["torch", name] = value
+    return found | {
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+        ("collections", "OrderedDict"): OrderedDict,
+        # Subclasses of torch's classes in Megatron-core before 0.16; their additions are not read.
+        (_MEGATRON, "MCoreMetadata"): Metadata,
+        (_MEGATRON, "MCoreSavePlan"): dcp.planner.SavePlan,
+    }
+
+
+_ALLOWED = _allowed()
 
 
 class Reader(FileSystemReader):
@@ -71,13 +121,10 @@ def read_values(checkpoint: Path, metadata: Metadata, names: Sequence[str]) -> d
     planner = TensorShardLoadPlanner({}, names)
     _read(checkpoint, metadata, planner)
     try:
-        return {name: _from_bytes(planner.blobs[name]) for name in names}
+        files = {name: io.BytesIO(planner.blobs[name]) for name in names}
+        return {name: torch.load(file, map_location="cpu", weights_only=True) for name, file in files.items()}
     except Exception as error:
         raise CheckpointError(f"{checkpoint}: {', '.join(names)} cannot be read: {in_words(error)}") from error
-
-
-def _from_bytes(value: bytes) -> Any:
-    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
 def _read(checkpoint: Path, metadata: Metadata, planner: TensorShardLoadPlanner) -> None:
@@ -122,3 +169,15 @@ def _misplaced(checkpoint: Path, metadata: Metadata) -> list[str]:
             elif not 0 <= place.offset <= place.offset + place.length <= sizes.get(place.relative_path, -1):
                 wrong.append(f"{name}: bytes {place.offset} to {place.offset + place.length} of {place.relative_path}")
     return wrong
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs; it is not loaded")
+        return _ALLOWED[module, name]
+
+
+def unpickle(data: bytes) -> Any:
+    """Return the object of a metadata pickle; raise `pickle.UnpicklingError` for a name that metadata does not need."""
+    return _Unpickler(io.BytesIO(data)).load()

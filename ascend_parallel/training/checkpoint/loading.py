@@ -15,8 +15,7 @@ from ascend_parallel.training.checkpoint.dcp_files import Reader, read_metadata,
 from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, kinds
 from ascend_parallel.training.checkpoint.differences import in_words
 from ascend_parallel.training.checkpoint.folder import of_step, read_manifest, verify
-from ascend_parallel.training.checkpoint.random_state import set_random_state
-from ascend_parallel.training.checkpoint.saving import RANDOM, VALUES, fault_of_last, named
+from ascend_parallel.training.checkpoint.saving import RANDOM, VALUES, fault_of_last, named, set_random_state
 from ascend_parallel.training.checkpoint.storage import agree, everybody, same_error_on_all_ranks
 
 log = logging.getLogger(__name__)

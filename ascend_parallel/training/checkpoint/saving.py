@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import threading
+import random
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -19,7 +21,6 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.dcp_planner import TensorShardSavePlanner, kinds
 from ascend_parallel.training.checkpoint.differences import in_words
 from ascend_parallel.training.checkpoint.folder import new_token, step_folder
-from ascend_parallel.training.checkpoint.random_state import random_state
 from ascend_parallel.training.checkpoint.storage import StepWriter, agree, everybody, same_error_on_all_ranks
 from ascend_parallel.version import __version__
 
@@ -36,38 +37,31 @@ class Saving:
         The checkpoint's folder once it is complete.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Make a finished save; `_start` runs it in the background."""
+    def __init__(self, path: Path, background: Future[None] | None = None) -> None:
+        """Hold a save that has ended, or one that runs in the background."""
         self.path = path
-        self._error: BaseException | None = None
+        self._background = background
         self._raised = False
-        self._thread: threading.Thread | None = None
+        if background is not None:
+            background.add_done_callback(self._log)
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete and return its folder; raise the save's error, on every rank."""
-        self._join()
-        if self._error is not None:
+        if error := self._error():
             self._raised = True
-            raise self._error
+            raise error
         return self.path
 
     def done(self) -> bool:
         """Tell whether the save has ended on this rank, with or without an error."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._background is None or self._background.done()
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    def _error(self) -> BaseException | None:
+        """Wait for the save and return its error."""
+        return None if self._background is None else self._background.exception()
 
-    def _start(self, *args: Any) -> None:
-        self._thread = threading.Thread(target=self._run, args=args, name=f"saving {self.path.name}")
-        self._thread.start()
-
-    def _run(self, *args: Any) -> None:
-        try:
-            _write(*args)
-        except BaseException as error:  # noqa: BLE001  raised by wait()
-            self._error = error
+    def _log(self, background: Future[None]) -> None:
+        if error := background.exception():
             log.error("saving %s failed: %s", self.path, error)
 
 
@@ -119,14 +113,16 @@ def save(
         fault = in_words(error)
     mine = {"path": str(path), "step": str(step), "keep": str(keep), "asynchronous": str(asynchronous), **digests}
     token = agree(group, "save of a checkpoint", mine, fault, offer=new_token())
-    saving = Saving(step_folder(folder, step))
+    target = step_folder(folder, step)
     about = {"step": step, "ranks": 1 if group is None else group.size(), "torch": torch.__version__}
     writer = StepWriter(folder, step, token, keep, {**about, "ascend_parallel": __version__})
     if not asynchronous:
         _write(group, shards, blobs, writer)
-        return saving
-    copies = {name: replace(shard, local=_copy(shard.local)) for name, shard in shards.items()}
-    saving._start(group, copies, blobs, writer)
+        return Saving(target)
+    copies = {name: replace(shard, local=shard.local.detach().to("cpu", copy=True)) for name, shard in shards.items()}
+    thread = ThreadPoolExecutor(1, f"saving {target.name}")
+    saving = Saving(target, thread.submit(_write, group, copies, blobs, writer))
+    thread.shutdown(wait=False)
     _LAST[:] = [saving]
     return saving
 
@@ -134,13 +130,11 @@ def save(
 def fault_of_last() -> str:
     """Wait for the last background save; return its error if the error has not been raised yet, else ""."""
     last = _LAST.pop() if _LAST else None
-    if last is None:
-        return ""
-    last._join()
-    if last._error is None or last._raised:
+    error = None if last is None else last._error()
+    if last is None or error is None or last._raised:
         return ""
     last._raised = True
-    return f"the asynchronous save to {last.path} failed: {last._error}"
+    return f"the asynchronous save to {last.path} failed: {error}"
 
 
 def _write(
@@ -195,5 +189,26 @@ def _fingerprint(value: Any) -> str:
     return shown if len(shown) <= 40 else hashlib.sha256(shown.encode()).hexdigest()[:16]
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def random_state() -> dict[str, Any]:
+    """Return the generator states of torch, the current accelerator (if any), Python and numpy."""
+    kind, keys, *rest = np.random.get_state()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+    }
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.accelerator.is_available():
+        found[device.type] = torch.get_device_module(device).get_rng_state()
+    return found
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set what `random_state` returned; the state of an accelerator that this process lacks is ignored."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    device = torch.accelerator.current_accelerator()
+    if device is not None and device.type in state and torch.accelerator.is_available():
+        torch.get_device_module(device).set_rng_state(state[device.type])

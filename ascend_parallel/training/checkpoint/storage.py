@@ -179,9 +179,8 @@ def same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            lines = dict.fromkeys(_words(rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
-            raise CheckpointError("\n".join(lines)) from error
-
-
-def _words(rank: int, cause: BaseException) -> str:
-    return in_words(cause) if isinstance(cause, CheckpointError) else f"rank {rank}: {in_words(cause)}"
+            lines = [
+                f"{'' if isinstance(cause, CheckpointError) else f'rank {rank}: '}{in_words(cause)}"
+                for rank, (cause, _) in sorted(error.failures.items())
+            ]
+            raise CheckpointError("\n".join(dict.fromkeys(lines))) from error

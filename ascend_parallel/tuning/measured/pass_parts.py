@@ -135,11 +135,9 @@ class Collective:
             return all_gather_single(whole, x, self._group).wait
         if self._operator == ALL_GATHER:
             return start_gathers(x, self._group, sizes, ALL_GATHER)[0].wait
-        scatters = reduce_scatters(x, sizes, self._group)
-        for scatter in scatters:
-            scatter.expect()
+        starts = reduce_scatters(x, sizes, self._group)
         inputs = torch.split_with_sizes(whole, [ranks * size for size in sizes])
-        return _wait_all([scatter.start(x_c) for scatter, x_c in zip(scatters, inputs, strict=True)])
+        return _wait_all([start(x_c) for start, x_c in zip(starts, inputs, strict=True)])
 
 
 def repeats(piece: float, pieces: float) -> tuple[int, int]:
