@@ -161,21 +161,6 @@ class Hardware:
         require("--launch-us", seconds * 1e6, 0 <= seconds <= 1, "microseconds from 0 to 1000000")
         return replace(self, host=replace(self.host, launch=seconds))
 
-    def with_fixed_cost(self, seconds: float) -> Hardware:
-        """Return this hardware with `seconds` added to every collective of any size."""
-        data = self.collectives
-        slower: dict[str, Any] = {
-            name: tuple((limit, fixed + seconds, *rest) for limit, fixed, *rest in getattr(data, name))
-            for name in ("all_reduce", "all_gather", "reduce_scatter")
-        }
-        if not data.all_gather:  # gather_share must not scale the added seconds
-            for name in ("all_gather", "reduce_scatter"):
-                slower[name] = tuple(
-                    (limit, data.gather_share * fixed + seconds, *(data.gather_share * value for value in rest))
-                    for limit, fixed, *rest in data.all_reduce
-                )
-        return replace(self, collectives=replace(data, **slower))
-
 
 TABLES: dict[str, type[Any]] = {
     "matmul": Matmul,
