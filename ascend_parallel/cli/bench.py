@@ -21,7 +21,7 @@ from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.bench.show import plot, show
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
-from ascend_parallel.tuning.launch.link import End, LinkError, shaped_link
+from ascend_parallel.tuning.launch.link import LinkError
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
 from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan
 from ascend_parallel.tuning.measured.chunk_plan import read_plan as plan_of
@@ -220,12 +220,12 @@ def _request(
 
 
 def _measure(request: Request) -> dict[str, Any]:
-    with _link(request) as ends, Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
+    with Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
             request.ranks,
             limit=request.limit,
-            ends=ends,
+            link=request.link,
             on_progress=lambda line: status.update(line.replace("[", r"\[")),
             cases=request.cases,
             chunks=request.chunks,
@@ -233,15 +233,6 @@ def _measure(request: Request) -> dict[str, Any]:
             rounds=request.rounds,
         )
     return measured
-
-
-@contextmanager
-def _link(request: Request) -> Iterator[list[End]]:
-    if request.link is None:
-        yield []
-        return
-    with shaped_link(request.link, request.ranks) as ends:
-        yield ends
 
 
 @contextmanager

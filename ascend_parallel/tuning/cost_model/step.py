@@ -92,7 +92,7 @@ def pipeline_time(stages: list[tuple[float, float]], micro_batches: int, hop: fl
 
     stages: forward and backward seconds of each stage. hop: seconds of a transfer between two stages. For equal stages
     without hops the result is exact: (micro-batches + stages - 1) (forward + backward). If the last stage is up to 1.5
-    times as long, for the logits, an event simulation is at most 3 % below the result; otherwise the result is an estimate.
+    times as long, for the logits, an event simulation takes at most 3 % less; otherwise the result is an estimate.
     """
     through = sum(forward + backward for forward, backward in stages) + 2 * hop * (len(stages) - 1)
     pace = max(forward + backward for forward, backward in stages) + (2 * hop if len(stages) > 1 else 0.0)
