@@ -1,4 +1,4 @@
-"""Parse whole numbers from variables and the command line; shorten values for error messages."""
+"""Parse whole numbers and rates from variables and the command line; shorten values for error messages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import reprlib
 
 BLANKS = " \t\r\n"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit")
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 200
 _SHOWN.maxlong = 60
@@ -21,6 +22,12 @@ def whole(text: str) -> int | None:
     """
     plain = text.strip(BLANKS)
     return int(plain) if _WHOLE.fullmatch(plain) else None
+
+
+def bits_per_second(text: str) -> float | None:
+    """Return the rate written as ``1gbit``, ``2.5gbit`` or ``500mbit``, or None for any other text."""
+    match = _RATE.fullmatch(text.strip().lower())
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else None
 
 
 def shown(value: object) -> str:

@@ -48,13 +48,6 @@ class Placement:
             return Shard(self.dim)
         return Partial(self.op) if self.kind == "partial" else Replicate()
 
-    @cached_property
-    def gradient(self) -> dtensor.Placement:
-        """The gradient's placement as torch's class."""
-        if self.kind == "partial_grad":
-            return Partial("sum")
-        return Shard(self.dim) if self.kind == "shard" else Replicate()
-
     def __str__(self) -> str:
         """Return R, R* (the gradient is partial), S(0) or P(sum)."""
         short = {"replicate": "R", "partial_grad": "R*"}

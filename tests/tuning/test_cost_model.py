@@ -16,7 +16,7 @@ from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makesp
 from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import passes
+from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, layer_linears
 from ascend_parallel.tuning.cost_model.step import pipeline_time
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -226,7 +226,7 @@ def test_uneven_chunks_of_the_presets_beat_equal_ones():
     costs, cut, better = COSTS["ascend-910b2"], 0, 0
     for model in all_models().values():
         for linear in layer_linears(model, Batch(sequence=4096, micro_batch=2, tp=8)):
-            for part in passes(costs, linear):
+            for part in (LinearPass(costs, linear, direction) for direction in (FORWARD, BACKWARD)):
                 assert part.best.seconds <= part.best.equal_seconds
                 cut += len(part.best.equal) > 1
                 better += part.best.seconds < part.best.equal_seconds

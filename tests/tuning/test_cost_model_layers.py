@@ -35,7 +35,7 @@ def test_operators_of_a_layer_are_those_of_the_overlap_page():
     ):
         batch = Batch(sequence=128, micro_batch=2, tp=2, sequence_parallel=sequence_parallel)
         linears = layer_linears(find_model("llama2-7b"), batch)
-        found = [(linear.forward_problem(), linear.backward_problem()) for linear in linears]
+        found = [(linear.problem("forward"), linear.problem("backward")) for linear in linears]
         assert [tuple(problem and problem.operator for problem in pair) for pair in found] == expected
     up = found[2]
     assert (up[0].m, up[0].k, up[0].n) == (256, 4096, 11008)
