@@ -50,8 +50,8 @@ compat-%: $(VENV)/ready
 		tests/diagnostics/test_verify.py tests/diagnostics/test_verify_faults.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
 
-bench: $(VENV)/ready  ## E_bound of every layer on a link of 1 Gbit/s (needs root for network namespaces)
-	$(BIN)/python benchmarks/linears.py --link 1gbit $(ARGS)
+bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (needs root for network namespaces)
+	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)
 
 # The extension is built in this environment (no build isolation): an isolated one would install another torch.
 $(VENV)/ready: constraints.txt pyproject.toml setup.py

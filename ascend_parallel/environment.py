@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from ascend_parallel.settings import (
     require,
     whole_number,
 )
-from ascend_parallel.text import BLANKS, whole
+from ascend_parallel.text import BLANKS, nearest, toml, whole
 
 
 def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -53,7 +52,7 @@ def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
 def read_file(name: str) -> dict[str, Any]:
     """Read a TOML or JSON configuration file into keyword arguments of `Settings`."""
     path = Path(name)
-    parsers: dict[str, Callable[[str], Any]] = {".toml": _parse_toml, ".json": json.loads}
+    parsers: dict[str, Callable[[str], Any]] = {".toml": toml, ".json": json.loads}
     parse = parsers.get(path.suffix.lower())
     if parse is None:
         raise SettingsError(f"{CONFIG_VARIABLE}={name!r} is not allowed: give the path of a .toml or .json file")
@@ -139,15 +138,7 @@ def _known(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(Settings)]
     for name in values:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {close[0]}" if close else ""
-            raise SettingsError(f"{place} has the unknown key {name!r}{hint}? Known keys: {', '.join(names)}")
+            raise SettingsError(
+                f"{place} has the unknown key {name!r}{nearest(name, names)} Known keys: {', '.join(names)}"
+            )
     return dict(values)
-
-
-def _parse_toml(text: str) -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(text)

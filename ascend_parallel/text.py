@@ -1,12 +1,17 @@
-"""Parse whole numbers from variables and the command line; shorten values for error messages."""
+"""Parse numbers, rates and TOML texts of users; shorten values and name the nearest name in error messages."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import reprlib
+import sys
+from collections.abc import Iterable
+from typing import Any
 
 BLANKS = " \t\r\n"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit")
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 200
 _SHOWN.maxlong = 60
@@ -21,6 +26,28 @@ def whole(text: str) -> int | None:
     """
     plain = text.strip(BLANKS)
     return int(plain) if _WHOLE.fullmatch(plain) else None
+
+
+def bits_per_second(text: str) -> float | None:
+    """Return the rate written as ``1gbit``, ``2.5gbit`` or ``500mbit``, or None for any other text."""
+    match = _RATE.fullmatch(text.strip().lower())
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else None
+
+
+def toml(text: str) -> dict[str, Any]:
+    """Return the values of a TOML text; raises `ValueError`, or `RecursionError` for deep nesting."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    values: dict[str, Any] = tomllib.loads(text)
+    return values
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean ...?``, or a full stop if no name is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else "."
 
 
 def shown(value: object) -> str:

@@ -5,29 +5,18 @@
 
 Forward and backward of tanh(linear(x)), fp32, on 2 ranks. "data parallel": weights are replicated and
 gradients summed. "gathered": weights are sharded as in ZeRO-3, gathered where they are read, and gradients
-reduce-scattered. Every round runs all variants in random order.
+reduce-scattered.
 """
 
 from __future__ import annotations
 
-import argparse
-import random
-import sys
-import time
-from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
-from statistics import median
-
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
-from ascend_parallel.tuning.launch.link import LinkError, shaped_link
-from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, run_ranks
 
 RANKS, ROWS, WIDTH, LAYERS = 2, 512, 512, 8
 WEIGHT = 4 * WIDTH * WIDTH
@@ -45,44 +34,26 @@ class Stack(nn.Sequential):
         return super().forward(x).square().mean()
 
 
-def main() -> int:
-    """Read the command line, measure, print; as a rank, measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--link", metavar="RATE", help="between the ranks, such as 1gbit (needs root)")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    link = shaped_link(options.link, RANKS) if options.link else nullcontext([])
-    with link as ends, Console(stderr=True).status("measuring") as status:
-        arguments = {"rounds": options.rounds, "limit": 300}
-        job = Job(program=(str(Path(__file__)),), arguments=arguments, ranks=RANKS, limit=300, ends=ends)
-        found = run_ranks(job, lambda line: status.update(line))
-    print("| | ms | the first of its kind / it |\n|---|---|---|")
+def main() -> None:
+    """Read the command line, measure, print."""
+    options = options_of(__doc__, rounds=15).parse_args()
+    found = on_ranks("buckets:rank", RANKS, link=options.link, rounds=options.rounds)
+    rows = []
     for name, times in found.items():
-        first = found[next(other for other in found if other.partition(",")[0] == name.partition(",")[0])]
-        gain = median(theirs / ours for theirs, ours in zip(first, times, strict=True))
-        print(f"| {name} | {1e3 * median(times):.1f} | {gain:.2f} |")
-    return 0
+        first = next(theirs for other, theirs in found.items() if other.partition(",")[0] == name.partition(",")[0])
+        rows.append([name, milliseconds(times), f"{gain(first, times):.2f}"])
+    print(table(["", "ms", "the first of its kind / it"], rows))
 
 
-def rank() -> None:
+def rank(group: dist.ProcessGroup, rounds: int) -> dict[str, list[float]]:
     """Time every variant on this rank."""
-    job = begin_rank()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job["limit"]))
-    models = variants()
-    times: dict[str, list[float]] = {name: [] for name in models}
     x = torch.randn(ROWS // RANKS, WIDTH)
-    for index in range(job["rounds"] + 2):
-        order = list(models)
-        random.Random(index).shuffle(order)
-        for name in order:
-            took = step(models[name], x)
-            if index >= 2:
-                times[name].append(took)
-    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    deliver(dict(zip(times, slowest.tolist(), strict=True)))
-    dist.destroy_process_group()
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    return in_turn({name: lambda model=model: step(model) for name, model in variants().items()}, rounds)
 
 
 def variants() -> dict[str, nn.Module]:
@@ -103,17 +74,5 @@ def variants() -> dict[str, nn.Module]:
     } | {"data parallel, torch's DDP": DistributedDataParallel(Stack(), bucket_cap_mb=2)}
 
 
-def step(model: nn.Module, x: torch.Tensor) -> float:
-    """Time one forward and backward."""
-    model.zero_grad()
-    dist.barrier()
-    start = time.perf_counter()
-    model(x).backward()
-    return time.perf_counter() - start
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(rank() if sys.argv[-1].endswith("job.json") else main())
-    except (LinkError, RankError, ValueError) as error:
-        sys.exit(f"buckets.py: {error}")
+    run(main)

@@ -2,96 +2,87 @@
 
     python benchmarks/host_cost.py
 
-On shapes too small for the work to matter, the chunked operators are timed beside the same calls of
-``torch.mm(out=)`` and torch.distributed by hand, on views made beforehand, in the same order (host_calls.py). The
-difference is the cost of checks, choice, chunks and bookkeeping.
+On shapes too small for the work to matter, the chunked operators are timed beside the same calls of ``torch.mm(out=)``
+and torch.distributed by hand, on views made beforehand, in the same order. The difference is the cost of checks,
+choice, chunks and bookkeeping. The table has medians over the rounds, of the slowest rank, in microseconds: of a call
+for bare; of a chunk, beyond that, for the others. +1: cost of one more chunk.
 
-layer: the linear layer's forward. torch.op: the operator through torch.library. wall: elapsed time, which other
-programs disturb, and in which waiting for gloo's threads may hide a cost. cpu: processor time of the calling thread,
-in which no cost can hide.
+layer     the linear layer's forward, without gradients
+torch.op  the operator through torch.library, as a traced model calls it
+bare      torch.mm(out=) and torch.distributed by hand
+
+wall: elapsed time, which other programs disturb, and in which waiting for gloo's threads may hide a cost. cpu:
+processor time of the calling thread, in which no cost can hide.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-from pathlib import Path
+import time
+from collections.abc import Callable
 from statistics import median
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import torch
+import torch.distributed as dist
+from measuring import in_turn, on_ranks, options_of, run, table
 
-from ascend_parallel.tuning.launch.ranks import Job, RankError, run_ranks
+from ascend_parallel import ops
+from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.settings import Settings
 
-CLOCKS = ("cpu", "wall")
+# The least rows of a chunk: N chunks have N times as many rows, in equal chunks.
+ROWS = 16
+WIDTH = 16
+CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 CALLERS = ("layer", "torch.op")
 GOAL_MICROSECONDS = 15
 BUSY_LOAD = 0.5
 
-# operator -> chunk count -> clock -> caller or "bare" -> seconds per call, one number per round
-Measured = dict[str, dict[str, dict[str, dict[str, list[float]]]]]
+Call = Callable[[], object]
+# clock -> caller or "bare" -> seconds per call, one number per round
+Times = dict[str, dict[str, list[float]]]
 
 
-def main() -> int:
+def main() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description="Measure the operators' host cost per chunk.")
+    parser = options_of(__doc__, link=False, rounds=40)
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 16], metavar="COUNT", help="default: 4 8 16")
-    parser.add_argument("--rounds", type=int, default=40, help="default: 40")
     parser.add_argument("--calls", type=int, default=10, help="calls timed together in a round (default: 10)")
     options = parser.parse_args()
-    if min(options.chunks) < 2 or len(set(options.chunks)) < 2:
+    chunks = sorted(set(options.chunks))
+    if min(chunks) < 2 or len(chunks) < 2:
         parser.error("--chunks: give two or more different counts, each 2 or more")
     if options.ranks < 2 or options.rounds < 1 or options.calls < 1:
         parser.error("--ranks needs 2 or more, --rounds and --calls 1 or more")
-    chunks = sorted(set(options.chunks))
-    arguments = {"chunks": chunks, "rounds": options.rounds, "calls": options.calls}
     load = os.getloadavg()[0]
-    with Console(stderr=True).status("starting", refresh_per_second=2) as status:
-        job = Job(
-            program=(str(Path(__file__).with_name("host_calls.py")),),
-            arguments=arguments,
-            ranks=options.ranks,
-            limit=600,
-        )
-        measured: Measured = run_ranks(job, status.update)
-    print_table(measured, chunks, Console())
-    print(f"bare: microseconds a call. The others: microseconds a chunk beyond that; the goal is {GOAL_MICROSECONDS}.")
-    print(f"Medians over {options.rounds} rounds, of the slowest rank. +1: cost of one more chunk.")
+    measured = on_ranks("host_cost:rank", options.ranks, chunks=chunks, rounds=options.rounds, calls=options.calls)
+    heads = ["operator", "chunks", *(f"{clock} {what}" for clock in CLOCKS for what in ("bare", *CALLERS))]
+    print(table(heads, [row for operator, by_count in measured.items() for row in rows(operator, by_count)]))
+    print(f"\nThe goal of layer and torch.op is {GOAL_MICROSECONDS} microseconds a chunk.")
     if load > BUSY_LOAD:
         print(f"The machine was busy before (load {load:.1f}): wall is unreliable.")
-    return 0
 
 
-def print_table(measured: Measured, chunks: list[int], console: Console) -> None:
-    """Print one line per operator and chunk count, and one for the cost of each further chunk."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("operator", no_wrap=True)
-    for heading in ("chunks", *(f"{clock}\n{what}" for clock in CLOCKS for what in ("bare", *CALLERS))):
-        table.add_column(heading, justify="right")
-    for operator, by_count in measured.items():
-        table.add_section()
-        extra = {count: differences(by_count[str(count)]) for count in chunks}
-        for count in chunks:
-            label = operator if count == chunks[0] else ""
-            cells = [f"{time:.0f}" if per is None else f"{per / count:.1f}" for time, per in extra[count]]
-            table.add_row(label, str(count), *cells)
-        least, most = chunks[0], chunks[-1]
-        rises = [
-            "" if high is None or low is None else f"{(high - low) / (most - least):.1f}"
-            for (_, low), (_, high) in zip(extra[least], extra[most], strict=True)
-        ]
-        table.add_row("", "+1", *rises)
-    console.print(table)
+def rows(operator: str, by_count: dict[str, Times]) -> list[list[str]]:
+    """Return a row for each chunk count of an operator, and one for the cost of each further chunk."""
+    extra = {int(count): differences(times) for count, times in by_count.items()}
+    found = [
+        [operator, str(count), *(f"{time:.0f}" if per is None else f"{per / count:.1f}" for time, per in columns)]
+        for count, columns in extra.items()
+    ]
+    least, most = min(extra), max(extra)
+    rises = [
+        "" if high is None or low is None else f"{(high - low) / (most - least):.1f}"
+        for (_, low), (_, high) in zip(extra[least], extra[most], strict=True)
+    ]
+    return [*found, [operator, "+1", *rises]]
 
 
-def differences(by_clock: dict[str, dict[str, list[float]]]) -> list[tuple[float, float | None]]:
+def differences(by_clock: Times) -> list[tuple[float, float | None]]:
     """Return, by column, the median microseconds per call and the median excess over the bare calls."""
     columns: list[tuple[float, float | None]] = []
-    for clock in CLOCKS:
-        times = by_clock[clock]
+    for times in by_clock.values():
         columns.append((median(times["bare"]) * 1e6, None))
         for caller in CALLERS:
             # Paired by round, so that a disturbed round affects only one difference.
@@ -100,11 +91,117 @@ def differences(by_clock: dict[str, dict[str, list[float]]]) -> list[tuple[float
     return columns
 
 
+def rank(group: dist.ProcessGroup, chunks: list[int], rounds: int, calls: int) -> dict[str, dict[int, Times]]:
+    """Measure every operator at every chunk count."""
+    torch.set_grad_enabled(False)
+    makers = {
+        "matmul_all_reduce": all_reduce_calls,
+        "matmul_reduce_scatter": reduce_scatter_calls,
+        "all_gather_matmul": all_gather_calls,
+    }
+    return {
+        operator: {count: compare(operator, count, make(group, count), rounds, calls) for count in chunks}
+        for operator, make in makers.items()
+    }
+
+
+def compare(operator: str, count: int, cases: dict[str, Call], rounds: int, calls: int) -> Times:
+    """Return the slowest rank's seconds per call of all cases."""
+    for who in CALLERS:
+        ops.COUNTS.clear()
+        cases[who]()
+        cut = ops.COUNTS.as_dict()[operator]["chunks"]
+        if cut != count:
+            raise RuntimeError(f"{operator} as {who} ran in {cut} chunks, not {count}: the comparison would be unfair")
+    repeated = {who: lambda call=call: [call() for _ in range(calls)] for who, call in cases.items()}
+    return {
+        name: {who: [took / calls for took in times] for who, times in in_turn(repeated, rounds, clock=clock).items()}
+        for name, clock in CLOCKS.items()
+    }
+
+
+def all_reduce_calls(group: dist.ProcessGroup, count: int) -> dict[str, Call]:
+    """``matmul_all_reduce``: matmul and all-reduce of each chunk, then all waits."""
+    x, w = torch.zeros(ROWS * count, WIDTH), torch.zeros(WIDTH, WIDTH)
+    y = torch.zeros(ROWS * count, WIDTH)
+    chunks = list(zip(x.chunk(count), y.chunk(count), strict=True))
+
+    def bare() -> None:
+        works = []
+        for x_c, y_c in chunks:
+            torch.mm(x_c, w, out=y_c)
+            works.append(dist.all_reduce(y_c, group=group, async_op=True))
+        for work in works:
+            work.wait()
+
+    settings = Settings(num_chunks=count, mode=2)
+    return {
+        "layer": lambda: row_linear(x, w.t(), group=group, settings=settings),
+        "torch.op": lambda: ops.matmul_all_reduce(x, w, group, num_chunks=count),
+        "bare": bare,
+    }
+
+
+def reduce_scatter_calls(group: dist.ProcessGroup, count: int) -> dict[str, Call]:
+    """``matmul_reduce_scatter`` on gloo: all receives, each chunk's matmuls and sends, then waits and sums."""
+    ranks, rank = group.size(), group.rank()
+    peers = [peer for peer in range(ranks) if peer != rank]
+    x, w = torch.zeros(ranks * ROWS * count, WIDTH), torch.zeros(WIDTH, WIDTH)
+    chunks = []
+    for x_r_c in x.view(ranks, -1, WIDTH).chunk(count, dim=1):
+        x_r = x_r_c.unbind()
+        partial, received = torch.zeros(ranks, ROWS, WIDTH).unbind(), torch.zeros(ranks, ROWS, WIDTH).unbind()
+        parts = [partial[peer] if peer == rank else received[peer] for peer in range(ranks)]
+        chunks.append((list(zip(x_r, partial, strict=True)), partial, received, parts, torch.zeros(ROWS, WIDTH)))
+
+    def bare() -> None:
+        works = [[dist.irecv(received[p], group=group, group_src=p) for p in peers] for _, _, received, _, _ in chunks]
+        for index, (slices, partial, _, _, _) in enumerate(chunks):
+            for x_c, y_c in slices:
+                torch.mm(x_c, w, out=y_c)
+            works[index] += [dist.isend(partial[p], group=group, group_dst=p) for p in peers]
+        for index, (_, _, _, parts, out) in enumerate(chunks):
+            for work in works[index]:
+                assert work is not None
+                work.wait()
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+
+    settings = Settings(num_chunks=count, mode=2)
+    return {
+        "layer": lambda: row_linear(x, w.t(), group=group, settings=settings, sequence_parallel=True),
+        "torch.op": lambda: ops.matmul_reduce_scatter(x, w, group, num_chunks=count),
+        "bare": bare,
+    }
+
+
+def all_gather_calls(group: dist.ProcessGroup, count: int) -> dict[str, Call]:
+    """``all_gather_matmul``: all gathers, the own rows' matmul, then each chunk's wait and matmuls."""
+    ranks, rank = group.size(), group.rank()
+    x, w = torch.zeros(ROWS * count, WIDTH), torch.zeros(WIDTH, WIDTH)
+    gathered, y = torch.zeros(ranks, ROWS * count, WIDTH), torch.zeros(ranks, ROWS * count, WIDTH)
+    chunks = []
+    for x_c, gathered_r_c, y_r_c in zip(x.chunk(count), gathered.chunk(count, 1), y.chunk(count, 1), strict=True):
+        others = [(gathered_r_c[peer], y_r_c[peer]) for peer in range(ranks) if peer != rank]
+        chunks.append((x_c, list(gathered_r_c.unbind()), others))
+    own = y[rank]
+
+    def bare() -> None:
+        works = [dist.all_gather(views, x_c, group=group, async_op=True) for x_c, views, _ in chunks]
+        torch.mm(x, w, out=own)
+        for work, (_, _, others) in zip(works, chunks, strict=True):
+            work.wait()
+            for x_c, y_c in others:
+                torch.mm(x_c, w, out=y_c)
+
+    settings = Settings(num_chunks=count, mode=2)
+    return {
+        "layer": lambda: column_linear(x, w.t(), group=group, settings=settings, sequence_parallel=True),
+        "torch.op": lambda: ops.all_gather_matmul(x, w, group, num_chunks=count),
+        "bare": bare,
+    }
+
+
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RankError as error:
-        print(f"host_cost.py: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run(main)

@@ -1,6 +1,6 @@
 """Measure the bubbles of a pipeline step and its peak memory, beside the simulation and the published formula.
 
-    torchrun --nproc-per-node 2 benchmarks/pipeline.py
+    python benchmarks/pipeline.py
 
 A stack of linear layers of 512 x 512 in fp32, two layers per stage, one rank per group; medians of some rounds.
 Activation memory is the peak of live tensors in a step, minus those alive before the step.
@@ -9,11 +9,11 @@ Activation memory is the peak of live tensors in a step, minus those alive befor
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from measuring import FOLDER, on_ranks, options_of, run, table
 from torch import nn
 
 from ascend_parallel.sharding import ProcessMesh, propagate, trace
@@ -21,10 +21,11 @@ from ascend_parallel.training.pipeline.pipeline import Pipeline
 from ascend_parallel.training.pipeline.schedule import closed_bubble
 from ascend_parallel.training.pipeline.step_times import Measured
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.append(str(FOLDER.parent / "tests" / "support"))
+
 from allocations import peak_bytes
 
-WIDTH, ROWS, ROUNDS = 512, 512, 15
+WIDTH, ROWS = 512, 512
 # Schedule, stages on each rank.
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2), ("zbv", 2))
 COUNTS = (2, 4, 8)
@@ -45,8 +46,8 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def measured(schedule: str, several: int, count: int) -> tuple[Pipeline, list[Measured], int]:
-    """Return the pipeline, its steps, and the peak bytes of a step."""
+def measured(schedule: str, several: int, count: int, rounds: int) -> tuple[list[Measured], int]:
+    """Return the steps of a pipeline, and the peak bytes of a step."""
     ranks = dist.get_world_size()
     stages = ranks * several
     torch.manual_seed(0)
@@ -56,39 +57,34 @@ def measured(schedule: str, several: int, count: int) -> tuple[Pipeline, list[Me
     by_layer = {f"layers.{layer}": layer * stages // (4 * ranks) for layer in range(4 * ranks)}
     pipeline = Pipeline(model, plan, by_layer, meshes, schedule=schedule, micro_batches=count, overlap=False)
     steps = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds + 2):
         steps.append(pipeline.measure(x))
         pipeline.zero_grad()
     peak = peak_bytes(lambda: pipeline.step(x))
-    return pipeline, steps[2:], peak
+    return steps[2:], peak
 
 
 def main() -> None:
-    """Print a line for each schedule and number of micro-batches."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    ranks, first = dist.get_world_size(), dist.get_rank() == 0
-    if first:
-        print("| schedule | micro-batches | bubbles measured | simulated | formula | step ms | peak MB of rank 0 |")
-        print("|---|---|---|---|---|---|---|")
+    """Measure, print a line for each schedule and number of micro-batches."""
+    parser = options_of(__doc__, link=False, rounds=13)
+    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    options = parser.parse_args()
+    heads = ("schedule", "micro-batches", "bubbles measured", "simulated", "formula", "step ms", "peak MB of rank 0")
+    print(table(heads, on_ranks("pipeline:rank", options.ranks, rounds=options.rounds)))
+
+
+def rank(group: dist.ProcessGroup, rounds: int) -> list[list[str]]:
+    """Return the rows of the table."""
+    rows = []
     for schedule, several in SCHEDULES:
         for count in COUNTS:
-            _, steps, peak = measured(schedule, several, count)
-            if first:
-                closed = closed_bubble(schedule, ranks, ranks * several, count)
-                formula = "" if closed is None else f"{closed:.1%}"
-                bubble, simulated = (median(of) for of in zip(*map(_bubbles, steps), strict=True))
-                seconds = median(step.seconds[0] for step in steps)
-                print(
-                    f"| {schedule} | {count} | {bubble:.1%} | {simulated:.1%} | {formula} | {1000 * seconds:.1f} | "
-                    f"{peak / 1e6:.1f} |"
-                )
-    dist.destroy_process_group()
-
-
-def _bubbles(step: Measured) -> tuple[float, float]:
-    return step.bubble, step.simulated.bubble
+            steps, peak = measured(schedule, several, count, rounds)
+            closed = closed_bubble(schedule, group.size(), group.size() * several, count)
+            row = [schedule, str(count), f"{median(step.bubble for step in steps):.1%}"]
+            row += [f"{median(step.simulated.bubble for step in steps):.1%}", "" if closed is None else f"{closed:.1%}"]
+            rows.append([*row, f"{1000 * median(step.seconds[0] for step in steps):.1f}", f"{peak / 1e6:.1f}"])
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

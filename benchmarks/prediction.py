@@ -11,22 +11,20 @@ are chosen so that communication takes about 2, 1.5 and 1 times as long as the m
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
+import torch
+from measuring import gain, on_ranks, options_of, run, table
 
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.tuning.bench.passes import SERIAL
-from ascend_parallel.tuning.launch.link import LinkError, shaped_link
-from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
+from ascend_parallel.tuning.bench.shapes import shape_cases
+from ascend_parallel.tuning.e_bound import e_bound
 from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
 
 RANKS = 2
@@ -44,6 +42,7 @@ LAYERS = (("row", False), ("row", True), ("column", True))
 ROUNDS = {"500mbit": 7, "1gbit": 9, "2gbit": 11, "4gbit": 15, "loopback": 15}
 CHUNKS = [2, 4, 8]
 SECONDS_A_RATE = 1200
+HEADS = ("link", "layer", "pass", "M,K,N", "T_mm", "T_comm", "cut")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +66,8 @@ class Line:
 
     @property
     def e_bound(self) -> float | None:
-        """The hidden share of what can be hidden; None if less than 3 % can be hidden."""
-        to_hide = self.serial - max(self.parts.computation, self.parts.communication)
-        return (self.serial - self.measured) / to_hide if to_hide > 0.03 * self.serial else None
+        """The hidden share of what can be hidden."""
+        return e_bound(self.measured, self.serial, self.parts.computation, self.parts.communication)
 
     @property
     def cells(self) -> list[str]:
@@ -92,15 +90,13 @@ class Final:
     kept: bool
 
 
-def main() -> int:
+def main() -> None:
     """Measure, or print the tables of a file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options_of(__doc__, link=False)
     parser.add_argument("--json", type=Path, default=Path("prediction.json"), help="file for the measurements")
     parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing, print the table of this file")
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument(
-        "--rounds", type=int, help="timings of every call; default: 7 on the slowest link to 15 on the fastest"
-    )
+    parser.add_argument("--rounds", type=int, help="timings of every call; default: 7 on the slowest link, 15 at most")
     options = parser.parse_args()
     if options.table is None:
         results = {rate: measure(rate, options.rounds or ROUNDS[rate]) for rate in options.rates}
@@ -113,39 +109,20 @@ def main() -> int:
             own = lines_of(rate, measured)
             lines += own
             finals.append(final_of(own, measured))
-    sys.stdout.write(f"{summary(lines, finals)}\n\n{tuned(finals)}\n\n{markdown(lines)}\n")
-    return 0
+    print(f"{summary(lines, finals)}\n\n{tuned(finals)}\n\n{timed(lines)}")
 
 
 def measure(rate: str, rounds: int) -> dict[str, Any]:
     """Time every pass of every shape at one rate."""
-    cases = [
-        {
-            "kind": kind,
-            "rows": M // RANKS if kind == "column" and parallel else M,
-            "n": N if kind == "row" else k,
-            "k": k if kind == "row" else N,
-            "dtype": "float32",
-            "device": "cpu",
-            "sequence_parallel": parallel,
-        }
-        for k in RATES[rate]
-        for kind, parallel in LAYERS
-    ]
-    link = nullcontext([]) if rate == "loopback" else shaped_link(rate, RANKS)
-    with link as ends, Console(stderr=True).status(rate) as status:
-        result: dict[str, Any] = call_on_ranks(
-            "ascend_parallel.tuning.bench.passes:measure",
-            RANKS,
-            limit=SECONDS_A_RATE,
-            ends=ends,
-            on_progress=lambda line: status.update(f"{rate}: " + line.replace("[", r"\[")),
-            cases=cases,
-            chunks=CHUNKS,
-            fused=False,
-            rounds=rounds,
-            equal=True,
-        )
+    cases = []
+    for k in RATES[rate]:
+        for kind, parallel in LAYERS:
+            shape = f"{M},{k},{N}" if kind == "row" else f"{M},{N},{k}"
+            cases += shape_cases([shape], [kind], RANKS, parallel, torch.float32)[1]
+    arguments = {"cases": cases, "chunks": CHUNKS, "fused": False, "rounds": rounds, "equal": True}
+    link = None if rate == "loopback" else rate
+    target = "ascend_parallel.tuning.bench.passes:measure"
+    result: dict[str, Any] = on_ranks(target, RANKS, link=link, limit=SECONDS_A_RATE, title=f"{rate}:", **arguments)
     return result
 
 
@@ -179,10 +156,10 @@ def final_of(lines: list[Line], measured: dict[str, Any]) -> Final:
     uneven = next((name for name in names if not is_equal(by_name[name])), None)
     return Final(
         line=by_name[best],
-        over_serial=_gain(again[SERIAL], again[best]),
+        over_serial=gain(again[SERIAL], again[best]),
         equal=equal,
         uneven=uneven and by_name[uneven],
-        over_equal=_gain(again[equal], again[uneven]) if equal and uneven else None,
+        over_equal=gain(again[equal], again[uneven]) if equal and uneven else None,
         kept=len(measured["kept"]) > 1,
     )
 
@@ -192,35 +169,25 @@ def is_equal(line: Line) -> bool:
     return max(line.sizes) - min(line.sizes) <= ROW_TILE
 
 
-def _gain(theirs: list[float], ours: list[float]) -> float:
-    return median(their / our for their, our in zip(theirs, ours, strict=True))
-
-
-def markdown(lines: list[Line]) -> str:
-    """Return the table: a line per pass and cut."""
-    rows = table("measured", "predicted", "error", "serial / measured", "E_bound")
+def timed(lines: list[Line]) -> str:
+    """Return the table of the first timings: a line per pass and cut."""
+    rows = []
     for line in lines:
-        e_bound = "" if line.e_bound is None else f"{line.e_bound:.2f}"
+        share = "" if line.e_bound is None else f"{line.e_bound:.2f}"
         cells = [f"{1e3 * line.measured:.1f}", f"{1e3 * line.predicted:.1f}", f"{100 * line.error:+.0f} %"]
-        rows.append(f"| {' | '.join([*line.cells, *cells, f'{line.serial / line.measured:.2f}', e_bound])} |")
-    return "\n".join(rows)
+        rows.append([*line.cells, *cells, f"{line.serial / line.measured:.2f}", share])
+    return table([*HEADS, "measured", "predicted", "error", "serial / measured", "E_bound"], rows)
 
 
 def tuned(finals: list[Final]) -> str:
     """Return the table of the second timings: a line per pass."""
-    rows = table("serial / ours", "kept", "best uneven", "best equal", "equal / uneven")
+    rows = []
     for final in finals:
         uneven = final.uneven.cells[-1] if final.uneven else ""
         ratio = "" if final.over_equal is None else f"{final.over_equal:.2f}"
         cells = [f"{final.over_serial:.2f}", "yes" if final.kept else "one chunk", uneven, final.equal or "", ratio]
-        rows.append(f"| {' | '.join([*final.line.cells, *cells])} |")
-    return "\n".join(rows)
-
-
-def table(*columns: str) -> list[str]:
-    """Return the two lines that begin a table."""
-    names = ("link", "layer", "pass", "M,K,N", "T_mm", "T_comm", "cut", *columns)
-    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+        rows.append([*final.line.cells, *cells])
+    return table([*HEADS, "serial / ours", "kept", "best uneven", "best equal", "equal / uneven"], rows)
 
 
 def summary(lines: list[Line], finals: list[Final]) -> str:
@@ -261,11 +228,4 @@ def _best_e_bounds(lines: list[Line]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (LinkError, ValueError) as error:
-        print(f"prediction.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RankError as error:
-        print(f"prediction.py: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

@@ -9,13 +9,13 @@ in a separate process, for its own peak memory.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import subprocess
 import sys
 import time
 from math import prod
-from pathlib import Path
+
+from measuring import FOLDER, options_of, table
 
 CASES = (
     (2, "8"),
@@ -32,15 +32,15 @@ CASES = (
 
 def main() -> None:
     """Print a row per case."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options_of(__doc__, link=False)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--mesh")
     options = parser.parse_args()
     if options.layers:
         print(measure(options.layers, tuple(map(int, options.mesh.split(",")))))
         return
-    columns = "layers", "mesh", "ranks", "nodes", "trace s", "solve s", "together s", "peak memory MB", "cost"
-    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
+    heads = ("layers", "mesh", "ranks", "nodes", "trace s", "solve s", "together s", "peak memory MB", "cost")
+    print(table(heads, []))
     for layers, mesh in CASES:
         command = [sys.executable, __file__, "--layers", str(layers), "--mesh", mesh]
         print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(), flush=True)
@@ -48,7 +48,7 @@ def main() -> None:
 
 def measure(layers: int, sizes: tuple[int, ...]) -> str:
     """Trace and propagate once."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "sharding"))
+    sys.path.insert(0, str(FOLDER.parent / "examples" / "sharding"))
     import torch
     from small_models import Llama
 
@@ -70,7 +70,7 @@ def measure(layers: int, sizes: tuple[int, ...]) -> str:
     solved = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     proof = "exact" if plan.bound is None else f"within {100 * (plan.cost / plan.bound - 1):.2g} %"
-    cells = [layers, " x ".join(map(str, sizes)), prod(sizes), len(graph.nodes)]
+    cells: list[object] = [layers, " x ".join(map(str, sizes)), prod(sizes), len(graph.nodes)]
     cells += [f"{traced - start:.2f}", f"{solved - traced:.2f}", f"{solved - start:.2f}"]
     cells += [f"{peak / 1024:.0f} (+{(peak - before) / 1024:.0f})", proof]
     return f"| {' | '.join(map(str, cells))} |"

@@ -4,34 +4,31 @@
 
 A GPT of 6 layers, 256 wide, 8 heads, 4 sequences of 256 tokens, fp32, tensor-parallel without sequence parallelism on
 --ranks ranks of one thread each. Bytes are those of live tensors; the plan's prediction stands beside them. Time is CPU
-time of the slower rank, forward and backward, the median over rounds in random order. CPU time is valid on a shared
-machine and excludes waiting.
+time of the slower rank, forward and backward. CPU time is valid on a shared machine and excludes waiting.
 """
 
 from __future__ import annotations
 
-import argparse
-import random
 import sys
 import time
-import weakref
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from measuring import FOLDER, in_turn, on_ranks, options_of, run, table
 from torch import nn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ascend_parallel import Settings
 from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, run_ranks
+
+sys.path += [str(FOLDER.parent / name) for name in ("tests/support", "examples/strategy")]
+
+from allocations import alive_bytes, peak_bytes
+from gpt import GPT
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 6, 256, 8, 256, 4, 512
 COLUMN, ROW = ([None, ("mp", None), None], None), ([None, (None, "mp"), None], None)
@@ -49,146 +46,53 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Layer(nn.Module):
-    """Attention and MLP."""
-
-    def __init__(self) -> None:
-        """Make the layers."""
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them on ``[B, S, H]``."""
-        qkv = self.qkv(self.norm1(x)).view(BATCH, LENGTH, HEADS, -1).transpose(1, 2)
-        y = F.scaled_dot_product_attention(*qkv.chunk(3, dim=-1), is_causal=True)
-        x = x + self.o(y.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Returns the mean loss."""
-
-    def __init__(self) -> None:
-        """Make the layers."""
-        super().__init__()
-        self.tokens, self.norm, self.head = (
-            nn.Embedding(VOCABULARY, WIDTH),
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, VOCABULARY, bias=False),
-        )
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run them on ``[B, S]``."""
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.roll(-1, 1).flatten())
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of live storages made by operators."""
-
-    def __init__(self) -> None:
-        """Start at 0 bytes."""
-        super().__init__()
-        self.now, self.most = 0, 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count its new storages."""
-        result = function(*args, **(kwargs or {}))
-        inputs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                place, size = storage.data_ptr(), storage.nbytes()
-                if size and place not in self._known and place not in inputs:
-                    self._known.add(place)
-                    self.now += size
-                    self.most = max(self.most, self.now)
-                    weakref.finalize(storage, self._forget, place, size)
-        return result
-
-    def _forget(self, place: int, size: int) -> None:
-        self._known.discard(place)
-        self.now -= size
-
-
-def main() -> int:
-    """Read the command line, measure, print; as a rank, measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = options_of(__doc__, link=False, rounds=9)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     parser.add_argument("--plot", type=Path, help="file for a picture")
     options = parser.parse_args()
-    found = {}
-    for ranks in options.ranks:
-        job = Job(program=(str(Path(__file__)),), arguments={"rounds": options.rounds}, ranks=ranks, limit=600, ends=[])
-        with Console(stderr=True).status(f"measuring on {ranks} ranks") as status:
-            found[ranks] = run_ranks(job, lambda line: status.update(line))
-        print(f"\n{ranks} rank{'s' if ranks > 1 else ''}\n")
-        print("| computed again | waits MB | as planned MB | most alive MB | CPU ms | against nothing |")
-        print("|---|---|---|---|---|---|")
-        first = found[ranks]["nothing"]
-        for name, (waits, planned, most, took) in found[ranks].items():
-            cells = [f"{value / 1e6:.1f}" for value in (waits, planned, most)]
-            print(f"| {name} | {' | '.join(cells)} | {1e3 * took:.0f} | {took / first[3]:.2f} |")
+    found = {ranks: on_ranks("recompute:rank", ranks, rounds=options.rounds) for ranks in options.ranks}
+    heads = ["computed again", "waits MB", "as planned MB", "most alive MB", "CPU ms", "against nothing"]
+    for ranks, measured in found.items():
+        rows = [
+            [
+                name,
+                *(f"{value / 1e6:.1f}" for value in sizes),
+                f"{1e3 * took:.0f}",
+                f"{took / measured['nothing'][3]:.2f}",
+            ]
+            for name, (*sizes, took) in measured.items()
+        ]
+        print(f"\n{ranks} rank{'s' if ranks > 1 else ''}\n\n{table(heads, rows)}")
     if options.plot is not None:
         draw(found, options.plot)
-    return 0
 
 
-def rank() -> None:
-    """Measure every variant on this rank."""
-    job = begin_rank()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def rank(group: dist.ProcessGroup, rounds: int) -> dict[str, tuple[int, int, int, float]]:
+    """Measure every variant on this rank: bytes kept for backward, planned and at most, and seconds."""
     torch.manual_seed(1)
-    whole, tokens = GPT(), torch.randint(VOCABULARY, (BATCH, LENGTH))
-    mesh = ProcessMesh(list(range(dist.get_world_size())), ["mp"])
-    plan = propagate(trace(whole, (tokens,)), mesh, STRATEGIES)
+    whole, tokens = GPT(LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH), torch.randint(VOCABULARY, (BATCH, LENGTH))
+    batch = tokens, tokens.roll(-1, 1)
+    plan = propagate(trace(whole, batch), ProcessMesh(list(range(group.size())), ["mp"]), STRATEGIES)
     models = {
         name: parallelize(whole, plan, static=True, settings=Settings(num_chunks=2), recompute=Recompute(**options))
         for name, options in VARIANTS.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for index in range(job["rounds"] + 1):
-        order = list(models)
-        random.Random(index).shuffle(order)
-        for name in order:
-            took = step(models[name], tokens)
-            if index:
-                times[name].append(took)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(*batch).backward()
+
+    runs = {name: lambda model=model: step(model) for name, model in models.items()}
+    times = in_turn(runs, rounds, warm_up=1, clock=time.process_time)
     found = {}
     for name, model in models.items():
-        waits, most = memory(model, tokens)
+        waits = alive_bytes(lambda model=model: model(*batch))
+        most = peak_bytes(lambda model=model: model(*batch).backward())  # the parameters have gradients already
         planned = saved_bytes(plan, model.schedule, Recompute(**VARIANTS[name]))
-        slower = torch.tensor(median(times[name]), dtype=torch.float64)
-        dist.all_reduce(slower, op=dist.ReduceOp.MAX)
-        found[name] = (waits, planned, most, slower.item())
-    deliver(found)
-    dist.destroy_process_group()
-
-
-def step(model: nn.Module, tokens: torch.Tensor) -> float:
-    """Return the CPU seconds of one forward and backward on this rank."""
-    model.zero_grad()
-    dist.barrier()
-    start = time.process_time()
-    model(tokens).backward()
-    return time.process_time() - start
-
-
-def memory(model: nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes kept for backward, and the peak; gradients of parameters are allocated before."""
-    with Alive() as alive:
-        loss = model(tokens)
-        waits = alive.now
-        loss.backward()
-    return waits, alive.most
+        found[name] = waits, planned, most, median(times[name])
+    return found
 
 
 def draw(found: dict[int, dict[str, tuple[float, float, float, float]]], file: Path) -> None:
@@ -211,7 +115,4 @@ def draw(found: dict[int, dict[str, tuple[float, float, float, float]]], file: P
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(rank() if sys.argv[-1].endswith("job.json") else main())
-    except RankError as error:
-        sys.exit(f"recompute.py: {error}")
+    run(main)

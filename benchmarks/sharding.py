@@ -4,25 +4,16 @@
     python benchmarks/sharding.py                    over the loopback
 
 Two blocks x + down(gelu(up(norm(x)))), forward and backward, fp32, tensor-parallel without sequence parallelism:
-each block has an all-reduce in forward and in backward. Every round runs all variants in random order.
+each block has an all-reduce in forward and in backward.
 """
 
 from __future__ import annotations
 
-import argparse
-import random
-import sys
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -32,8 +23,6 @@ from torch.nn import functional as F
 from ascend_parallel import Settings
 from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
 from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
-from ascend_parallel.tuning.launch.link import LinkError, shaped_link
-from ascend_parallel.tuning.launch.ranks import Job, RankError, begin_rank, deliver, run_ranks
 
 RANKS, ROWS, HIDDEN, WIDE, BLOCKS = 2, 1024, 512, 2048, 2
 STRATEGIES = {
@@ -41,7 +30,6 @@ STRATEGIES = {
     "*.down": ([None, (1, "mp")], None),
     "*:add": (None, [[Replicate()]]),
 }
-RedistributeStep = Callable[[], float]
 
 
 class Block(nn.Module):
@@ -79,53 +67,34 @@ class MegatronBlock(Block):
         return x + self.down(F.gelu(self.up(self.norm(x))[0]))[0]
 
 
-def main() -> int:
-    """Read the command line, measure, print; as a rank, measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--link", metavar="RATE", help="between the ranks, such as 1gbit (needs root)")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--chunks", type=int, default=4)
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = options_of(__doc__, rounds=25)
+    parser.add_argument("--chunks", type=int, default=4, help="default: 4")
     options = parser.parse_args()
-    link = shaped_link(options.link, RANKS) if options.link else nullcontext([])
-    with link as ends, Console(stderr=True).status("measuring") as status:
-        job = Job(
-            program=(str(Path(__file__)),),
-            arguments={"rounds": options.rounds, "chunks": options.chunks, "limit": 300},
-            ranks=RANKS,
-            limit=300,
-            ends=ends,
-        )
-        found = run_ranks(job, lambda line: status.update(line))
+    found = on_ranks("sharding:rank", RANKS, link=options.link, rounds=options.rounds, chunks=options.chunks)
     plain = found["times"]["Megatron-core"]
-    print("| | ms | Megatron-core / it | matmuls overlapped |\n|---|---|---|---|")
-    for name, times in found["times"].items():
-        gain = median(theirs / ours for theirs, ours in zip(plain, times, strict=True))
-        print(f"| {name} | {1e3 * median(times):.1f} | {gain:.2f} | {found['overlapped'].get(name, 0)} |")
-    return 0
+    rows = [
+        [name, milliseconds(times), f"{gain(plain, times):.2f}", found["overlapped"].get(name, 0)]
+        for name, times in found["times"].items()
+    ]
+    print(table(["", "ms", "Megatron-core / it", "matmuls overlapped"], rows))
 
 
-def rank() -> None:
+def rank(group: dist.ProcessGroup, rounds: int, chunks: int) -> dict[str, Any]:
     """Time every variant on this rank."""
-    job = begin_rank()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job["limit"]))
+    x = torch.randn(ROWS, 1, HIDDEN)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
     with megatron_on_cpu():
         start_model_parallel(RANKS)
-        models, overlapped = variants(job["chunks"])
-        times = {name: [] for name in models}
-        x = torch.randn(ROWS, 1, HIDDEN)
-        for index in range(job["rounds"] + 2):
-            order = list(models)
-            random.Random(index).shuffle(order)
-            for name in order:
-                took = step(models[name], x)
-                if index >= 2:
-                    times[name].append(took)
+        models, overlapped = variants(chunks)
+        times = in_turn({name: lambda model=model: step(model) for name, model in models.items()}, rounds)
         end_model_parallel()
-    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    deliver({"times": dict(zip(times, slowest.tolist(), strict=True)), "overlapped": overlapped})
-    dist.destroy_process_group()
+    return {"times": times, "overlapped": overlapped}
 
 
 def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
@@ -151,19 +120,5 @@ def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
     return models, {f"plan, overlapped in {chunks} chunks": sum(bool(fused.operator) for fused in beside.fused)}
 
 
-def step(model: nn.Module, x: torch.Tensor) -> float:
-    """Time one forward and backward."""
-    model.zero_grad()
-    dist.barrier()
-    start = time.perf_counter()
-    model(x).square().mean().backward()
-    return time.perf_counter() - start
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(rank() if sys.argv[-1].endswith("job.json") else main())
-    except (LinkError, ValueError) as error:
-        sys.exit(f"sharding.py: {error}")
-    except RankError as error:
-        sys.exit(f"sharding.py: {error}")
+    run(main)

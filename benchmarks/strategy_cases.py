@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ascend_parallel import Settings
 from ascend_parallel.training import Recompute, ShardingOptions, Strategy, train_step
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "strategy"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "strategy"
 sys.path.insert(0, str(EXAMPLES))
 
 import by_hand  # noqa: E402

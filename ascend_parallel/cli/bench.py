@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,14 +12,15 @@ import torch
 import typer
 from rich.console import Console
 
+from ascend_parallel.cli.output import console, errors
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.results import Row, rows_of
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.bench.show import plot, show
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
-from ascend_parallel.tuning.launch.link import End, LinkError, shaped_link
-from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
+from ascend_parallel.tuning.launch.link import LinkError
+from ascend_parallel.tuning.launch.ranks import call_on_ranks
 from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan
 from ascend_parallel.tuning.measured.chunk_plan import read_plan as plan_of
 
@@ -30,6 +28,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 LAYERS = ("row", "column")
 SECONDS_A_PASS = 60.0
 MOST_ROWS = 1 << 30
+WIDTH = 160  # of output that is not a terminal
 
 ModelOption = Annotated[str | None, typer.Option(help="A preset's layers: ascend-parallel predict --list.")]
 ShapeOption = Annotated[
@@ -104,7 +103,7 @@ def bench(
     """
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
-    with _errors("bench"):
+    with errors("bench", LinkError):
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
@@ -113,7 +112,7 @@ def bench(
         if as_json:
             typer.echo(json.dumps(_report(request, measured, rows), indent=1))
         else:
-            show(rows, _conditions(request, measured), _console(), every=every)
+            show(rows, _conditions(request, measured), console(WIDTH), every=every)
         if plot_file is not None:
             plot(rows, _conditions(request, measured), plot_file)
 
@@ -146,7 +145,7 @@ def tune(
 
       COC_PLAN=plan.json torchrun --nproc-per-node 2 train.py
     """
-    with _errors("tune"):
+    with errors("tune", LinkError):
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
@@ -164,7 +163,7 @@ def tune(
         typer.echo(json.dumps(plan.as_dict(), indent=1))
         return
     rows = rows_of(request.names, measured["passes"])
-    show(rows, _conditions(request, measured), _console(), kept=True)
+    show(rows, _conditions(request, measured), console(WIDTH), kept=True)
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
 
@@ -220,12 +219,12 @@ def _request(
 
 
 def _measure(request: Request) -> dict[str, Any]:
-    with _link(request) as ends, Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
+    with Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
             request.ranks,
             limit=request.limit,
-            ends=ends,
+            link=request.link,
             on_progress=lambda line: status.update(line.replace("[", r"\[")),
             cases=request.cases,
             chunks=request.chunks,
@@ -233,28 +232,6 @@ def _measure(request: Request) -> dict[str, Any]:
             rounds=request.rounds,
         )
     return measured
-
-
-@contextmanager
-def _link(request: Request) -> Iterator[list[End]]:
-    if request.link is None:
-        yield []
-        return
-    with shaped_link(request.link, request.ranks) as ends:
-        yield ends
-
-
-@contextmanager
-def _errors(command: str) -> Iterator[None]:
-    """Print an error as one line; exit with 2 for a user error, with 1 if a rank failed."""
-    try:
-        yield
-    except (PlanningError, LinkError, ValueError, OSError) as error:
-        typer.echo(f"{command}: {error}", err=True)
-        raise typer.Exit(2) from error
-    except RankError as error:
-        typer.echo(f"{command}: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _conditions(request: Request, measured: dict[str, Any]) -> str:
@@ -274,7 +251,3 @@ def _report(request: Request, measured: dict[str, Any], rows: list[Row]) -> dict
         "times": [result["times"] for result in measured["passes"]],
         "plan": measured["plan"],
     }
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=160)

@@ -1,30 +1,15 @@
-"""Build the model that a user names by module and function, on the meta device; print errors as one line."""
+"""Build the model that a user names by module and function, on the meta device."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import typer
-
-from ascend_parallel.tuning.cost_model.tables import PlanningError
-
-
-@contextmanager
-def errors(command: str) -> Iterator[None]:
-    """Print an error as one line and exit with 2."""
-    try:
-        yield
-    except (PlanningError, ValueError, OSError, ImportError) as error:
-        typer.echo(f"{command}: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.tree import Tree
 
+from ascend_parallel.cli.output import console, errors
+
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import CheckpointReader
 
@@ -39,15 +41,15 @@ def show(
 
     Example: ascend-parallel checkpoint show checkpoints
     """
-    from ascend_parallel.training.checkpoint import CheckpointReader, steps
+    from ascend_parallel.training.checkpoint import CheckpointError, CheckpointReader, steps
 
-    with _errors(), Console(stderr=True).status("comparing checksums"):
+    with errors("checkpoint", CheckpointError), Console(stderr=True).status("comparing checksums"):
         saved = CheckpointReader.open(path, step)
         description = _as_dict(saved, steps(path))
     if as_json:
         typer.echo(json.dumps(description, indent=1))
         return
-    _console().print(_tree(description))
+    console(WIDTH, highlight=False).print(_tree(description))
 
 
 @app.command(name="convert")
@@ -72,9 +74,10 @@ def convert_command(
       ascend-parallel checkpoint convert iter_0001000 checkpoints --to dcp
     """
     from ascend_parallel.patches.megatron.checkpoint import megatron_format
+    from ascend_parallel.training.checkpoint import CheckpointError
     from ascend_parallel.training.checkpoint.convert import convert, open_source
 
-    with _errors():
+    with errors("checkpoint", CheckpointError):
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
         source = open_source(path, step, [megatron_format])
@@ -94,9 +97,10 @@ def diff(
     Example: ascend-parallel checkpoint diff checkpoints/step-00000010 checkpoints/step-00000020
     """
     from ascend_parallel.patches.megatron.checkpoint import megatron_format
+    from ascend_parallel.training.checkpoint import CheckpointError
     from ascend_parallel.training.checkpoint.convert import compare, open_source
 
-    with _errors():
+    with errors("checkpoint", CheckpointError):
         left, right = (open_source(path, others=[megatron_format]) for path in (first, second))
         with _progress("comparing", len(left.kinds)) as progress:
             differences = list(compare(left, right, progress))
@@ -108,21 +112,9 @@ def diff(
         table = Table("name", "differs", box=box.SIMPLE, padding=(0, 1, 0, 0))
         for name, how in differences:
             table.add_row(name, how)
-        _console().print(table)
+        console(WIDTH, highlight=False).print(table)
     if differences:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Print an error as one line and exit with 2."""
-    from ascend_parallel.training.checkpoint import CheckpointError
-
-    try:
-        yield
-    except (CheckpointError, ValueError, OSError) as error:
-        typer.echo(f"checkpoint: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 @contextmanager
@@ -131,13 +123,6 @@ def _progress(title: str, count: int) -> Iterator[Callable[[str], object]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(title, total=count)
         yield lambda name: shown.advance(task)
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    return console
 
 
 def _as_dict(saved: CheckpointReader, all_steps: list[int]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ascend_parallel
+from ascend_parallel.cli.output import console
 from ascend_parallel.diagnostics.doctor import Report, examine
 
 WIDTH = 120  # of output that is not a terminal
@@ -47,7 +48,7 @@ def doctor(
 
 
 def _print(report: Report) -> None:
-    console = Console() if Console().is_terminal else Console(width=WIDTH)
+    out = console(WIDTH)
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "found", "what to do"):
         table.add_column(column, overflow="fold")
@@ -57,5 +58,5 @@ def _print(report: Report) -> None:
             section = finding.section
             table.add_row("", f"[bold]{section}[/]", "", "")
         table.add_row(MARKS[finding.verdict], finding.name, finding.found, finding.advice)
-    console.print(table)
-    console.print(f"\n{report.verdict}", style="bold", soft_wrap=True)
+    out.print(table)
+    out.print(f"\n{report.verdict}", style="bold", soft_wrap=True)

@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
+from ascend_parallel.cli.output import console, errors
 from ascend_parallel.tuning.cost_model.hardware import Hardware, all_hardware, find_hardware, read_hardware
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
 from ascend_parallel.tuning.cost_model.models import Batch, Model, all_models, find_model, read_model
@@ -68,14 +69,14 @@ def predict(
     ] = False,
 ) -> None:
     """Run the command; the help text is `EXAMPLES`."""
-    console = Console(width=WIDTH) if not Console().is_terminal else Console()
-    try:
+    out = console(WIDTH)
+    with errors("predict", ArithmeticError):  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
         if list_all:
-            _list(console)
+            _list(out)
             return
         machine = _hardware(hardware, hardware_file, link, launch_us)
         if sources:
-            show_sources(machine, console)
+            show_sources(machine, out)
             return
         chosen = _model(model, model_file)
         batch = Batch(
@@ -89,16 +90,10 @@ def predict(
         count = micro_batches if micro_batches is not None else 8 * pp
         layout = Layout(dp=dp, pp=pp, micro_batches=count, recompute=recompute)
         result = predicted(chosen, batch, layout, machine)
-    except (
-        PlanningError,
-        ArithmeticError,
-    ) as error:  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
-        typer.echo(f"predict: {error}", err=True)
-        raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
-        show(result, console)
+        show(result, out)
 
 
 def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:
@@ -116,13 +111,13 @@ def _model(name: str | None, path: Path | None) -> Model:
     return read_model(path) if path is not None else find_model(name or "")
 
 
-def _list(console: Console) -> None:
-    console.print("models", style="bold")
+def _list(out: Console) -> None:
+    out.print("models", style="bold")
     for model in all_models().values():
-        console.print(
+        out.print(
             f"  {model.name:20} {model.title}, {model.count_parameters() / 1e9:.1f}B", markup=False, highlight=False
         )
-    console.print("hardware", style="bold")
+    out.print("hardware", style="bold")
     for hardware in all_hardware().values():
         names = ", ".join(hardware.aliases)
-        console.print(f"  {hardware.name:20} {hardware.title}; also {names}", markup=False, highlight=False)
+        out.print(f"  {hardware.name:20} {hardware.title}; also {names}", markup=False, highlight=False)

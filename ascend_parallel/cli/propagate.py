@@ -12,7 +12,8 @@ import torch
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.building import build_model, errors
+from ascend_parallel.cli.building import build_model
+from ascend_parallel.cli.output import errors
 from ascend_parallel.text import shown, whole
 
 MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
@@ -68,7 +69,7 @@ def propagate(
     from ascend_parallel.sharding.visualize.explain import as_dict, explain, summary
     from ascend_parallel.sharding.visualize.page import to_html
 
-    with errors("propagate"), Console(stderr=True).status("tracing") as status:
+    with errors("propagate", ImportError), Console(stderr=True).status("tracing") as status:
         if html is not None and not html.absolute().parent.is_dir():
             raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
         names, sizes = _mesh(mesh)

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.building import build_model, errors
+from ascend_parallel.cli.building import build_model
+from ascend_parallel.cli.output import errors
 
 
 def strategy(
@@ -36,7 +37,7 @@ def strategy(
     from ascend_parallel.training.explain import as_dict, explain
     from ascend_parallel.training.loss import mean_loss
 
-    with errors("strategy"), Console(stderr=True).status("planning"):
+    with errors("strategy", ImportError), Console(stderr=True).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
             if file is not None and not file.absolute().parent.is_dir():
                 raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")

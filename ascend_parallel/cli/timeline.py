@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from ascend_parallel.cli.output import console
 from ascend_parallel.diagnostics.timeline.files import TimelineError
 from ascend_parallel.diagnostics.timeline.merge import Merged, merge
 from ascend_parallel.diagnostics.timeline.report import cell, clock, columns
@@ -68,16 +68,14 @@ def _plain(merged: Merged, written: Sequence[Path]) -> dict[str, object]:
 
 
 def _show(merged: Merged, written: Sequence[Path], missing: Sequence[str]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(_table(merged.about, merged.rows()))
+    out = console(WIDTH)
+    out.print(_table(merged.about, merged.rows()))
     for shift in merged.shifts:
-        console.print(f"clock of {clock(shift)}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"clock of {clock(shift)}", markup=False, highlight=False, soft_wrap=True)
     for note in [*merged.notes, *missing]:
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     for path in written:
-        console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -16,6 +15,7 @@ from torch import nn
 from ascend_parallel.consistency import confirm_same
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
+from ascend_parallel.text import nearest
 from ascend_parallel.training.graph_passes import PASSES
 from ascend_parallel.training.options import (
     AmpOptions,
@@ -225,9 +225,9 @@ def _known(kind: type[Any], table: Mapping[str, Any], place: str) -> Mapping[str
     names = [option.name for option in fields(kind)]
     for name in table:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise StrategyOptionError(f"{place}: there is no {name!r}{meant} There are {', '.join(names)}")
+            raise StrategyOptionError(
+                f"{place}: there is no {name!r}{nearest(name, names)} There are {', '.join(names)}"
+            )
     return table
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation import Task, call_tasks, length, pipeline_tasks, simulate
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE, split_rows
-from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan, makespan_beside, tasks
+from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan, makespan_beside
 from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import passes
+from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, layer_linears
-from ascend_parallel.tuning.cost_model.simulation import Task, length, simulate
-from ascend_parallel.tuning.cost_model.step import pipeline_tasks, pipeline_time
+from ascend_parallel.tuning.cost_model.step import pipeline_time
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 SECONDS = st.floats(min_value=0, max_value=1, allow_nan=False)
@@ -55,7 +55,7 @@ def problems(draw):
 @settings(max_examples=400, deadline=None)
 @given(calls())
 def test_closed_form_is_what_the_simulation_finds(call):
-    assert makespan(call) == pytest.approx(length(simulate(tasks(call))), rel=1e-9, abs=1e-12)
+    assert makespan(call) == pytest.approx(length(simulate(call_tasks(call))), rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=400, deadline=None)
@@ -83,10 +83,10 @@ def test_lanes_that_slow_each_other_down_against_exact_fractions(call, compute_q
 
 
 def exactly(call, compute_quarters, collective_quarters):
-    """Run the tasks of `tasks` in fractions, independently of the tested code."""
-    left = {task.name: round(48 * task.seconds) for task in tasks(call)}
-    after = {task.name: set(task.after) for task in tasks(call)}
-    lanes = {lane: [task.name for task in tasks(call) if task.lane == lane] for lane in ("compute", "communicate")}
+    """Run the tasks of `call_tasks` in fractions, independently of the tested code."""
+    left = {task.name: round(48 * task.seconds) for task in call_tasks(call)}
+    after = {task.name: set(task.after) for task in call_tasks(call)}
+    lanes = {lane: [task.name for task in call_tasks(call) if task.lane == lane] for lane in ("compute", "communicate")}
     left = {name: ticks for name, ticks in left.items() if not name.startswith("issue")}
     speed = {"compute": compute_quarters, "communicate": collective_quarters}
     elapsed = 0.0
@@ -226,7 +226,7 @@ def test_uneven_chunks_of_the_presets_beat_equal_ones():
     costs, cut, better = COSTS["ascend-910b2"], 0, 0
     for model in all_models().values():
         for linear in layer_linears(model, Batch(sequence=4096, micro_batch=2, tp=8)):
-            for part in passes(costs, linear):
+            for part in (LinearPass(costs, linear, direction) for direction in (FORWARD, BACKWARD)):
                 assert part.best.seconds <= part.best.equal_seconds
                 cut += len(part.best.equal) > 1
                 better += part.best.seconds < part.best.equal_seconds
@@ -234,7 +234,9 @@ def test_uneven_chunks_of_the_presets_beat_equal_ones():
 
 
 def test_one_chunk_where_overlap_loses():
-    costs = CostModel(find_hardware("910b").with_fixed_cost(1e-3))
+    hardware = find_hardware("910b")
+    slower = tuple((limit, fixed + 1e-3, *rest) for limit, fixed, *rest in hardware.collectives.all_reduce)
+    costs = CostModel(replace(hardware, collectives=replace(hardware.collectives, all_reduce=slower)))
     problem = Problem(ALL_REDUCE, 2048, 512, 1024, torch.bfloat16, "npu", 8)
     assert best_sizes(problem.rows, lambda sizes: makespan(costs.call(problem, sizes))).sizes == (2048,)
 

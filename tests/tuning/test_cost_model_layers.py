@@ -1,9 +1,10 @@
 """Layers, training steps and the data files."""
 
+from pathlib import Path
+
 import pytest
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.tuning.cost_model.calibration import Calibration
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware, read_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, Schedule
@@ -34,7 +35,7 @@ def test_operators_of_a_layer_are_those_of_the_overlap_page():
     ):
         batch = Batch(sequence=128, micro_batch=2, tp=2, sequence_parallel=sequence_parallel)
         linears = layer_linears(find_model("llama2-7b"), batch)
-        found = [(linear.forward_problem(), linear.backward_problem()) for linear in linears]
+        found = [(linear.problem("forward"), linear.problem("backward")) for linear in linears]
         assert [tuple(problem and problem.operator for problem in pair) for pair in found] == expected
     up = found[2]
     assert (up[0].m, up[0].k, up[0].n) == (256, 4096, 11008)
@@ -104,19 +105,20 @@ def test_a_number_without_a_source_is_refused(tmp_path):
     assert read_hardware(path).matmul.cores == 30
 
 
-def test_a_calibration_is_applied_and_kept(tmp_path):
-    measured = Calibration(measured='one "quiet" machine', macs_per_second=1e9, link_rate=5e8, all_reduce=1e-3)
-    base, path = find_hardware("cpu-gloo"), tmp_path / "here.toml"
-    applied = measured.apply(base)
-    measured.write(path)
-    kept = read_hardware(path)
-    assert kept.matmul == applied.matmul and kept.link == applied.link and kept.collectives == applied.collectives
-    assert kept.numbers["link.rate"].source == 'one "quiet" machine'
-    assert CostModel(applied).matmul(100, 100, 100, 4) == pytest.approx(1e-3)
-    with pytest.raises(PlanningError, match="cpu-gloo"):
-        measured.apply(find_hardware("910b"))
-    with pytest.raises(PlanningError, match="calibration: launch=-1"):
-        Calibration(measured="", launch=-1)
+def test_measured_numbers_of_a_file_replace_those_of_its_base(tmp_path):
+    """The file is the example of docs/predict.md."""
+    document = Path(__file__).parents[2] / "docs" / "predict.md"
+    path, base = tmp_path / "here.toml", find_hardware("cpu-gloo")
+    path.write_text(document.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0])
+    read = read_hardware(path)
+    assert (read.name, read.matmul.frequency, read.link.rate, read.link.processor) == ("my machine", 60e9, 10e9, 1e-9)
+    assert read.collectives.all_reduce == ((float("inf"), 0.2e-3, 0.0, 0.0),)
+    assert (read.memory, read.link.efficiency) == (base.memory, base.link.efficiency)
+    assert read.numbers["link.rate"].source.startswith("one quiet machine")
+    assert CostModel(read).matmul(100, 100, 100, 4) == pytest.approx(100**3 / 60e9)
+    path.write_text(path.read_text().replace("1e-9", "-1e-9"))
+    with pytest.raises(PlanningError, match=r"link\.processor=-1e-09 is not allowed"):
+        read_hardware(path)
 
 
 def test_a_model_of_one_s_own(tmp_path):

@@ -1,10 +1,8 @@
 """Compute the table of a timeline: the times of each layer's passes, and the hidden share of their communication.
 
-    E_bound = (T_seq - T) / (T_seq - max(T_matmul, T_comm)), from 0 to 1
-
-as in benchmarks/README.md. E_bound is 1 if everything that can be hidden is hidden, 0 if nothing is, or if overlap
-lost. With a serial run to compare with, T_matmul, T_comm and T_seq are its times. Otherwise T_seq is T_matmul + T_comm
-of the run itself, whose parts are slower than alone because they share the machine.
+With a serial run to compare with, T_matmul, T_comm and T_serial of E_bound (`tuning/e_bound.py`) are its times.
+Otherwise T_serial is T_matmul + T_comm of the run itself, whose parts are slower than alone because they share the
+machine.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ from typing import Any
 from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
 from ascend_parallel.diagnostics.timeline.intervals import Intervals, length, union, within, without
 from ascend_parallel.ops.registry import FUSED
+from ascend_parallel.tuning.e_bound import e_bound
 
-# No E_bound is given if less than this share of T_seq can be hidden: noise would dominate.
-LEAST_SHARE = 0.03
 # A pass lost if it is slower than the serial pass by more than this share, which exceeds the medians' rounding.
 LEAST_LOSS = 0.02
 
@@ -115,18 +112,6 @@ def table(files: Sequence[RankFile], serial: Sequence[RankFile] | None = None) -
     return rows
 
 
-def e_bound(total: float, serial: Times, estimated: bool) -> float | None:
-    """Return E_bound of a pass that took `total`; `estimated`: the serial time is T_matmul + T_comm.
-
-    E_bound is 0 for every pass that is slower than the serial pass.
-    """
-    if not serial.matmul or not serial.comm:
-        return None
-    sequence = serial.matmul + serial.comm if estimated else serial.total
-    to_hide = sequence - max(serial.matmul, serial.comm)
-    return min(max((sequence - total) / to_hide, 0.0), 1.0) if to_hide > LEAST_SHARE * sequence else None
-
-
 def _by_key(files: Iterable[RankFile]) -> dict[tuple[str, str], dict[int, list[Pass]]]:
     """Return the finished passes by layer and direction, then by rank."""
     passes: dict[tuple[str, str], dict[int, list[Pass]]] = {}
@@ -177,7 +162,11 @@ def _row(
     last = passes[-1]
     fused = any(span.kind == "fused" for span in last.spans)
     part_ms = (lambda _: None) if fused else (lambda value: value / 1e6)
-    reference = medians if estimated else serial
+    share = None
+    if not fused and (estimated or serial is not None):
+        parts = serial or medians
+        in_turn = serial.total if serial else medians.matmul + medians.comm
+        share = e_bound(medians.total, in_turn, parts.matmul, parts.comm)
     return Row(
         layer=key[0],
         direction=key[1],
@@ -191,5 +180,5 @@ def _row(
         exposed=part_ms(medians.exposed),
         hidden=None if fused or not medians.comm else medians.hidden / medians.comm,
         serial=None if serial is None else serial.total / 1e6,
-        e_bound=None if fused or reference is None else e_bound(medians.total, reference, estimated),
+        e_bound=share,
     )

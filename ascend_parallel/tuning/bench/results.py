@@ -1,11 +1,7 @@
-"""Turn times into figures: medians, speedups with their intervals, and the share of the possible gain (E_bound).
+"""Turn times into figures: medians, speedups with their intervals, and E_bound (`e_bound`).
 
-    E_bound = (T_serial - T) / (T_serial - max(T_matmul, T_comm)), at most 1
-
-E_bound is 1 if the shorter of computation and communication is hidden completely, and near 0 if almost nothing is
-hidden. T is T_serial / speedup, so E_bound and the speedup agree. T_matmul and T_comm belong to the pass; each is timed
-alone, in the same rounds. In backward, T_matmul includes the weight gradient. T_comm is that of the whole collective or
-of its pieces, whichever is faster. E_bound is given only for a variant that is faster by more than noise.
+T_matmul and T_comm belong to the pass; each is timed alone, in the same rounds. T_comm is that of the whole collective
+or of its pieces, whichever is faster. T is T_serial / speedup, so E_bound and the speedup agree.
 """
 
 from __future__ import annotations
@@ -17,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from ascend_parallel.tuning.bench.passes import SERIAL
+from ascend_parallel.tuning.e_bound import e_bound
 from ascend_parallel.tuning.measured.pass_parts import Parts
 
 RESAMPLES = 2000
-# No E_bound is given if less than this share of the serial time can be hidden: noise would dominate.
-LEAST_SHARE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +83,28 @@ def rows_of(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
 
 def _row(name: str, result: dict[str, Any]) -> Row:
     parts, times = Parts(**result["parts"]), result["times"]
-    matmul, comm = parts.computation, parts.communication
-    serial = median(times[SERIAL])
     variants = [
-        _variant(other, times[other], times[SERIAL], max(matmul, comm), result["sizes"].get(other, []))
-        for other in times
+        _variant(other, ours, times[SERIAL], parts, result["sizes"].get(other, []))
+        for other, ours in times.items()
         if other != SERIAL
     ]
     shape = {key: result[key] for key in ("run", "operator", "m", "k", "n", "kept")}
-    return Row(layer=name, matmul=matmul, comm=comm, serial=serial, variants=variants, **shape)
+    return Row(
+        layer=name,
+        matmul=parts.computation,
+        comm=parts.communication,
+        serial=median(times[SERIAL]),
+        variants=variants,
+        **shape,
+    )
 
 
-def _variant(name: str, ours: list[float], serial: list[float], bound: float, sizes: list[int]) -> Variant:
+def _variant(name: str, ours: list[float], serial: list[float], parts: Parts, sizes: list[int]) -> Variant:
     ratios = np.array(serial) / np.array(ours)
     speedup, (low, high) = float(np.median(ratios)), interval(ratios)
     whole = median(serial)
-    to_hide, gained = whole - bound, whole - whole / speedup
-    e_bound = min(1.0, gained / to_hide) if low > 1 and to_hide > LEAST_SHARE * whole else None
-    return Variant(name=name, seconds=median(ours), speedup=speedup, low=low, high=high, e_bound=e_bound, sizes=sizes)
+    share = e_bound(whole / speedup, whole, parts.computation, parts.communication) if low > 1 else None
+    return Variant(name=name, seconds=median(ours), speedup=speedup, low=low, high=high, e_bound=share, sizes=sizes)
 
 
 def interval(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:

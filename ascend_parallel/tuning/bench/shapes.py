@@ -75,10 +75,9 @@ def _parse(text: str) -> tuple[int, int, int]:
 
 def _case(linear: Linear) -> dict[str, Any]:
     """Return the fields of a `Case` as JSON holds them."""
-    gathered = linear.kind == "column" and linear.sequence_parallel
     return {
         "kind": linear.kind,
-        "rows": linear.m // linear.ranks if gathered else linear.m,
+        "rows": linear.own_rows,
         "n": linear.n,
         "k": linear.k,
         "dtype": str(linear.dtype).removeprefix("torch."),

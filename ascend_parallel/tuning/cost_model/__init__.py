@@ -1,4 +1,4 @@
-"""Cost model of chunked calls: hardware and models as data, costs, a simulation, and the search for chunk sizes.
+"""Cost model of chunked calls: hardware and models as data, costs, and the search for chunk sizes.
 
 This file imports nothing, so that a training process loads only the parts that it uses.
 

@@ -1,4 +1,4 @@
-"""Compute the time of one operator call in chunks, in closed form, or as a list of tasks to simulate.
+"""Compute the time of one operator call in chunks, in closed form.
 
 A rank has a compute lane and a communication lane. Each lane runs its tasks in the order in which the host issues
 them, one launch after the other. docs/overlap.md has the schedules, docs/predict.md the formula.
@@ -10,10 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-
-from ascend_parallel.tuning.cost_model.simulation import Task
-
-COMPUTE, COMMUNICATE, HOST = "compute", "communicate", "host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,26 +111,6 @@ def flow_shop(
         latest = max(latest, first_ready[j] - ends[j])
         result = max(result, max(latest + ends[j + 1], second_ready[j]) + rest[j])
     return result
-
-
-def tasks(call: ChunkedCall) -> list[Task]:
-    """Return the call as tasks for `simulate`, in the order in which the host issues them."""
-    chunks = range(len(call.compute))
-    device = [Task(f"before {i}", COMMUNICATE, time) for i, time in enumerate(call.before)]
-    if call.communicate_first:
-        device += [Task(f"collective {i}", COMMUNICATE, call.collective[i]) for i in chunks]
-        device += [Task("own", COMPUTE, call.own)]
-        device += [Task(f"compute {i}", COMPUTE, call.compute[i], (f"collective {i}",)) for i in chunks]
-    else:
-        for i in chunks:
-            device.append(Task(f"compute {i}", COMPUTE, call.compute[i]))
-            device.append(Task(f"collective {i}", COMMUNICATE, call.collective[i], (f"compute {i}",)))
-    device.append(Task("tail", COMPUTE, call.tail, tuple(f"before {i}" for i in range(len(call.before)))))
-    issued = []
-    for index, task in enumerate(device):
-        issued.append(Task(f"issue {task.name}", HOST, call.issue if index else 0.0))
-        issued.append(Task(task.name, task.lane, task.seconds, (*task.after, f"issue {task.name}")))
-    return issued
 
 
 def _compute_first(call: ChunkedCall) -> float:

@@ -6,7 +6,6 @@ seconds, bytes and multiply-adds. docs/predict.md says how the numbers enter the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,6 +14,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from ascend_parallel.text import bits_per_second
 from ascend_parallel.tuning.cost_model.tables import (
     PlanningError,
     Sourced,
@@ -27,7 +27,6 @@ from ascend_parallel.tuning.cost_model.tables import (
 
 TOPOLOGIES = ("mesh", "ring")
 MOST_BITS = 1e15
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 Steps = tuple[tuple[float, ...], ...]
 
 
@@ -153,28 +152,15 @@ class Hardware:
         """Return this hardware with links of `rate`, such as ``1gbit``; raises `PlanningError` if it has no [link]."""
         if self.link is None:
             raise PlanningError(f"--link={rate!r} is not allowed with {self.name}: its links are part of its data")
-        link = replace(self.link, rate=parse_rate(rate))
+        bits = bits_per_second(rate) or 0.0
+        require("--link", rate, 0 < bits <= MOST_BITS, "a rate up to 1000000gbit, such as 500mbit, 1gbit or 10gbit")
+        link = replace(self.link, rate=bits)
         return replace(self, link=link, network=replace(self.network, bandwidth=1 / link.seconds_per_byte))
 
     def with_launch(self, seconds: float) -> Hardware:
         """Return this hardware with another host time per launch."""
         require("--launch-us", seconds * 1e6, 0 <= seconds <= 1, "microseconds from 0 to 1000000")
         return replace(self, host=replace(self.host, launch=seconds))
-
-    def with_fixed_cost(self, seconds: float) -> Hardware:
-        """Return this hardware with `seconds` added to every collective of any size."""
-        data = self.collectives
-        slower: dict[str, Any] = {
-            name: tuple((limit, fixed + seconds, *rest) for limit, fixed, *rest in getattr(data, name))
-            for name in ("all_reduce", "all_gather", "reduce_scatter")
-        }
-        if not data.all_gather:  # gather_share must not scale the added seconds
-            for name in ("all_gather", "reduce_scatter"):
-                slower[name] = tuple(
-                    (limit, data.gather_share * fixed + seconds, *(data.gather_share * value for value in rest))
-                    for limit, fixed, *rest in data.all_reduce
-                )
-        return replace(self, collectives=replace(data, **slower))
 
 
 TABLES: dict[str, type[Any]] = {
@@ -187,14 +173,6 @@ TABLES: dict[str, type[Any]] = {
     "host": Host,
     "link": Link,
 }
-
-
-def parse_rate(text: str) -> float:
-    """Return the bits per second of ``1gbit``, ``2.5gbit`` or ``500mbit``."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.strip().lower())
-    rate = float(match[1]) * UNITS[match[2]] if match else 0.0
-    require("--link", text, 0 < rate <= MOST_BITS, "a rate up to 1000000gbit, such as 500mbit, 1gbit or 10gbit")
-    return rate
 
 
 @lru_cache(maxsize=1)

@@ -25,7 +25,7 @@ class LinearPass:
         """Set up the pass `direction` ("forward" or "backward") of `linear`."""
         self.costs, self.linear, self.direction = costs, linear, direction
         forward = direction == FORWARD
-        self.problem: Problem | None = linear.forward_problem() if forward else linear.backward_problem()
+        self.problem: Problem | None = linear.problem(direction)
         item = linear.dtype.itemsize
         k, n = (linear.k, linear.n) if forward else (linear.n, linear.k)
         self.matmul = costs.matmul(linear.m, k, n, item)
@@ -122,11 +122,6 @@ MEGATRON = Schedule(name="megatron")
 BOUND = Schedule(name="bound")
 BEST = Schedule(name="best")
 EQUAL = Schedule(name="equal")
-
-
-def passes(costs: CostModel, linear: Linear) -> list[LinearPass]:
-    """Return the forward and backward passes of a layer."""
-    return [LinearPass(costs, linear, direction) for direction in (FORWARD, BACKWARD)]
 
 
 def operator_of(part: LinearPass) -> str:

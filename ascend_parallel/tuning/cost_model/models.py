@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.overlap.choices import column_operators, row_operators
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup, parse_toml, require
 
 COLUMN, ROW = "column", "row"
@@ -112,20 +113,19 @@ class Linear:
     dtype: torch.dtype
     device: str
 
-    def forward_problem(self) -> Problem | None:
-        """Return the operator of forward, or None if forward has no collective."""
-        if self.kind == COLUMN:
-            return self._problem(ALL_GATHER, self.k, self.n) if self.sequence_parallel else None
-        return self._problem(REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE, self.k, self.n)
+    @property
+    def own_rows(self) -> int:
+        """Rows of this rank's input."""
+        return self.m // self.ranks if self.kind == COLUMN and self.sequence_parallel else self.m
 
-    def backward_problem(self) -> Problem | None:
-        """Return the operator of the input gradient, or None if it has no collective."""
-        if self.kind == COLUMN:
-            return self._problem(REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE, self.n, self.k)
-        return self._problem(ALL_GATHER, self.n, self.k) if self.sequence_parallel else None
-
-    def _problem(self, operator: str, k: int, n: int) -> Problem | None:
-        return Problem(operator, self.m, k, n, self.dtype, self.device, self.ranks) if self.ranks > 1 else None
+    def problem(self, direction: str) -> Problem | None:
+        """Return the operator of "forward" or "backward"; None if it has no collective."""
+        make = column_operators if self.kind == COLUMN else row_operators
+        for operator in make(self.own_rows, self.k, self.n, self.ranks, self.sequence_parallel):
+            if operator.run == direction and self.ranks > 1:
+                shape = (operator.m, operator.k, operator.n)
+                return Problem(operator.operator, *shape, self.dtype, self.device, self.ranks)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.layer_passes import Schedule
 from ascend_parallel.tuning.cost_model.layers import Ends, Layer
 from ascend_parallel.tuning.cost_model.models import Batch, Model
-from ascend_parallel.tuning.cost_model.simulation import Task
 from ascend_parallel.tuning.cost_model.tables import require
 
 # Bytes that Adam moves per parameter: read an fp32 gradient, read and write three fp32 states, write a 16-bit weight.
@@ -93,31 +92,11 @@ def pipeline_time(stages: list[tuple[float, float]], micro_batches: int, hop: fl
 
     stages: forward and backward seconds of each stage. hop: seconds of a transfer between two stages. For equal stages
     without hops the result is exact: (micro-batches + stages - 1) (forward + backward). If the last stage is up to 1.5
-    times as long, for the logits, the simulation is at most 3 % below the result; otherwise the result is an estimate.
+    times as long, for the logits, an event simulation takes at most 3 % less; otherwise the result is an estimate.
     """
     through = sum(forward + backward for forward, backward in stages) + 2 * hop * (len(stages) - 1)
     pace = max(forward + backward for forward, backward in stages) + (2 * hop if len(stages) > 1 else 0.0)
     return through + (micro_batches - 1) * pace
-
-
-def pipeline_tasks(stages: list[tuple[float, float]], micro_batches: int) -> list[Task]:
-    """Return 1F1B as tasks for `simulate`, with one lane per stage and no hops, to check the closed form."""
-    count, result = len(stages), []
-    for stage, (forward, backward) in enumerate(stages):
-        warm = min(micro_batches, count - stage)
-        order = [("F", i) for i in range(warm)]
-        for i in range(micro_batches):
-            order.append(("B", i))
-            if warm + i < micro_batches:
-                order.append(("F", warm + i))
-        for kind, index in order:
-            if kind == "F":
-                after = (f"F{stage - 1}.{index}",) if stage else ()
-                result.append(Task(f"F{stage}.{index}", str(stage), forward, after))
-            else:
-                after = (f"B{stage + 1}.{index}",) if stage < count - 1 else ()
-                result.append(Task(f"B{stage}.{index}", str(stage), backward, (*after, f"F{stage}.{index}")))
-    return result
 
 
 def spread(layers: int, stages: int) -> list[int]:

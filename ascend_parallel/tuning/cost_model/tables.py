@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ascend_parallel.text import shown
+from ascend_parallel.text import nearest, shown, toml
 
 ASSUMED = "assumed"
 
@@ -33,15 +31,10 @@ class Sourced:
 
 def parse_toml(text: str, place: str) -> dict[str, Any]:
     """Return the values of a TOML text; raises `PlanningError` with `place` if the text is not TOML."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        values: dict[str, Any] = tomllib.loads(text)
+        return toml(text)
     except (ValueError, RecursionError) as error:  # ValueError: also too many digits; RecursionError: deep nesting
         raise PlanningError(f"{place} is no valid TOML: {error}") from error
-    return values
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,13 +64,9 @@ def lookup(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     by_lower = {key.lower(): value for key, value in known.items()}
     if name.lower() in by_lower:
         return by_lower[name.lower()]
-    raise PlanningError(f"{kind} {name!r} is not known{nearest(name, by_lower)} Known: {', '.join(sorted(known))}")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean ...?``, or a full stop if no name is near."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else "."
+    raise PlanningError(
+        f"{kind} {name!r} is not known{nearest(name.lower(), by_lower)} Known: {', '.join(sorted(known))}"
+    )
 
 
 def require(option: str, value: object, allowed: bool, expected: str) -> None:

@@ -19,13 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascend_parallel.text import shown
+from ascend_parallel.text import bits_per_second, shown
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
 
 NAMESPACE_PREFIX = "aplink"
 INTERFACE = "ap0"
 NETWORK = "10.77.0"
-UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 # Traffic that may pass without limit after a pause. It should be small. But below the 64 KiB segments of TCP, tbf
 # splits each segment, and a link that is busy in both directions loses a tenth of its rate.
 BURST_SECONDS = 0.7e-3
@@ -61,8 +60,7 @@ class End:
 
 def parse_rate(text: str) -> int:
     """Return the bits per second of a rate such as ``1gbit``, ``2.5gbit`` or ``500mbit``."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.strip().lower())
-    rate = float(match[1]) * UNITS[match[2]] if match else 0.0
+    rate = bits_per_second(text) or 0.0
     if not 10**6 <= rate <= 10**12:
         raise ValueError(
             f"the rate {shown(text)} is not allowed: give 1mbit or more, up to 1000gbit, such as 500mbit or 1gbit"

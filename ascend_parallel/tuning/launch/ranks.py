@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascend_parallel.tuning.launch.link import End
+from ascend_parallel.tuning.launch.link import End, shaped_link
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
 
 TAIL_CHARACTERS = 4000
@@ -59,18 +59,21 @@ def call_on_ranks(
     ranks: int,
     *,
     limit: float,
-    ends: list[End] | None = None,
+    link: str | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
     **arguments: Any,
 ) -> Any:
     """Call ``function(group, **arguments)`` on `ranks` gloo processes and return rank 0's result.
 
-    target: ``"module:function"``. Arguments and result must be JSON values. Raises `RankError` if a rank fails or
-    `limit` seconds have passed.
+    target: ``"module:function"``. link: rate of a slow link between the ranks, such as ``1gbit``; None for the
+    loopback. Arguments and result must be JSON values. Raises `RankError` if a rank fails or `limit` seconds have
+    passed, and `LinkError` if the link cannot be built.
     """
     program = ("-m", "ascend_parallel.tuning.launch.rank")
     call = {"target": target, "arguments": arguments, "limit": limit}
-    return run_ranks(Job(program=program, arguments=call, ranks=ranks, limit=limit, ends=ends or []), on_progress)
+    place: AbstractContextManager[list[End]] = nullcontext([]) if link is None else shaped_link(link, ranks)
+    with place as ends:
+        return run_ranks(Job(program=program, arguments=call, ranks=ranks, limit=limit, ends=ends), on_progress)
 
 
 def run_ranks(job: Job, on_progress: Callable[[str], None]) -> Any:

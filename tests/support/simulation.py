@@ -7,6 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall
+
+COMPUTE, COMMUNICATE, HOST = "compute", "communicate", "host"
+
 
 @dataclass(frozen=True)
 class Task:
@@ -70,6 +74,46 @@ def simulate(tasks: Sequence[Task]) -> list[TaskSpan]:
 def length(spans: Sequence[TaskSpan]) -> float:
     """Return the end of the last task."""
     return max((span.end for span in spans), default=0.0)
+
+
+def call_tasks(call: ChunkedCall) -> list[Task]:
+    """Return the call as tasks for `simulate`, in the order in which the host issues them."""
+    chunks = range(len(call.compute))
+    device = [Task(f"before {i}", COMMUNICATE, time) for i, time in enumerate(call.before)]
+    if call.communicate_first:
+        device += [Task(f"collective {i}", COMMUNICATE, call.collective[i]) for i in chunks]
+        device += [Task("own", COMPUTE, call.own)]
+        device += [Task(f"compute {i}", COMPUTE, call.compute[i], (f"collective {i}",)) for i in chunks]
+    else:
+        for i in chunks:
+            device.append(Task(f"compute {i}", COMPUTE, call.compute[i]))
+            device.append(Task(f"collective {i}", COMMUNICATE, call.collective[i], (f"compute {i}",)))
+    device.append(Task("tail", COMPUTE, call.tail, tuple(f"before {i}" for i in range(len(call.before)))))
+    issued = []
+    for index, task in enumerate(device):
+        issued.append(Task(f"issue {task.name}", HOST, call.issue if index else 0.0))
+        issued.append(Task(task.name, task.lane, task.seconds, (*task.after, f"issue {task.name}")))
+    return issued
+
+
+def pipeline_tasks(stages: list[tuple[float, float]], micro_batches: int) -> list[Task]:
+    """Return 1F1B as tasks for `simulate`, with one lane per stage and no hops, to check the closed form."""
+    count, result = len(stages), []
+    for stage, (forward, backward) in enumerate(stages):
+        warm = min(micro_batches, count - stage)
+        order = [("F", i) for i in range(warm)]
+        for i in range(micro_batches):
+            order.append(("B", i))
+            if warm + i < micro_batches:
+                order.append(("F", warm + i))
+        for kind, index in order:
+            if kind == "F":
+                after = (f"F{stage - 1}.{index}",) if stage else ()
+                result.append(Task(f"F{stage}.{index}", str(stage), forward, after))
+            else:
+                after = (f"B{stage + 1}.{index}",) if stage < count - 1 else ()
+                result.append(Task(f"B{stage}.{index}", str(stage), backward, (*after, f"F{stage}.{index}")))
+    return result
 
 
 def _dependencies(tasks: Sequence[Task]) -> tuple[dict[str, int], dict[str, list[Task]]]:

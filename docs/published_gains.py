@@ -1,7 +1,7 @@
 """Make the tables of docs/predict.md: published gains beside predictions.
 
-    python -m ascend_parallel.tuning.cost_model.published                    print the tables
-    python -m ascend_parallel.tuning.cost_model.published docs/predict.md    write them between the file's marks
+    python docs/published_gains.py                    print the tables
+    python docs/published_gains.py docs/predict.md    write them between the file's marks
 
 No number of the model was changed to fit these gains.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -129,7 +131,7 @@ def _shapes() -> str:
 
 def _fixed_costs() -> str:
     base = find_hardware(HARDWARE)
-    variants = {f"+{extra} us a collective": base.with_fixed_cost(extra * 1e-6) for extra in EXTRA_FIXED}
+    variants = {f"+{extra} us a collective": with_fixed_cost(base, extra * 1e-6) for extra in EXTRA_FIXED}
     variants |= {f"{launch} us a launch": base.with_launch(launch * 1e-6) for launch in LAUNCHES}
     rows = []
     for words, hardware in variants.items():
@@ -141,6 +143,22 @@ def _fixed_costs() -> str:
         rows.append([words, *gains])
     heads = [f"{name}, {what}" for name in PUBLISHED for what in ("4 equal", "best", "best, sequence")]
     return _table(["", *heads], rows)
+
+
+def with_fixed_cost(hardware: Hardware, seconds: float) -> Hardware:
+    """Return the hardware with `seconds` added to every collective of any size."""
+    data = hardware.collectives
+    slower: dict[str, Any] = {
+        name: tuple((limit, fixed + seconds, *rest) for limit, fixed, *rest in getattr(data, name))
+        for name in ("all_reduce", "all_gather", "reduce_scatter")
+    }
+    if not data.all_gather:  # gather_share must not scale the added seconds
+        for name in ("all_gather", "reduce_scatter"):
+            slower[name] = tuple(
+                (limit, data.gather_share * fixed + seconds, *(data.gather_share * value for value in rest))
+                for limit, fixed, *rest in data.all_reduce
+            )
+    return replace(hardware, collectives=replace(data, **slower))
 
 
 def _chips() -> str:

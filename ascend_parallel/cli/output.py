@@ -1,0 +1,30 @@
+"""What the commands share: consoles, and errors in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from ascend_parallel.tuning.launch.ranks import RankError
+
+
+def console(width: int, *, highlight: bool = True) -> Console:
+    """Return a console for stdout; output that is not a terminal has `width` columns."""
+    found = Console(highlight=highlight)
+    if not found.is_terminal:
+        found.width = width
+    return found
+
+
+@contextmanager
+def errors(command: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Print a `ValueError`, `OSError` or one of `kinds` as one line; exit with 2, or with 1 if a rank failed."""
+    caught: tuple[type[Exception], ...] = (ValueError, OSError, RankError, *kinds)
+    try:
+        yield
+    except caught as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(1 if isinstance(error, RankError) else 2) from error

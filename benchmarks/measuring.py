@@ -1,0 +1,104 @@
+"""What the benchmarks share: ranks on a link, timing in turn, medians of ratios, Markdown tables, errors in a line."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from ascend_parallel.tuning.launch.link import LinkError
+from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks, report
+
+FOLDER = Path(__file__).parent
+
+
+def options_of(text: str | None, *, link: bool = True, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the module's docstring, with --link and --rounds where a benchmark has them."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if link:
+        parser.add_argument("--link", metavar="RATE", help="between the ranks, such as 1gbit (needs root)")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
+    return parser
+
+
+def on_ranks(
+    target: str, ranks: int, *, link: str | None = None, limit: float = 600, title: str = "", **arguments: Any
+) -> Any:
+    """Call ``function(group, **arguments)`` of a benchmark on every rank and show its progress; see `call_on_ranks`."""
+    folders = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
+    with Console(stderr=True).status(title or "starting", refresh_per_second=2) as status:
+
+        def show(line: str) -> None:
+            status.update(f"{title} {line}".replace("[", r"\["))
+
+        return call_on_ranks(target, ranks, link=link, limit=limit, on_progress=show, **arguments)
+
+
+def in_turn(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Time all of `runs` once a round, after `warm_up` rounds; return the slowest rank's seconds by name and round.
+
+    Every round has a random order, the same on all ranks, and a barrier stands before every call.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(-warm_up, rounds):
+        report(f"round {index + 1} of {rounds}")
+        gc.collect()
+        gc.disable()
+        for name in random.Random(index).sample(list(runs), len(runs)):
+            dist.barrier()
+            start = clock()
+            kept = runs[name]()
+            took = clock() - start
+            del kept  # freed outside the timed part
+            if index >= 0:
+                times[name].append(took)
+        gc.enable()
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(times, slowest.tolist(), strict=True))
+
+
+def gain(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Return the median of the rounds' ratios."""
+    return median(their / our for their, our in zip(theirs, ours, strict=True))
+
+
+def milliseconds(times: Sequence[float], digits: int = 1) -> str:
+    """Return the median of seconds as milliseconds."""
+    return f"{1e3 * median(times):.{digits}f}"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def run(main: Callable[[], object]) -> None:
+    """Run a benchmark; print an error as one line, and exit with 2, or with 1 if a rank failed."""
+    try:
+        main()
+    except (LinkError, ValueError, RankError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, RankError) else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
