@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ascend_parallel.diagnostics.timeline.drawing import COLOURS, MEANING, headline
 from ascend_parallel.diagnostics.timeline.files import TimelineError
-from ascend_parallel.diagnostics.timeline.picture import Lanes, Picture
+from ascend_parallel.diagnostics.timeline.picture import COLOURS, MEANING, Lanes, Picture
 
 MATPLOTLIB = ("matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.patches")
 WIDTH, LANE, DPI = 10.0, 0.32, 150  # inches
@@ -40,7 +39,7 @@ def draw(pictures: Sequence[Picture], path: Path) -> None:
 
 
 def _panel(plot: Any, picture: Picture) -> None:
-    plot.set_title(headline(picture), loc="left", fontsize=10)
+    plot.set_title(picture.headline, loc="left", fontsize=10)
     plot.set_yticks([-row for row in range(2 * len(picture.ranks))])
     plot.set_yticklabels(
         [f"rank {lanes.rank} {lane}" for lanes in picture.ranks for lane in ("compute", "comm.")], fontsize=8
@@ -57,7 +56,7 @@ def _panel(plot: Any, picture: Picture) -> None:
 
 def _rank(plot: Any, lanes: Lanes, row: int) -> None:
     for place, bars in ((row, lanes.compute), (row - 1, lanes.comm)):
-        for bar in sorted(bars, key=lambda bar: bar.kind != "wait"):
+        for bar in bars:
             low, high = place + 0.4 - 0.8 * bar.high, place + 0.4 - 0.8 * bar.low
             width = bar.end - bar.begin
             edge = {"edgecolor": "white", "linewidth": 0.4}
