@@ -95,7 +95,9 @@ def short(room: str) -> str:
 def picture() -> str:
     """Return the rooms and their imports as SVG: every arrow points down. An import that others imply is left out."""
     names = rooms()
-    arrows = list(nx.transitive_reduction(nx.DiGraph(imports(names))).edges)
+    graph = nx.DiGraph(imports(names))
+    needed = nx.transitive_reduction(graph).edges  # in another order at every call
+    arrows = [arrow for arrow in graph.edges if arrow in needed]
     drawing = draw({name: (9.0 * len(short(name)) + 24, 30.0) for name in names}, arrows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -8 {drawing.width + 16:g} {drawing.height + 16:g}" '

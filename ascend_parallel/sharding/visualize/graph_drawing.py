@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from scipy.optimize import isotonic_regression
+
 GAP, ROW_GAP, LANE = 18.0, 30.0, 8.0
 SWEEPS = 16
 # The preferred position of a passing arrow counts more than that of a box, so that arrows become straight.
@@ -115,39 +118,24 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 def _centres(
     rows: Sequence[Sequence[str]], widths: Mapping[str, float], neighbours: Sequence[Neighbours]
 ) -> dict[str, float]:
-    """Return the horizontal centres of boxes: near the mean of their neighbours, without overlap."""
-    centres: dict[str, float] = {}
+    """Return the horizontal centres of boxes: near the mean of their neighbours, without overlap.
+
+    Centres do not overlap if their distances to the centres of boxes packed side by side never decrease along a row.
+    """
+    packed = []
     for row in rows:
-        x = 0.0
-        for name in row:
-            centres[name] = x + widths[name] / 2
-            x += widths[name] + GAP
-        for name in row:
-            centres[name] -= x / 2
+        spaces = np.array([widths[name] + GAP for name in row])
+        packed.append(spaces.cumsum() - spaces / 2 - spaces.sum() / 2)
+    centres = {name: at for row, beside in zip(rows, packed, strict=True) for name, at in zip(row, beside, strict=True)}
     for sweep in range(SWEEPS):
-        for row in rows if sweep % 2 == 0 else rows[::-1]:
+        for row, beside in list(zip(rows, packed, strict=True))[:: 1 if sweep % 2 == 0 else -1]:
             wished = [
                 _mean([centres[near] for joined in neighbours for near in joined[name]], centres[name]) for name in row
             ]
-            offsets, x = [], 0.0
-            for index, name in enumerate(row):
-                x += widths[name] / 2 + (GAP + widths[row[index - 1]] / 2 if index else 0.0)
-                offsets.append(x)
             straight = [LANE_WEIGHT if widths[name] == LANE else 1.0 for name in row]
-            moved = _rising([wish - offset for wish, offset in zip(wished, offsets, strict=True)], straight)
-            centres |= {name: centre + offset for name, centre, offset in zip(row, moved, offsets, strict=True)}
+            moved = (isotonic_regression(wished - beside, weights=straight).x + beside).tolist()
+            centres |= zip(row, moved, strict=True)
     return centres
-
-
-def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the nearest non-decreasing numbers: decreasing neighbours get their weighted mean."""
-    blocks: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        blocks.append((value, weight, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (last, heavy, many), (before, light, few) = blocks.pop(), blocks.pop()
-            blocks.append(((last * heavy + before * light) / (heavy + light), heavy + light, many + few))
-    return [mean for mean, _, count in blocks for _ in range(count)]
 
 
 def _line(
