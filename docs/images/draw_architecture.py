@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 import grimp
+import networkx as nx
 import tomllib
 
 from ascend_parallel.sharding.visualize.graph_drawing import draw
@@ -94,17 +95,9 @@ def short(room: str) -> str:
 def picture() -> str:
     """Return the rooms and their imports as SVG: every arrow points down. An import that others imply is left out."""
     names = rooms()
-    found = imports(names)
-
-    def reach(name: str) -> set[str]:
-        return set(found[name]).union(*(reach(other) for other in found[name]))
-
-    arrows = [
-        (name, other)
-        for name in names
-        for other in found[name]
-        if not any(other in reach(between) for between in found[name] if between != other)
-    ]
+    graph = nx.DiGraph(imports(names))
+    needed = nx.transitive_reduction(graph).edges  # in another order at every call
+    arrows = [arrow for arrow in graph.edges if arrow in needed]
     drawing = draw({name: (9.0 * len(short(name)) + 24, 30.0) for name in names}, arrows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -8 {drawing.width + 16:g} {drawing.height + 16:g}" '

@@ -8,18 +8,19 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from timelines import MS, made
 
 from ascend_parallel.diagnostics.timeline import files as timeline_files
 from ascend_parallel.diagnostics.timeline.align import align
 from ascend_parallel.diagnostics.timeline.clocks import Difference
-from ascend_parallel.diagnostics.timeline.drawing import bars
 from ascend_parallel.diagnostics.timeline.files import read_run, write
 from ascend_parallel.diagnostics.timeline.intervals import length, union, within, without
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.diagnostics.timeline.picture import picture
 from ascend_parallel.diagnostics.timeline.table import table
 from ascend_parallel.diagnostics.timeline.trace import trace, tracks
+from ascend_parallel.templates import render
 
 
 @pytest.fixture
@@ -154,7 +155,8 @@ def test_the_report_needs_nothing_from_outside(folder):
 
 
 def test_the_bars_are_where_the_times_are(folder):
-    drawn = bars([picture(read_run(folder)[0], "recorded")])
+    merge(folder).write(folder, png=False)
+    (drawn,) = re.findall(r'<svg class="time".*</svg>', (folder / "report.html").read_text(), re.S)
     root = ElementTree.fromstring(drawn)
     space = "{http://www.w3.org/2000/svg}"
     found = {}
@@ -268,3 +270,11 @@ def test_nothing_that_a_rank_wrote_becomes_a_tag(tmp_path):
     assert "img" not in tags.found
     assert not {"src", "onerror"} & set(tags.attributes)
     assert page.count("&lt;script&gt;") > 10
+
+
+def test_a_template_escapes_its_values_and_refuses_a_name_without_one(tmp_path):
+    template = tmp_path / "page.html.jinja"
+    template.write_text("<b>{{ about }}</b>\n")
+    assert render(template, about="<i>") == "<b>&lt;i&gt;</b>\n"
+    with pytest.raises(UndefinedError, match="'about' is undefined"):
+        render(template)

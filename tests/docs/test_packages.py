@@ -72,6 +72,9 @@ def test_a_wheel_built_without_torch_runs_and_says_what_it_lacks(sdist, torchles
     for name in (
         "ops/shm.py",
         "patches/base.py",
+        "diagnostics/timeline/report.html.jinja",
+        "sharding/visualize/page.html.jinja",
+        "training/pipeline/picture.svg.jinja",
         "tuning/cost_model/data/models.toml",
         "tuning/cost_model/data/hardware/ascend-910b1.toml",
     ):

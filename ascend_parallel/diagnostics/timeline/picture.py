@@ -18,6 +18,26 @@ from ascend_parallel.diagnostics.timeline.trace import collectives, label, track
 # A picture shows at most this many passes, the last ones: otherwise bars would be thinner than a pixel.
 MOST_PASSES = 96
 
+# Colours of bars by kind, in a page and in a PNG. Exposed communication stands out.
+COLOURS = {
+    "matmul": "#2f6fab",
+    "beside": "#7aa7d0",
+    "fused": "#7b5ea7",
+    "wait": "#e9ecef",
+    "clocks": "#e9ecef",
+    "hidden": "#9aa3ad",
+    "exposed": "#c22f3c",
+    "pass": "#ffffff",
+}
+MEANING = {
+    "matmul": "matmul",
+    "beside": "sum over ranks",
+    "fused": "fused operator",
+    "wait": "waits",
+    "hidden": "communication beside a computation",
+    "exposed": "exposed communication",
+}
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -33,7 +53,10 @@ class Bar:
 
 @dataclass
 class Lanes:
-    """The lanes of one rank: names of passes, computation and waits, and communication."""
+    """The lanes of one rank: names of passes, computation and waits, and communication.
+
+    Waits stand first in `compute`: drawn in this order, computation covers them.
+    """
 
     rank: int
     passes: list[Bar] = field(default_factory=list)
@@ -49,6 +72,12 @@ class Picture:
     ranks: list[Lanes]
     milliseconds: float
     share: float | None
+
+    @property
+    def headline(self) -> str:
+        """The title, the length and the exposed share of the communication."""
+        share = "" if self.share is None else f", {self.share:.0%} of the communication exposed"
+        return f"{self.title}: {self.milliseconds:.1f} ms{share}"
 
 
 def picture(files: Sequence[RankFile], title: str) -> Picture:
@@ -94,6 +123,7 @@ def _lanes(rank: int, passes: Sequence[Pass], zero: int) -> Lanes:
         for span in layer_pass.spans:
             if span.kind != "comm":
                 lanes.compute.append(_bar(span.kind, label(span), span.begin, span.end, zero))
+    lanes.compute.sort(key=lambda bar: bar.kind != "wait")
     pairs = collectives(passes)
     numbers = tracks([span for _, span in pairs])
     count = max(numbers, default=0) + 1

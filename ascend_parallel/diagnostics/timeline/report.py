@@ -3,62 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ascend_parallel.diagnostics.timeline.align import Shift
-from ascend_parallel.diagnostics.timeline.drawing import COLOURS, MEANING, bars, names
-from ascend_parallel.diagnostics.timeline.markup import Markup, fill, joined
-from ascend_parallel.diagnostics.timeline.picture import Picture
+from ascend_parallel.diagnostics.timeline.picture import COLOURS, MEANING, Picture
 from ascend_parallel.diagnostics.timeline.table import Row
+from ascend_parallel.templates import render
 
-STYLE = Markup("""
-  body { font: 14px system-ui, 'DejaVu Sans', sans-serif; color: #1f2328; background: #fff; margin: 2em auto;
-         max-width: 1300px; padding: 0 1em }
-  h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 2em }
-  .picture { position: relative; display: flex; border: 1px solid #d0d7de; padding: 6px }
-  .labels { flex: none; width: 150px } .scroll { overflow-x: auto; flex: 1 }
-  svg text { font-size: 12px; fill: #1f2328 } svg .title { font-weight: bold }
-  svg.names { overflow: visible; position: relative; pointer-events: none }
-  .bar text { fill: #fff; font-size: 11px } .bar rect { stroke: #fff; stroke-width: 1 }
-  .pass text, .clocks text { fill: #59636e } .pass rect { stroke: none }
-  .lane { fill: #f6f8fa } .tick { stroke: #d0d7de } svg .quiet { fill: #59636e }
-  .key { white-space: nowrap; margin-left: 14px }
-  .key i { display: inline-block; width: 12px; height: 12px; margin-right: 5px; border: 1px solid #d0d7de }
-  table { border-collapse: collapse } th, td { padding: 3px 10px; border-bottom: 1px solid #d0d7de; text-align: right }
-  th:first-child, td:first-child, td:nth-child(2), td:nth-child(3) { text-align: left }
-  .warning { color: #9a3412 } button { font: inherit } .quiet { color: #59636e }
-""")
-SCRIPT = Markup("""
-  let zoom = 1;
-  const scroll = document.querySelector('.scroll'), time = document.querySelector('svg.time');
-  const look = (factor, at) => {
-    const x = (scroll.scrollLeft + at) / zoom;
-    zoom = Math.min(Math.max(zoom * factor, 1), 400);
-    time.style.width = zoom * 100 + '%';
-    scroll.scrollLeft = x * zoom - at;
-  };
-  document.querySelector('#in').onclick = () => look(2, scroll.clientWidth / 2);
-  document.querySelector('#out').onclick = () => look(0.5, scroll.clientWidth / 2);
-  scroll.addEventListener('wheel', event => {
-    if (!event.ctrlKey) return;
-    event.preventDefault();
-    look(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - scroll.getBoundingClientRect().left);
-  }, {passive: false});
-""")
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Timeline $about</title>
-<style>$style$colours</style></head><body>
-<h1>Timeline of $about</h1>
-$warnings
-<p><button id="in">closer</button> <button id="out">farther</button>
-<span class="quiet">or Ctrl and the wheel; point at a bar for its times</span>$key</p>
-<div class="picture"><div class="labels">$names</div><div class="scroll">$bars</div></div>
-<h2>Layers, medians in ms</h2>
-$table
-<h2>Clocks</h2>
-<ul>$clocks</ul>
-<script>$script</script>
-</body></html>
-"""
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 # (heading, value, format, meaning)
 Column = tuple[str, Callable[[Row], float | None], str, str]
@@ -82,27 +34,28 @@ def report(
     pictures: Sequence[Picture], rows: Sequence[Row], shifts: Sequence[Shift], notes: Sequence[str], about: str
 ) -> str:
     """Return the page; `about` describes the run, `notes` are warnings for the reader."""
-    key = joined(
-        fill(
-            '<span class="key"><i style="background:$colour"></i>$meaning</span> ',
-            colour=COLOURS[kind],
-            meaning=meaning,
-        )
-        for kind, meaning in MEANING.items()
-    )
-    return fill(
-        PAGE,
+    total = max((picture.milliseconds for picture in pictures), default=0.0) or 1.0
+    return render(
+        TEMPLATE,
         about=about,
-        style=STYLE,
-        colours=joined(fill("  .$kind rect { fill: $colour }\n", kind=k, colour=c) for k, c in COLOURS.items()),
-        warnings=joined(fill('<p class="warning">$note</p>', note=note) for note in notes),
-        key=key,
-        names=names(pictures),
-        bars=bars(pictures),
-        table=_table(rows),
-        clocks=joined(fill("<li>$clock</li>", clock=clock(shift)) for shift in shifts),
-        script=SCRIPT,
+        pictures=pictures,
+        total=total,
+        ticks=ticks(total),
+        colours=COLOURS,
+        meaning=MEANING,
+        notes=notes,
+        rows=rows,
+        columns=columns(rows),
+        cell=cell,
+        shifts=shifts,
+        clock=clock,
     )
+
+
+def ticks(total: float) -> list[float]:
+    """Return about a dozen round times from 0 to `total` ms."""
+    step = next(step * 10.0**power for power in range(-4, 16) for step in (1, 2, 5) if total <= 14 * step * 10.0**power)
+    return [number * step for number in range(int(total / step) + 1)]
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
@@ -115,33 +68,6 @@ def clock(shift: Shift) -> str:
     """Return, in words, how a rank's times were shifted to the common clock."""
     error = "an unknown error" if shift.error is None else f"at most {shift.error / 1e3:.0f} µs of error"
     return f"rank {shift.rank}: {shift.offset / 1e3:+.0f} µs, {error}; {shift.how}"
-
-
-def _table(rows: Sequence[Row]) -> Markup:
-    shown = columns(rows)
-    heads = [fill("<th>$name</th>", name=name) for name in ("layer", "pass", "operators [m, k, n]", "chunks", "passes")]
-    heads += [fill("<th>rank</th>")]
-    heads += [fill('<th title="$meaning">$name</th>', name=name, meaning=meaning) for name, _, _, meaning in shown]
-    lines = [
-        fill(
-            "<tr>$cells</tr>\n",
-            cells=joined(
-                fill("<td>$value</td>", value=value)
-                for value in (
-                    *(row.layer, row.direction, row.shape, row.kernel, row.passes, row.rank),
-                    *(cell(value(row), form) for _, value, form, _ in shown),
-                )
-            ),
-        )
-        for row in rows
-    ]
-    meanings = [fill("<li>$name: $meaning</li>", name=name, meaning=meaning) for name, _, _, meaning in shown]
-    return fill(
-        "<table><tr>$heads</tr>\n$lines</table>\n<ul class=quiet>$meanings</ul>",
-        heads=joined(heads),
-        lines=joined(lines),
-        meanings=joined(meanings),
-    )
 
 
 def cell(value: float | None, form: str) -> str:

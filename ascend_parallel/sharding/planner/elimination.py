@@ -7,6 +7,7 @@ the effort. For a model's forward, a chain of layers beside a residual stream, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -187,21 +188,16 @@ def _part(table: _Table, name: str, options: slice) -> _Table:
     """Return the table restricted to some options of `name`."""
     if name not in table.names:
         return table
-    index = [slice(None)] * len(table.names)
-    index[table.names.index(name)] = options
-    return _Table(table.names, table.costs[tuple(index)])
+    index = (*[slice(None)] * table.names.index(name), options)
+    return _Table(table.names, table.costs[index])
 
 
 def _sum(tables: Iterable[_Table], names: Sequence[str]) -> Costs:
     """Return the sum of the tables, with an axis for each of `names`."""
     place = {name: index for index, name in enumerate(names)}
-    total: Costs | None = None
+    aligned = []
     for table in tables:
-        axes = sorted(range(len(table.names)), key=lambda axis: place[table.names[axis]])
-        shape = [1] * len(names)
-        for axis, name in enumerate(table.names):
-            shape[place[name]] = table.costs.shape[axis]
-        aligned = table.costs.transpose(axes).reshape(shape)
-        total = aligned if total is None else total + aligned
-    assert total is not None
-    return total
+        order = np.argsort([place[name] for name in table.names])
+        absent = tuple(axis for axis, name in enumerate(names) if name not in table.names)
+        aligned.append(np.expand_dims(table.costs.transpose(order), absent))
+    return functools.reduce(np.add, aligned)

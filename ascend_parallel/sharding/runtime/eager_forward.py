@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
+from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, ParameterRef, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.runtime.eager_state import Conversion, EagerState
 from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS, Local, PlannedDTensor

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from scipy.optimize import isotonic_regression
+
 GAP, ROW_GAP, LANE = 18.0, 30.0, 8.0
 SWEEPS = 16
 # The preferred position of a passing arrow counts more than that of a box, so that arrows become straight.
@@ -16,6 +19,7 @@ LANE_WEIGHT = 8.0
 
 Arrow = tuple[str, str]
 Point = tuple[float, float]
+Neighbours = Mapping[str, Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,8 @@ class Drawing:
 def draw(sizes: Mapping[str, Point], arrows: Iterable[Arrow]) -> Drawing:
     """Return a drawing of boxes of these widths and heights, in an order in which no arrow leads back."""
     arrows = list(dict.fromkeys(arrows))
-    rows, chains = _rows(list(sizes), arrows)
+    rows, chains, neighbours = _rows(list(sizes), arrows)
     widths = {name: sizes[name][0] if name in sizes else LANE for row in rows for name in row}
-    neighbours = _neighbours(chains)
     _order(rows, neighbours)
     centres = _centres(rows, widths, neighbours)
     left = min((centres[name] - widths[name] / 2 for name in centres), default=0.0)
@@ -66,20 +69,21 @@ def draw(sizes: Mapping[str, Point], arrows: Iterable[Arrow]) -> Drawing:
     return Drawing(places, lines, right, max(y - ROW_GAP, 0.0))
 
 
-def _rows(names: Sequence[str], arrows: Sequence[Arrow]) -> tuple[list[list[str]], dict[Arrow, list[str]]]:
-    """Return the boxes and the slots of passing arrows in every row, and each arrow's chain of slots."""
-    into: dict[str, list[str]] = {name: [] for name in names}
-    out: dict[str, list[str]] = {name: [] for name in names}
-    for source, target in arrows:
-        into[target].append(source)
-        out[source].append(target)
-    depth: dict[str, int] = {}
-    order = _sorted(names, into, out)
-    for name in order:
-        depth[name] = max((depth[source] + 1 for source in into[name]), default=0)
-    for name in reversed(order):  # move a box down to its first reader if the sum of arrow lengths shrinks
-        if len(into[name]) < len(out[name]):
-            depth[name] = min(depth[target] for target in out[name]) - 1
+def _rows(
+    names: Sequence[str], arrows: Sequence[Arrow]
+) -> tuple[list[list[str]], dict[Arrow, list[str]], Sequence[Neighbours]]:
+    """Return the boxes and the slots of passing arrows in every row, each arrow's chain of slots, and all neighbours.
+
+    Neighbours: by box or slot those in the row above, and those in the row below.
+    """
+    import networkx as nx  # takes long, and training imports this module
+
+    graph = nx.DiGraph(arrows)
+    graph.add_nodes_from(names)
+    depth = {name: row for row, here in enumerate(nx.topological_generations(graph)) for name in here}
+    for name in reversed(list(depth)):  # move a box down to its first reader if the sum of arrow lengths shrinks
+        if graph.in_degree(name) < graph.out_degree(name):
+            depth[name] = min(depth[target] for target in graph.successors(name)) - 1
     rows: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for name in names:
         rows[depth[name]].append(name)
@@ -90,34 +94,12 @@ def _rows(names: Sequence[str], arrows: Sequence[Arrow]) -> tuple[list[list[str]
             chain.append(f"\0{index} {row}")
             rows[row].append(chain[-1])
         chains[source, target] = [*chain, target]
-    return rows, chains
+    slots = nx.DiGraph(arrow for chain in chains.values() for arrow in pairwise(chain))
+    slots.add_nodes_from(names)
+    return rows, chains, (slots.pred, slots.succ)
 
 
-def _sorted(names: Sequence[str], into: Mapping[str, Sequence[str]], out: Mapping[str, Sequence[str]]) -> list[str]:
-    left = {name: len(into[name]) for name in names}
-    ready, found = [name for name in names if not left[name]], []
-    while ready:
-        name = ready.pop()
-        found.append(name)
-        for target in out[name]:
-            left[target] -= 1
-            if not left[target]:
-                ready.append(target)
-    assert len(found) == len(names), "arrows lead in a circle"
-    return found
-
-
-def _neighbours(chains: Mapping[Arrow, Sequence[str]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    above: dict[str, list[str]] = {}
-    below: dict[str, list[str]] = {}
-    for chain in chains.values():
-        for upper, lower in pairwise(chain):
-            above.setdefault(lower, []).append(upper)
-            below.setdefault(upper, []).append(lower)
-    return above, below
-
-
-def _order(rows: list[list[str]], neighbours: Sequence[Mapping[str, Sequence[str]]]) -> None:
+def _order(rows: list[list[str]], neighbours: Sequence[Neighbours]) -> None:
     """Sort every row by the mean place of its neighbours, in turn those above and those below."""
     for sweep in range(SWEEPS):
         joined = neighbours[sweep % 2]
@@ -126,7 +108,7 @@ def _order(rows: list[list[str]], neighbours: Sequence[Mapping[str, Sequence[str
             at = {name: place / max(len(fixed) - 1, 1) for place, name in enumerate(fixed)}
             size = max(len(rows[index]) - 1, 1)
             own = {name: place / size for place, name in enumerate(rows[index])}
-            rows[index].sort(key=lambda name: _mean([at[near] for near in joined.get(name, ())], own[name]))
+            rows[index].sort(key=lambda name: _mean([at[near] for near in joined[name]], own[name]))
 
 
 def _mean(values: Sequence[float], otherwise: float) -> float:
@@ -134,42 +116,26 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 
 
 def _centres(
-    rows: Sequence[Sequence[str]], widths: Mapping[str, float], neighbours: Sequence[Mapping[str, Sequence[str]]]
+    rows: Sequence[Sequence[str]], widths: Mapping[str, float], neighbours: Sequence[Neighbours]
 ) -> dict[str, float]:
-    """Return the horizontal centres of boxes: near the mean of their neighbours, without overlap."""
-    centres: dict[str, float] = {}
+    """Return the horizontal centres of boxes: near the mean of their neighbours, without overlap.
+
+    Centres do not overlap if their distances to the centres of boxes packed side by side never decrease along a row.
+    """
+    packed = []
     for row in rows:
-        x = 0.0
-        for name in row:
-            centres[name] = x + widths[name] / 2
-            x += widths[name] + GAP
-        for name in row:
-            centres[name] -= x / 2
+        spaces = np.array([widths[name] + GAP for name in row])
+        packed.append(spaces.cumsum() - spaces / 2 - spaces.sum() / 2)
+    centres = {name: at for row, beside in zip(rows, packed, strict=True) for name, at in zip(row, beside, strict=True)}
     for sweep in range(SWEEPS):
-        for row in rows if sweep % 2 == 0 else rows[::-1]:
+        for row, beside in list(zip(rows, packed, strict=True))[:: 1 if sweep % 2 == 0 else -1]:
             wished = [
-                _mean([centres[near] for joined in neighbours for near in joined.get(name, ())], centres[name])
-                for name in row
+                _mean([centres[near] for joined in neighbours for near in joined[name]], centres[name]) for name in row
             ]
-            offsets, x = [], 0.0
-            for index, name in enumerate(row):
-                x += widths[name] / 2 + (GAP + widths[row[index - 1]] / 2 if index else 0.0)
-                offsets.append(x)
             straight = [LANE_WEIGHT if widths[name] == LANE else 1.0 for name in row]
-            moved = _rising([wish - offset for wish, offset in zip(wished, offsets, strict=True)], straight)
-            centres |= {name: centre + offset for name, centre, offset in zip(row, moved, offsets, strict=True)}
+            moved = (isotonic_regression(wished - beside, weights=straight).x + beside).tolist()
+            centres |= zip(row, moved, strict=True)
     return centres
-
-
-def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the nearest non-decreasing numbers: decreasing neighbours get their weighted mean."""
-    blocks: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        blocks.append((value, weight, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (last, heavy, many), (before, light, few) = blocks.pop(), blocks.pop()
-            blocks.append(((last * heavy + before * light) / (heavy + light), heavy + light, many + few))
-    return [mean for mean, _, count in blocks for _ in range(count)]
 
 
 def _line(

@@ -2,7 +2,8 @@
 
 A file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, [start, end) after the
 header), and the tensors' bytes, row-major and little-endian, without holes. The library's ``save_file`` needs the whole
-model in memory. Source of the format: the README of huggingface/safetensors.
+model in memory, and its reader accepts a name that stands twice. Source of the format: the README of
+huggingface/safetensors.
 """
 
 from __future__ import annotations
