@@ -24,7 +24,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import note
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, sent
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
-from ascend_parallel.sharding.runtime.gradient_buckets import BackwardBuckets, BucketSum, Slot, Term, finish_all
+from ascend_parallel.sharding.runtime.gradient_buckets import BackwardBuckets, BucketSum, Term, finish_all
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, SummedGradient, buckets
 
 
@@ -110,14 +110,12 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         running = self._running.get(task)
         if running is None:
-            running = self._running[task] = BackwardBuckets(
-                [self._slot(bucket) for bucket in self.buckets], self._start_sum
-            )
+            waits_for = [
+                [param.value for param in bucket.members if self._leaf(param).requires_grad] for bucket in self.buckets
+            ]
+            running = self._running[task] = BackwardBuckets(self.buckets, waits_for, self._start_sum)
             torch.autograd.Variable._execution_engine.queue_callback(running.end)
         return running
-
-    def _slot(self, bucket: Bucket) -> Slot:
-        return Slot(tuple(param.value for param in bucket.members if self._leaf(param).requires_grad), bucket.dims)
 
     def _leaf(self, param: SummedGradient) -> torch.nn.Parameter:
         return self._module.get_parameter(param.name)
