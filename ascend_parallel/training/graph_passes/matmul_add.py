@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, Graph, Node, OpCall, Ref, Value
+from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
+from ascend_parallel.training.graph_passes.matching import GraphReader, Replacement, replace_nodes
 
 aten = torch.ops.aten
 ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
+MATMULS = (aten.linear.default, aten.mm.default, aten.matmul.default)
 
 
 def matmul_add(graph: Graph) -> Graph:
@@ -20,30 +22,22 @@ def matmul_add(graph: Graph) -> Graph:
     A linear layer without bias gets the bias; a matmul of two matrices becomes addmm. The matmul must have no other
     reader. Paddle's equivalent pass is called gemm_epilogue.
     """
-    readers = graph.readers()
-    merged: dict[str, tuple[str, Node]] = {}  # by the addition's name: the matmul's name, and the node for both
+    reader, replacements = GraphReader(graph), {}
     for node in graph.nodes.values():
-        match = _matmul_of(graph, node)
-        if match is None:
-            continue
-        matmul, bias = match
-        mergeable = len(readers[Value(matmul.name)]) == 1 and Value(matmul.name) not in graph.kept
-        mergeable = mergeable and matmul.mark is None and node.mark is None  # a strategy of its own would be lost
-        if mergeable and (with_bias := _with_bias(matmul, node, bias, graph)) is not None:
-            merged[node.name] = matmul.name, with_bias
-    removed = {name for name, _ in merged.values()}
-    nodes = {name: node for name, node in graph.nodes.items() if name not in removed}
-    return replace(graph, nodes=nodes | {name: node for name, (_, node) in merged.items()})
+        match = _matmul_of(reader, node)
+        if match is not None and (with_bias := _with_bias(match[0], node, match[1], graph)) is not None:
+            replacements[node.name] = Replacement((with_bias,), frozenset({match[0].name}))
+    return replace_nodes(graph, replacements)
 
 
-def _matmul_of(graph: Graph, node: Node) -> tuple[Node, Value] | None:
+def _matmul_of(reader: GraphReader, node: Node) -> tuple[Node, Value] | None:
     """Return the matmul and the bias that a node adds; None for any other node."""
-    if node.call is None or node.call.target not in ADDITIONS or node.call.kwargs or len(node.inputs) != 2:
+    if node.call is None or not reader.calls(node, *ADDITIONS) or node.call.kwargs or len(node.inputs) != 2:
         return None
     for product, bias in (node.inputs, node.inputs[::-1]):
-        matmul, meta = graph.nodes[product.node], graph.meta(bias)
+        matmul, meta = reader.producer(product, *MATMULS), reader.graph.meta(bias)
         of_columns = meta.shape == node.outputs[0].shape[-1:] and meta.dtype == node.outputs[0].dtype
-        if matmul.kind == CALL and of_columns and graph.meta(product) == node.outputs[0]:
+        if matmul is not None and of_columns and reader.graph.meta(product) == node.outputs[0]:
             return matmul, bias
     return None
 
@@ -57,7 +51,7 @@ def _with_bias(matmul: Node, addition: Node, bias: Value, graph: Graph) -> Node 
     inputs: tuple[Value, ...]
     if call.target is aten.linear.default and len(matmul.inputs) == 2:
         args, target, inputs = (Ref(0), Ref(1), Ref(2)), aten.linear.default, (*matmul.inputs, bias)
-    elif call.target in (aten.mm.default, aten.matmul.default) and all(len(meta.shape) == 2 for meta in metas[:2]):
+    elif call.target is not aten.linear.default and all(len(meta.shape) == 2 for meta in metas[:2]):
         args, target, inputs = (Ref(0), Ref(1), Ref(2)), aten.addmm.default, (bias, *matmul.inputs)
         metas = (metas[2], *metas[:2])
     else:

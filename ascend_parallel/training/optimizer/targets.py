@@ -51,7 +51,7 @@ def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | Non
     group = group or dist.group.WORLD
     copies = 1 if group is None else group.size()
     return [
-        Target(name, param, TensorShard(param.data, tuple(param.shape), (0,) * param.ndim), group, copies)
+        Target(name, param, TensorShard.whole(param.data), group, copies)
         for name, param in model.named_parameters()
         if param.requires_grad
     ]

@@ -31,15 +31,9 @@ class Groups:
 
 
 def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
-    """Raise `StageError` unless all meshes have the same shape and no rank is in two of them."""
+    """Raise `StageError` unless there are meshes and no rank is in two of them."""
     if not meshes:
         raise StageError("meshes=(): give a mesh for each group of ranks")
-    for number, mesh in enumerate(meshes):
-        if (mesh.shape, mesh.dim_names) != (meshes[0].shape, meshes[0].dim_names):
-            raise StageError(
-                f"mesh {number} is {mesh}, mesh 0 is {meshes[0]}: each rank sends to the rank at the same place of "
-                "the next mesh, so give all meshes the same shape and names"
-            )
     ranks = [rank for mesh in meshes for rank in mesh.process_ids]
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
@@ -84,10 +78,3 @@ def make_shared_groups(
             if rank in ranks:
                 found[holders] = group
     return found
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's operations."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    limit: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return limit

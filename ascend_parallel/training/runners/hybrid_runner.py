@@ -107,5 +107,4 @@ class HybridRunner:
         if hasattr(self._model, "tensor_shards"):
             shards: dict[str, TensorShard] = self._model.tensor_shards()  # type: ignore[operator]
             return shards
-        state = self._model.state_dict()
-        return {name: TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in state.items()}
+        return {name: TensorShard.whole(tensor) for name, tensor in self._model.state_dict().items()}
