@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -28,7 +27,7 @@ from ascend_parallel.training.options import (
 )
 from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute
-from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
+from ascend_parallel.tuning.cost_model.tables import PlanningError, nearest, parse_toml
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
 # Options that a hybrid model, which is not traced, cannot have.
@@ -221,9 +220,9 @@ def _known(kind: type[Any], table: Mapping[str, Any], place: str) -> Mapping[str
     names = [option.name for option in fields(kind)]
     for name in table:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise StrategyOptionError(f"{place}: there is no {name!r}{meant} There are {', '.join(names)}")
+            raise StrategyOptionError(
+                f"{place}: there is no {name!r}{nearest(name, names)} There are {', '.join(names)}"
+            )
     return table
 
 
