@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,40 +22,39 @@ class BucketOrder:
     A bucket starts when all its gradients have come and all buckets before it have started. The end of backward starts
     the remaining buckets; backward may have reached only some of their gradients. A gradient that comes after its
     bucket has started begins the bucket anew, behind the last bucket.
-
-    started
-        How many buckets have started.
     """
 
-    def __init__(self, buckets: Sequence[Collection[Hashable]]) -> None:
+    def __init__(self, buckets: Iterable[Iterable[Hashable]]) -> None:
         """Take the keys of the gradients that each bucket waits for."""
-        self._waits_for = [frozenset(keys) for keys in buckets]
-        self._come: list[set[Hashable]] = [set() for _ in buckets]
-        self.started = 0
+        self._buckets = [frozenset(keys) for keys in buckets]
+        self._come: set[Hashable] = set()
+        self._started = 0
 
-    def add(self, bucket: int, key: Hashable) -> list[int]:
-        """Note that a gradient of a bucket has come; return the buckets to start now, in order."""
-        self._come[bucket].add(key)
+    def add(self, key: Hashable) -> list[int]:
+        """Note that a gradient has come; return the buckets to start now, in order."""
+        self._come.add(key)
         ready: list[int] = []
-        while len(ready) < len(self._waits_for) and self._waits_for[self._next] <= self._come[self._next]:
+        while len(ready) < len(self._buckets) and self._buckets[self._next] <= self._come:
             ready.append(self._start())
         return ready
 
     def end(self) -> list[int]:
         """Return the buckets to start at the end of backward, in order."""
-        rest: list[int] = []
-        while self._next or any(self._come):
-            rest.append(self._start())
-        return rest
+        rest = [self._start() for _ in self._buckets[self._next :]] if self._next else []
+        return rest + ([self._start() for _ in self._buckets] if self._come else [])
+
+    def has_started(self, key: Hashable) -> bool:
+        """Tell whether a gradient's bucket has started."""
+        return any(key in keys for keys in self._buckets[: self._started])
 
     @property
     def _next(self) -> int:
-        return self.started % len(self._waits_for)
+        return self._started % len(self._buckets)
 
     def _start(self) -> int:
         bucket = self._next
-        self._come[bucket].clear()
-        self.started += 1
+        self._come -= self._buckets[bucket]
+        self._started += 1
         return bucket
 
 
@@ -116,20 +115,18 @@ class BackwardBuckets:
     A second term of the same parameter, as from two forwards, is added to the first if the bucket has not started.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], waits_for: Sequence[Collection[Value]], start: Start) -> None:
+    def __init__(self, buckets: Sequence[Bucket], waits_for: Iterable[Iterable[Value]], start: Start) -> None:
         """Take the buckets in the order in which backward fills them, and the parameters that each waits for."""
-        self._buckets, self._start = buckets, start
-        self._order = BucketOrder(waits_for)
-        self._terms: list[dict[Value, Term]] = [{} for _ in buckets]
+        self._buckets, self._start, self._order = buckets, start, BucketOrder(waits_for)
+        self._terms: dict[Value, Term] = {}
         self._sums: list[BucketSum] = []
 
-    def add(self, index: int, term: Term) -> None:
-        """Add a term to a bucket; start the buckets that are complete."""
-        terms = self._terms[index]
-        if term.value in terms:
-            term = Term(term.value, term.leaf, terms[term.value].tensor + term.tensor)
-        terms[term.value] = term
-        self._launch(self._order.add(index, term.value))
+    def add(self, term: Term) -> None:
+        """Add a term to its bucket; start the buckets that are complete."""
+        if term.value in self._terms:
+            term = replace(term, tensor=self._terms[term.value].tensor + term.tensor)
+        self._terms[term.value] = term
+        self._launch(self._order.add(term.value))
 
     def end(self) -> None:
         """Start the remaining buckets, wait for all, and add the sums to the leaves' gradients."""
@@ -138,11 +135,9 @@ class BackwardBuckets:
 
     def _launch(self, indices: Sequence[int]) -> None:
         """Start these buckets, unless they are empty."""
-        for index in indices:
-            terms, self._terms[index] = self._terms[index], {}
+        for bucket in (self._buckets[index] for index in indices):
+            terms = [self._terms.pop(member.value) for member in bucket.members if member.value in self._terms]
             if terms:
                 for bucket_sum in self._sums:
                     bucket_sum.start_next_dim()
-                bucket = self._buckets[index]
-                present = [terms[member.value] for member in bucket.members if member.value in terms]
-                self._sums.append(BucketSum(present, bucket.dims, self._start))
+                self._sums.append(BucketSum(terms, bucket.dims, self._start))

@@ -45,7 +45,6 @@ class GradientReducer:
         self._module, self._mesh, self._coordinate, self._counts = module, mesh, coordinate, counts
         self._summed, self._bucket_bytes = {param.value: param for param in summed}, bucket_bytes
         self.buckets = buckets(summed, bucket_bytes)
-        self._bucket_of = {param.value: index for index, bucket in enumerate(self.buckets) for param in bucket.members}
         self._suspended: frozenset[int] = frozenset()
         self._deferred: dict[Value, tuple[int, ...]] = {}
         # By backward. torch's queue of end-of-backward callbacks owns the buckets, and drops them if backward fails.
@@ -102,7 +101,7 @@ class GradientReducer:
         term = self._with_deferred(param, leaf, term)
         if not now:
             return term
-        self._backward().add(self._bucket_of[param.value], Term(param.value, leaf, term.to(grad_dtype(leaf))))
+        self._backward().add(Term(param.value, leaf, term.to(grad_dtype(leaf))))
         return None
 
     def _backward(self) -> BackwardBuckets:

@@ -34,7 +34,6 @@ class GradientReduceScatter:
             parameters = [self._shares[index][0].parameter for index in chosen]
             self._buckets += [[chosen[index] for index in part] for part in bucket_indices(parameters, bucket_bytes)]
         self._buckets.sort(key=lambda bucket: bucket[0])
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._order: BucketOrder | None = None  # of the running backward
         self._reached: set[int] = set()
         self._paused = False
@@ -87,9 +86,8 @@ class GradientReduceScatter:
             self._order = BucketOrder(self._buckets)
             engine: Any = Variable._execution_engine
             engine.queue_callback(self._backward_ended)
-        bucket = self._bucket_of[index]
-        if bucket >= self._order.started:  # else the gradient stays in the parameter, for `finish`
-            self._launch(self._order.add(bucket, index))
+        if not self._order.has_started(index):  # else the gradient stays in the parameter, for `finish`
+            self._launch(self._order.add(index))
 
     @torch.no_grad()
     def _backward_ended(self) -> None:
