@@ -94,7 +94,7 @@ class OwnedShard:
     inner
         What the inner optimizer updates: a view of the parameter, or a copy in another dtype (master weights).
     num_owners
-        The tensor that the inner optimizer updates: a view of the parameter, or a copy in another dtype (master).
+        How many ranks of the job update the same part.
     """
 
     def __init__(self, target: Target, bounds: ShardBounds, num_owners: int, master_dtype: torch.dtype | None) -> None:

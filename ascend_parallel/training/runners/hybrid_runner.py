@@ -28,7 +28,7 @@ class HybridRunner:
 
     def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
         """Take the rank's own model."""
-        self._model, self._loss, self._strategy = model, loss, strategy
+        self._model, self._loss = model, loss
         self.modules, self.unreduced = (model,), True
         self._seen, self._unequal = 0, False
         accumulate_in_fp32(model.parameters(), strategy)
