@@ -48,19 +48,15 @@ def make_groups(meshes: Sequence[ProcessMesh], timeout: timedelta) -> Groups:
 
     Raises `ValueError` for a rank that is in no mesh.
     """
-    rank, group_of_mesh = dist.get_rank(), {}
-    for number, mesh in enumerate(meshes):
+    rank, group_of_mesh, everywhere = dist.get_rank(), [], tuple(range(len(meshes)))
+    for mesh in meshes:
         mesh.device_mesh()
-        group_of_mesh[number] = dist.new_group(mesh.process_ids, timeout=timeout)
-    groups = None
-    for place in np.ndindex(meshes[0].shape):
-        ranks = [int(mesh.array[place]) for mesh in meshes]
-        along = dist.new_group(ranks, timeout=timeout, sort_ranks=False)
-        if rank in ranks:
-            groups = Groups(ranks.index(rank), along, group_of_mesh[ranks.index(rank)])
-    if groups is None:
+        group_of_mesh.append(dist.new_group(mesh.process_ids, timeout=timeout))
+    along = make_shared_groups([everywhere], meshes, timeout).get(everywhere)
+    if along is None:
         raise ValueError(f"rank {rank} is in none of {', '.join(map(str, meshes))}, so it has no part of the pipeline")
-    return groups
+    index = next(index for index in everywhere if rank in meshes[index].process_ids)
+    return Groups(index, along, group_of_mesh[index])
 
 
 def make_shared_groups(
@@ -68,7 +64,7 @@ def make_shared_groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return this rank's group for each set of meshes that share a parameter: the ranks at this rank's place.
 
-    A set lists the indices of two or more meshes. Every rank of the default group must call it with the same sets.
+    A set lists the indices of meshes. Every rank of the default group must call it with the same sets.
     """
     rank, found = dist.get_rank(), {}
     for holders in sorted(set(shared)):
