@@ -22,7 +22,12 @@ def listed(ranks: list[int]) -> str:
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
     """Return the shorter of the time limits of the group and of its store (Megatron's groups have half an hour)."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
     store: Any = c10d._get_process_group_store(group)
     limit: timedelta = store.timeout
-    return min(limit, getattr(options, "_timeout", None) or limit)
+    return min(limit, group_timeout(group) or limit)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group's operations; None if its backend does not tell."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)

@@ -185,9 +185,9 @@ def forget_groups() -> None:
     _PROCESS_MESHES.clear()
 
 
-def default_device() -> str:
-    """Return the device type of the default group's collectives: the accelerator's if there is one, else "cpu"."""
-    types = [device.type for device in _default_group()._device_types]
+def default_device(group: dist.ProcessGroup | None = None) -> str:
+    """Return the device type of a group's collectives (None: of the default group's): the accelerator's, or "cpu"."""
+    types = [device.type for device in (group or _default_group())._device_types]
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
 

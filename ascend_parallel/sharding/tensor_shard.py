@@ -24,3 +24,8 @@ class TensorShard:
     local: torch.Tensor
     shape: Shape
     offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> TensorShard:
+        """Return a tensor as the shard that is the whole tensor."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)

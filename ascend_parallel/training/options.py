@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ascend_parallel.training.optimizer.partition import PARTITIONS
+
 DTYPES = ("bfloat16", "float16")
-PARTITIONS = ("slices", "parameters")
 
 
 class StrategyOptionError(ValueError):

@@ -181,9 +181,9 @@ class Strategy:
             if self.operators:
                 raise StrategyOptionError('mode="data" with strategies of operators: give mode "semi_auto" or "auto"')
         if self.mode == "hybrid":
-            default = Strategy.__dataclass_fields__
+            default = Strategy()
             for name in OF_PLANS:
-                if getattr(self, name) != _default(default[name]):
+                if getattr(self, name) != getattr(default, name):
                     raise StrategyOptionError(
                         f'mode="hybrid" with {name}: the model runs as it is written and is not planned; leave {name} '
                         'out, or give mode "semi_auto" or "auto"'
@@ -203,10 +203,6 @@ PARTS: dict[str, type[Any]] = {
     "overlap": OverlapOptions,
     "comm_fusion": CommFusion,
 }
-
-
-def _default(option: Any) -> Any:
-    return option.default_factory() if callable(option.default_factory) else option.default
 
 
 def _mesh(first: int, shape: tuple[int, ...], names: list[str]) -> ProcessMesh:

@@ -1,7 +1,14 @@
 """Ranks that disagree, die or raise: the remaining ranks raise a clear error within the time limit."""
 
+from datetime import timedelta
+from unittest.mock import patch
+
 import pytest
+import torch.distributed as dist
 from launch import launch
+
+from ascend_parallel import consistency
+from ascend_parallel.consistency import DisagreementError, exchange
 
 START = """
 import datetime, os, sys, time, torch, torch.distributed as dist
@@ -187,3 +194,22 @@ def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
     rank_0, rank_1 = launch(code(import_it, ALONE, limit=3), [{}] * 2)
     assert "rank 1 of group" in rank_0.stdout and rank_0.stdout.endswith("agreed\n"), rank_0.stdout + rank_0.stderr
     assert rank_1.stdout == "agreed\n", rank_1.stderr
+
+
+def given_up(group):
+    """Rank 2 stays away from the first exchange; rank 0 gives up long before rank 1 would."""
+    three, limit = dist.new_group(), timedelta(seconds=60 if group.rank() else 0.5)
+    error = None
+    with patch.object(consistency, "time_limit", lambda _: limit), patch.object(consistency, "PATIENCE", 0.1):
+        if group.rank() < 2:
+            with pytest.raises(DisagreementError) as error:
+                exchange(three, "the first place", {"call": 1}, DisagreementError)
+    dist.barrier()
+    return error and str(error.value), exchange(three, "the second place", {"call": 2}, DisagreementError)
+
+
+def test_all_ranks_that_came_give_up_together_and_the_next_exchange_is_anew(ranks):
+    (first, met), (second, _), (third, late_met) = ranks(3).run(given_up)
+    assert "rank 2 of group" in first and "has not come to the first place within 0.5 s" in first
+    assert (second, third) == (first, None)
+    assert met == late_met == {rank: {"call": 2} for rank in range(3)}

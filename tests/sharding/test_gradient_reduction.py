@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.runtime.gradient_buckets import BucketOrder
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, buckets
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
@@ -351,3 +352,13 @@ def memory(group):
 
 def test_memory(ranks):
     assert all(ranks(2).run(memory))
+
+
+def test_buckets_start_in_their_own_order():
+    order = BucketOrder(["ab", "c", "d"])
+    assert [order.add(key) for key in "cab"] == [[], [], [0, 1]]
+    assert order.has_started("a") and not order.has_started("d")
+    assert order.end() == [2] and order.end() == []
+    again = BucketOrder(["ab", "c", "d"])
+    assert [again.add(key) for key in "acba"] == [[], [], [0, 1], []]
+    assert again.end() == [2, 0, 1, 2]

@@ -10,7 +10,6 @@ from ascend_parallel.training.pipeline.picture import svg, text
 from ascend_parallel.training.pipeline.schedule import (
     SCHEDULES,
     Action,
-    StageTimes,
     Times,
     closed_bubble,
     order,
@@ -86,7 +85,7 @@ def test_live_micro_batches():
 def test_stages_of_their_own_times():
     """The slower of two stages is busy from its first forward to its last backward."""
     seconds = {("F", 0): 1.0, ("B", 0): 1.0, ("F", 1): 2.0, ("B", 1): 2.0}
-    found = simulate("1f1b", 2, 2, 4, StageTimes(seconds=seconds))
+    found = simulate("1f1b", 2, 2, 4, Times(measured=seconds))
     slow = found.slots[1]
     assert slow[-1].stop - slow[0].start == 16
     assert found.seconds == 18

@@ -1,17 +1,61 @@
-"""Buckets of gradient terms that one backward fills, each all-reduced as one tensor."""
+"""Buckets of gradients that one backward fills: the order in which they start, and the all-reduces of their terms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch._utils import _unflatten_dense_tensors
 
 from ascend_parallel.sharding.graph import Value
+from ascend_parallel.sharding.runtime.gradient_plan import Bucket
 
 Start = Callable[[torch.Tensor, int, Value], dist.Work]
 """Starts the all-reduce of a tensor over a mesh dimension; the value is the first parameter in the tensor."""
+
+
+class BucketOrder:
+    """The order in which a backward starts its buckets, the same on all ranks whatever the order of gradients.
+
+    A bucket starts when all its gradients have come and all buckets before it have started. The end of backward starts
+    the remaining buckets; backward may have reached only some of their gradients. A gradient that comes after its
+    bucket has started begins the bucket anew, behind the last bucket.
+    """
+
+    def __init__(self, buckets: Iterable[Iterable[Hashable]]) -> None:
+        """Take the keys of the gradients that each bucket waits for."""
+        self._buckets = [frozenset(keys) for keys in buckets]
+        self._come: set[Hashable] = set()
+        self._started = 0
+
+    def add(self, key: Hashable) -> list[int]:
+        """Note that a gradient has come; return the buckets to start now, in order."""
+        self._come.add(key)
+        ready: list[int] = []
+        while len(ready) < len(self._buckets) and self._buckets[self._next] <= self._come:
+            ready.append(self._start())
+        return ready
+
+    def end(self) -> list[int]:
+        """Return the buckets to start at the end of backward, in order."""
+        rest = [self._start() for _ in self._buckets[self._next :]] if self._next else []
+        return rest + ([self._start() for _ in self._buckets] if self._come else [])
+
+    def has_started(self, key: Hashable) -> bool:
+        """Tell whether a gradient's bucket has started."""
+        return any(key in keys for keys in self._buckets[: self._started])
+
+    @property
+    def _next(self) -> int:
+        return self._started % len(self._buckets)
+
+    def _start(self) -> int:
+        bucket = self._next
+        self._come -= self._buckets[bucket]
+        self._started += 1
+        return bucket
 
 
 @dataclass(frozen=True)
@@ -48,9 +92,8 @@ class BucketSum:
         """Wait and add the sums to the leaves' gradients. A missing gradient becomes a view of the bucket."""
         assert self._work is not None
         self._work.wait()
-        parts = torch.split(self._flat, [leaf.numel() for leaf in self._leaves])
-        for leaf, part in zip(self._leaves, parts, strict=True):
-            total = part.view(leaf.shape)
+        totals = _unflatten_dense_tensors(self._flat, self._leaves)  # type: ignore[no-untyped-call]
+        for leaf, total in zip(self._leaves, totals, strict=True):
             if leaf.grad is None:
                 leaf.grad = total
             else:
@@ -66,54 +109,35 @@ def finish_all(sums: Sequence[BucketSum]) -> None:
         bucket_sum.accumulate()
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A bucket to fill: the parameters that it waits for, and the mesh dimensions of its sum."""
-
-    waits_for: tuple[Value, ...]
-    dims: tuple[int, ...]
-
-
 class BackwardBuckets:
     """The buckets of one backward, and their running sums.
 
-    A bucket starts when its terms are complete and all buckets before it have started. The end of backward starts the
-    remaining buckets; backward may have reached only some of their parameters. A second term of the same parameter, as
-    from two forwards, is added to the first, or begins the bucket anew if the bucket has started.
+    A second term of the same parameter, as from two forwards, is added to the first if the bucket has not started.
     """
 
-    def __init__(self, slots: Sequence[Slot], start: Start) -> None:
-        """Take the buckets in the order in which backward fills them."""
-        self._slots, self._start = slots, start
-        self._terms: list[dict[Value, Term]] = [{} for _ in slots]
+    def __init__(self, buckets: Sequence[Bucket], waits_for: Iterable[Iterable[Value]], start: Start) -> None:
+        """Take the buckets in the order in which backward fills them, and the parameters that each waits for."""
+        self._buckets, self._start, self._order = buckets, start, BucketOrder(waits_for)
+        self._terms: dict[Value, Term] = {}
         self._sums: list[BucketSum] = []
-        self._next = 0
 
-    def add(self, index: int, term: Term) -> None:
-        """Add a term to a bucket; start the buckets that are complete."""
-        terms = self._terms[index]
-        if term.value in terms:
-            term = Term(term.value, term.leaf, terms[term.value].tensor + term.tensor)
-        terms[term.value] = term
-        for _ in self._slots:
-            if not set(self._slots[self._next].waits_for) <= self._terms[self._next].keys():
-                break
-            self._launch()
+    def add(self, term: Term) -> None:
+        """Add a term to its bucket; start the buckets that are complete."""
+        if term.value in self._terms:
+            term = replace(term, tensor=self._terms[term.value].tensor + term.tensor)
+        self._terms[term.value] = term
+        self._launch(self._order.add(term.value))
 
     def end(self) -> None:
         """Start the remaining buckets, wait for all, and add the sums to the leaves' gradients."""
-        for _ in self._slots:
-            self._launch()
+        self._launch(self._order.end())
         finish_all(self._sums)
 
-    def _launch(self) -> None:
-        """Start the next bucket, unless the bucket is empty."""
-        index = self._next
-        terms, self._terms[index] = self._terms[index], {}
-        self._next = (index + 1) % len(self._slots)
-        if terms:
-            for bucket_sum in self._sums:
-                bucket_sum.start_next_dim()
-            slot = self._slots[index]
-            present = [terms[value] for value in slot.waits_for if value in terms]
-            self._sums.append(BucketSum(present, slot.dims, self._start))
+    def _launch(self, indices: Sequence[int]) -> None:
+        """Start these buckets, unless they are empty."""
+        for bucket in (self._buckets[index] for index in indices):
+            terms = [self._terms.pop(member.value) for member in bucket.members if member.value in self._terms]
+            if terms:
+                for bucket_sum in self._sums:
+                    bucket_sum.start_next_dim()
+                self._sums.append(BucketSum(terms, bucket.dims, self._start))

@@ -7,7 +7,7 @@ all-reduced as one tensor (gradient_reduction.py). Planning runs no collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,18 +118,27 @@ def _effective(shared: Layout, layout: Layout) -> Layout:
 def buckets(summed: Sequence[SummedGradient], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Return the buckets in the order in which backward fills them: the parameter that is read last comes first.
 
-    The parameters of a bucket have the same dtype and mesh dimensions. A bucket holds at most `bucket_bytes`, the first
-    bucket of a dtype and mesh dimensions at most `FIRST_BYTES`; a single larger parameter is a bucket of its own.
+    The parameters of a bucket have the same dtype and mesh dimensions; the first bucket of these is smaller.
     """
-    found: list[list[SummedGradient]] = []
-    unfinished: dict[tuple[object, ...], list[SummedGradient]] = {}
-    limits: dict[tuple[object, ...], int] = {}
-    for param in reversed([param for param in summed if param.dims]):
-        key = (param.dims, param.dtype)
-        members = unfinished.get(key, [])
-        if not members or sum(member.nbytes for member in members) + param.nbytes > limits[key]:
-            limits[key] = bucket_bytes if key in limits else min(bucket_bytes, FIRST_BYTES)
-            members = unfinished[key] = []
-            found.append(members)
-        members.append(param)
-    return tuple(Bucket(tuple(members)) for members in found)
+    params = [param for param in reversed(summed) if param.dims]
+    formed = form_buckets((((param.dims, param.dtype), param.nbytes) for param in params), bucket_bytes, FIRST_BYTES)
+    return tuple(Bucket(tuple(params[index] for index in indices)) for indices in formed)
+
+
+def form_buckets(items: Iterable[tuple[Hashable, int]], bucket_bytes: int, first_bytes: int) -> list[list[int]]:
+    """Return the indices of each bucket's items, buckets in the order of their first items; an item: (key, bytes).
+
+    The items of a bucket have the same key. A bucket holds at most `bucket_bytes`, the first bucket of a key also at
+    most `first_bytes`; a single larger item is a bucket of its own.
+    """
+    found: list[list[int]] = []
+    last: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, int] = {}
+    for index, (key, nbytes) in enumerate(items):
+        if key not in last or nbytes > room[key]:
+            room[key] = bucket_bytes if key in last else min(bucket_bytes, first_bytes)
+            last[key] = []
+            found.append(last[key])
+        last[key].append(index)
+        room[key] -= nbytes
+    return found

@@ -24,7 +24,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import note
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, sent
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
-from ascend_parallel.sharding.runtime.gradient_buckets import BackwardBuckets, BucketSum, Slot, Term, finish_all
+from ascend_parallel.sharding.runtime.gradient_buckets import BackwardBuckets, BucketSum, Term, finish_all
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, SummedGradient, buckets
 
 
@@ -45,7 +45,6 @@ class GradientReducer:
         self._module, self._mesh, self._coordinate, self._counts = module, mesh, coordinate, counts
         self._summed, self._bucket_bytes = {param.value: param for param in summed}, bucket_bytes
         self.buckets = buckets(summed, bucket_bytes)
-        self._bucket_of = {param.value: index for index, bucket in enumerate(self.buckets) for param in bucket.members}
         self._suspended: frozenset[int] = frozenset()
         self._deferred: dict[Value, tuple[int, ...]] = {}
         # By backward. torch's queue of end-of-backward callbacks owns the buckets, and drops them if backward fails.
@@ -102,7 +101,7 @@ class GradientReducer:
         term = self._with_deferred(param, leaf, term)
         if not now:
             return term
-        self._backward().add(self._bucket_of[param.value], Term(param.value, leaf, term.to(grad_dtype(leaf))))
+        self._backward().add(Term(param.value, leaf, term.to(grad_dtype(leaf))))
         return None
 
     def _backward(self) -> BackwardBuckets:
@@ -110,14 +109,12 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         running = self._running.get(task)
         if running is None:
-            running = self._running[task] = BackwardBuckets(
-                [self._slot(bucket) for bucket in self.buckets], self._start_sum
-            )
+            waits_for = [
+                [param.value for param in bucket.members if self._leaf(param).requires_grad] for bucket in self.buckets
+            ]
+            running = self._running[task] = BackwardBuckets(self.buckets, waits_for, self._start_sum)
             torch.autograd.Variable._execution_engine.queue_callback(running.end)
         return running
-
-    def _slot(self, bucket: Bucket) -> Slot:
-        return Slot(tuple(param.value for param in bucket.members if self._leaf(param).requires_grad), bucket.dims)
 
     def _leaf(self, param: SummedGradient) -> torch.nn.Parameter:
         return self._module.get_parameter(param.name)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ascend_parallel.consistency import confirm_same, fingerprint
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import INPUT, Node, Value
+from ascend_parallel.sharding.graph import INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import local_shape
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
@@ -30,14 +30,19 @@ def input_tensors(
     Raises `ValueError` if the arguments differ from the traced arguments: in number, shape, dtype, the values of
     arguments that are not tensors, or by requiring a gradient that the traced input did not require.
     """
-    nodes = [node for node in plan.graph.nodes.values() if node.kind == INPUT]
-    binding = plan.graph.binding
-    tensors = list(args) if binding is None else binding.tensors(args, kwargs)
+    pairs = bound_inputs(plan.graph, args, kwargs)
+    for node, tensor in pairs:
+        _check(plan, coordinate, node, tensor)
+    return {node.name: tensor for node, tensor in pairs}
+
+
+def bound_inputs(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Node, torch.Tensor]]:
+    """Return each input node and its tensor; raise `ValueError` for another number of tensors than traced."""
+    nodes = [node for node in graph.nodes.values() if node.kind == INPUT]
+    tensors = list(args) if graph.binding is None else graph.binding.tensors(args, kwargs)
     if len(tensors) != len(nodes):
         raise ValueError(f"{len(tensors)} tensors were given; traced were {', '.join(node.source for node in nodes)}")
-    for node, tensor in zip(nodes, tensors, strict=True):
-        _check(plan, coordinate, node, tensor)
-    return {node.name: tensor for node, tensor in zip(nodes, tensors, strict=True)}
+    return list(zip(nodes, tensors, strict=True))
 
 
 def _check(plan: ShardingPlan, coordinate: Sequence[int] | None, node: Node, tensor: torch.Tensor) -> None:

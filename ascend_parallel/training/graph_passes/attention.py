@@ -21,12 +21,7 @@ def attention(graph: Graph) -> Graph:
     mask: an addend, or a masked_fill with minus infinity. Dropout on the weights becomes the operator's. The tensors
     between must have no other reader: the scores [B, H, L, S] are then not held in memory.
     """
-    reader, replacements = GraphReader(graph), {}
-    for node in graph.nodes.values():
-        match = _match(reader, node)
-        if match is not None:
-            replacements[node.name] = match.replacement(graph, node)
-    return replace_nodes(graph, replacements)
+    return replace_nodes(graph, _match)
 
 
 @dataclass
@@ -60,8 +55,8 @@ class _Attention:
         return Replacement(tuple(nodes), frozenset(self.removed))
 
 
-def _match(reader: GraphReader, node: Node) -> _Attention | None:
-    """Return the attention whose last matmul is `node`, matched backwards from there; None if there is none."""
+def _match(reader: GraphReader, node: Node) -> Replacement | None:
+    """Return the replacement of the attention whose last matmul is `node`, matched backwards from there."""
     if not reader.calls(node, MATMUL) or len(node.outputs[0].shape) != 4:
         return None
     weights, v = node.inputs
@@ -83,7 +78,7 @@ def _match(reader: GraphReader, node: Node) -> _Attention | None:
         removed.add(transposed.name)
     match = _Attention(product.inputs[0], transposed.inputs[0], v, product.module, scale, mask, is_filled, dropout)
     match.removed = removed | {softmax.name, product.name}
-    return match if _fits(reader.graph, match) else None
+    return match.replacement(reader.graph, node) if _fits(reader.graph, match) else None
 
 
 def _masked(reader: GraphReader, scores: Value, removed: set[str]) -> tuple[Value, Value | None, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +54,11 @@ def tensor_argument(node: Node, argument: Any) -> Value | None:
     return node.inputs[argument.index] if isinstance(argument, Ref) else None
 
 
-def replace_nodes(graph: Graph, replacements: Mapping[str, Replacement]) -> Graph:
-    """Return a graph in which `replacements`, by node name, replace nodes; nodes left without readers are removed."""
+def replace_nodes(graph: Graph, match: Callable[[GraphReader, Node], Replacement | None]) -> Graph:
+    """Return a graph with each node replaced for which `match` has a replacement; nodes left unread are removed."""
+    reader = GraphReader(graph)
+    found = {node.name: match(reader, node) for node in graph.nodes.values()}
+    replacements = {name: replacement for name, replacement in found.items() if replacement is not None}
     removed = frozenset[str]().union(*(replacement.removed for replacement in replacements.values()))
     nodes: dict[str, Node] = {}
     for name, node in graph.nodes.items():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, Graph, Node, OpCall, Ref, Value
+from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
+from ascend_parallel.training.graph_passes.matching import GraphReader, Replacement, replace_nodes
 
 aten = torch.ops.aten
 ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
+MATMULS = (aten.linear.default, aten.mm.default, aten.matmul.default)
 
 
 def matmul_add(graph: Graph) -> Graph:
@@ -20,51 +21,35 @@ def matmul_add(graph: Graph) -> Graph:
     A linear layer without bias gets the bias; a matmul of two matrices becomes addmm. The matmul must have no other
     reader. Paddle's equivalent pass is called gemm_epilogue.
     """
-    readers = graph.readers()
-    merged: dict[str, tuple[str, Node]] = {}  # by the addition's name: the matmul's name, and the node for both
-    for node in graph.nodes.values():
-        match = _matmul_of(graph, node)
-        if match is None:
-            continue
-        matmul, bias = match
-        mergeable = len(readers[Value(matmul.name)]) == 1 and Value(matmul.name) not in graph.kept
-        mergeable = mergeable and matmul.mark is None and node.mark is None  # a strategy of its own would be lost
-        if mergeable and (with_bias := _with_bias(matmul, node, bias, graph)) is not None:
-            merged[node.name] = matmul.name, with_bias
-    removed = {name for name, _ in merged.values()}
-    nodes = {name: node for name, node in graph.nodes.items() if name not in removed}
-    return replace(graph, nodes=nodes | {name: node for name, (_, node) in merged.items()})
+    return replace_nodes(graph, _match)
 
 
-def _matmul_of(graph: Graph, node: Node) -> tuple[Node, Value] | None:
-    """Return the matmul and the bias that a node adds; None for any other node."""
-    if node.call is None or node.call.target not in ADDITIONS or node.call.kwargs or len(node.inputs) != 2:
+def _match(reader: GraphReader, node: Node) -> Replacement | None:
+    """Return one node for a matmul and the addition `node`, under the addition's name, which readers use."""
+    if not reader.calls(node, *ADDITIONS) or node.call is None or node.call.kwargs or len(node.inputs) != 2:
         return None
     for product, bias in (node.inputs, node.inputs[::-1]):
-        matmul, meta = graph.nodes[product.node], graph.meta(bias)
+        matmul, meta = reader.producer(product, *MATMULS), reader.graph.meta(bias)
         of_columns = meta.shape == node.outputs[0].shape[-1:] and meta.dtype == node.outputs[0].dtype
-        if matmul.kind == CALL and of_columns and graph.meta(product) == node.outputs[0]:
-            return matmul, bias
+        if matmul is not None and of_columns and reader.graph.meta(product) == node.outputs[0]:
+            merged = _with_bias(matmul, node, bias, reader.graph)
+            return None if merged is None else Replacement((merged,), frozenset({matmul.name}))
     return None
 
 
 def _with_bias(matmul: Node, addition: Node, bias: Value, graph: Graph) -> Node | None:
-    """Return one node for both, under the addition's name, which readers use; None if the matmul takes no bias."""
-    call = matmul.call
+    """Return one node for both; None if the matmul takes no bias."""
+    call, inputs = matmul.call, (*matmul.inputs, bias)
     assert call is not None
-    metas = tuple(graph.meta(value) for value in (*matmul.inputs, bias))
-    args: tuple[Any, ...]
-    inputs: tuple[Value, ...]
-    if call.target is aten.linear.default and len(matmul.inputs) == 2:
-        args, target, inputs = (Ref(0), Ref(1), Ref(2)), aten.linear.default, (*matmul.inputs, bias)
-    elif call.target in (aten.mm.default, aten.matmul.default) and all(len(meta.shape) == 2 for meta in metas[:2]):
-        args, target, inputs = (Ref(0), Ref(1), Ref(2)), aten.addmm.default, (bias, *matmul.inputs)
-        metas = (metas[2], *metas[:2])
-    else:
-        return None
     if not _plain(call):
         return None
-    merged = OpCall(target, args, {}, metas, addition.outputs)
+    target = call.target
+    if target is not aten.linear.default:
+        if any(len(graph.meta(value).shape) != 2 for value in matmul.inputs):
+            return None
+        target, inputs = aten.addmm.default, (bias, *matmul.inputs)
+    metas = tuple(graph.meta(value) for value in inputs)
+    merged = OpCall(target, (Ref(0), Ref(1), Ref(2)), {}, metas, addition.outputs)
     return replace(addition, call=merged, inputs=inputs, module=matmul.module or addition.module)
 
 

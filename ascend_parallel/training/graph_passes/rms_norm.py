@@ -26,16 +26,13 @@ def rms_norm(graph: Graph) -> Graph:
     computed in another dtype than its input's, as by ``x.float()`` in a bf16 model, is not merged, since rounding would
     change.
     """
-    reader, replacements = GraphReader(graph), {}
-    for node in graph.nodes.values():
-        replacement = _match(reader, node) if reader.calls(node, MUL) and len(node.inputs) == 2 else None
-        if replacement is not None:
-            replacements[node.name] = replacement
-    return replace_nodes(graph, replacements)
+    return replace_nodes(graph, _match)
 
 
 def _match(reader: GraphReader, node: Node) -> Replacement | None:
     """Return the replacement of a norm whose last product is `node`."""
+    if not reader.calls(node, MUL) or len(node.inputs) != 2:
+        return None
     for normed, weight in (node.inputs, node.inputs[::-1]):
         product, meta = reader.producer(normed, MUL), reader.graph.meta(weight)
         if product is None or meta.shape != node.outputs[0].shape[-1:] or len(product.inputs) != 2:

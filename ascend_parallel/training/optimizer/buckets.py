@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch._utils import _unflatten_dense_tensors
 
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.sharding.grad_dtype import grad_dtype
+from ascend_parallel.sharding.runtime.gradient_plan import form_buckets
 from ascend_parallel.training.optimizer.partition import Partition
 
-# The bucket size of torch's DistributedDataParallel.
-BUCKET_BYTES = 25 << 20
 
-
-def bucket_indices(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Yield, in order, the indices of each bucket: tensors of one dtype, together about `bucket_bytes`."""
-    bucket: list[int] = []
-    filled = 0
-    for index, tensor in enumerate(tensors):
-        if bucket and (filled + tensor.nbytes > bucket_bytes or tensor.dtype != tensors[bucket[0]].dtype):
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(index)
-        filled += tensor.nbytes
-    if bucket:
-        yield bucket
+def bucket_indices(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Return, in order, the indices of each bucket: successive tensors of one dtype, together about `bucket_bytes`."""
+    runs = accumulate((one.dtype != other.dtype for one, other in pairwise(tensors)), initial=0)
+    return form_buckets(zip(runs, (tensor.nbytes for tensor in tensors), strict=False), bucket_bytes, bucket_bytes)
 
 
 def all_reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
@@ -35,9 +28,9 @@ def all_reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
         bucket = [tensors[index] for index in indices]
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
-        sums = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
+        sums = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
         for tensor, summed in zip(bucket, sums, strict=True):
-            tensor.copy_(summed.view_as(tensor))
+            tensor.copy_(summed)
 
 
 class BucketReduceScatter:
@@ -57,10 +50,7 @@ class BucketReduceScatter:
         """Start; a tensor that is None counts as zeros, in the gradient dtype of its entry in `parameters`."""
         my_rank = group.rank()
         self._bounds = [rank_bounds[my_rank] for rank_bounds in partitions]
-        sizes = [
-            sum(bounds.size for rank_bounds in partitions if (bounds := rank_bounds[rank]))
-            for rank in range(group.size())
-        ]
+        sizes = _sizes(partitions, group)
         sent = torch.cat(
             [
                 torch.zeros(bounds.size, dtype=grad_dtype(parameter), device=parameter.device)
@@ -100,8 +90,8 @@ def gather_shards(
     owners = [_only_owner(rank_bounds) for rank_bounds in partitions]
     for rank in range(group.size()):
         own = [tensor for tensor, owner in zip(tensors, owners, strict=True) if owner == rank]
-        for indices in bucket_indices(own, bucket_bytes):
-            _broadcast([own[index] for index in indices], rank, group)
+        if own:
+            _broadcast_coalesced(group, own, bucket_bytes, rank)
     cut = [index for index, owner in enumerate(owners) if owner is None]
     for indices in bucket_indices([tensors[index] for index in cut], bucket_bytes):
         chosen = [cut[index] for index in indices]
@@ -113,19 +103,9 @@ def _only_owner(rank_bounds: Partition) -> int | None:
     return owners[0] if len(owners) == 1 else None
 
 
-def _broadcast(tensors: Sequence[torch.Tensor], owner: int, group: dist.ProcessGroup) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, group=group, group_src=owner)
-    if group.rank() != owner:
-        for tensor, new in zip(
-            tensors, torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors]), strict=True
-        ):
-            tensor.copy_(new.view_as(tensor))
-
-
 def _gather(tensors: Sequence[torch.Tensor], partitions: Sequence[Partition], group: dist.ProcessGroup) -> None:
     my_rank, ranks = group.rank(), group.size()
-    sizes = [sum(bounds.size for rank_bounds in partitions if (bounds := rank_bounds[rank])) for rank in range(ranks)]
+    sizes = _sizes(partitions, group)
     sent = tensors[0].new_zeros(max(sizes))
     pairs = zip(tensors, partitions, strict=True)
     own = [bounds.of(tensor).reshape(-1) for tensor, rank_bounds in pairs if (bounds := rank_bounds[my_rank])]
@@ -141,3 +121,8 @@ def _gather(tensors: Sequence[torch.Tensor], partitions: Sequence[Partition], gr
             if bounds := rank_bounds[rank]:
                 bounds.of(tensor).copy_(flat[start : start + bounds.size].view(bounds.shape))
                 start += bounds.size
+
+
+def _sizes(partitions: Sequence[Partition], group: dist.ProcessGroup) -> list[int]:
+    """Return the elements of each rank's shards together."""
+    return [sum(bounds.size for of in partitions if (bounds := of[rank])) for rank in range(group.size())]

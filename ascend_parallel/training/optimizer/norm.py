@@ -8,6 +8,8 @@ from math import inf
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.sharding.mesh import default_device
+
 
 def global_norm(
     gradients: Iterable[tuple[torch.Tensor, int]], norm_type: float, group: dist.ProcessGroup | None
@@ -21,7 +23,7 @@ def global_norm(
     gradient contains it.
     """
     pairs = list(gradients)
-    device = pairs[0][0].device if pairs else _device(group)
+    device = pairs[0][0].device if pairs else "cpu" if group is None else default_device(group)
     mine = torch.zeros((), dtype=torch.float64, device=device)
     for gradient, copies in pairs:
         if norm_type == inf:
@@ -36,12 +38,3 @@ def global_norm(
     if any(value != value for value in values):
         return float("nan")
     return max(values) if norm_type == inf else float(sum(values) ** (1 / norm_type))
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device that the group's collectives support."""
-    if group is None:
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    types = [device.type for device in group._device_types]
-    return accelerator if accelerator is not None and accelerator.type in types else torch.device("cpu")

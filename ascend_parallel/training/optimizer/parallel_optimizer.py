@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.sharding.grad_dtype import grad_dtype
+from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import checks, state
-from ascend_parallel.training.optimizer.buckets import BUCKET_BYTES
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.optimizer.norm import global_norm
 from ascend_parallel.training.optimizer.reduce_scatter import GradientReduceScatter
@@ -82,10 +82,10 @@ class ParallelOptimizer(torch.optim.Optimizer):
         self._options, self._factory, self.loss_scale = options, factory, loss_scale
         self._shares = share(targets, zero_stage, partition_by, master_dtype)
         self._owned = [owned for _, _, owned in self._shares if owned is not None]
-        self._inner = factory.make(self._owned_by_group())
+        self._inner = factory.make(self._by_group((owned.target.name, owned.inner) for owned in self._owned))
+        parameters = self._by_group((target.name, target.parameter) for target in targets)
         groups = [
-            {**dict(settings), "params": parameters}
-            for (_, settings), parameters in zip(factory.groups, self._parameters_by_group(targets), strict=True)
+            {**dict(settings), "params": mine} for (_, settings), mine in zip(factory.groups, parameters, strict=True)
         ]
         super().__init__(groups, dict(factory.settings))
         reduce_scatters = unreduced and zero_stage >= 2
@@ -189,16 +189,11 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None and plain["loss_scale"] is not None:
             self.loss_scale.load_state_dict(plain["loss_scale"])
 
-    def _parameters_by_group(self, targets: Sequence[Target]) -> list[list[torch.Tensor]]:
+    def _by_group(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Return tensors, each with its parameter's name, by parameter group."""
         groups: list[list[torch.Tensor]] = [[] for _ in self._factory.groups]
-        for target in targets:
-            groups[self._factory.group_of(target.name)].append(target.parameter)
-        return groups
-
-    def _owned_by_group(self) -> list[list[torch.Tensor]]:
-        groups: list[list[torch.Tensor]] = [[] for _ in self._factory.groups]
-        for owned in self._owned:
-            groups[self._factory.group_of(owned.target.name)].append(owned.inner)
+        for name, tensor in tensors:
+            groups[self._factory.group_of(name)].append(tensor)
         return groups
 
     def _take_gradients(self) -> None:

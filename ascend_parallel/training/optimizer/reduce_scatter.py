@@ -1,8 +1,7 @@
 """Reduce-scatter gradients to their owners, bucket by bucket, while backward runs (ZeRO stage 2).
 
-A bucket is sent, and its gradients freed, as soon as its gradients are ready and the buckets before it are sent. So the
-order of collectives is the same on all ranks, whatever the order of gradients. At the end of backward the remaining
-buckets follow, with zeros for gradients that were not reached.
+A bucket is sent, and its gradients freed, in the order of `BucketOrder`. At the end of backward the remaining buckets
+follow, with zeros for gradients that were not reached.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from ascend_parallel.sharding.runtime.gradient_buckets import BucketOrder
 from ascend_parallel.training.optimizer.buckets import BucketReduceScatter, bucket_indices
 from ascend_parallel.training.optimizer.shares import Share, any_rank_set, by_group
 
@@ -34,10 +34,10 @@ class GradientReduceScatter:
             parameters = [self._shares[index][0].parameter for index in chosen]
             self._buckets += [[chosen[index] for index in part] for part in bucket_indices(parameters, bucket_bytes)]
         self._buckets.sort(key=lambda bucket: bucket[0])
+        self._order: BucketOrder | None = None  # of the running backward
         self._reached: set[int] = set()
         self._paused = False
         self._in_flight: deque[tuple[list[int], BucketReduceScatter]] = deque()
-        self._restart()
         for index, (target, _, _) in enumerate(self._shares):
             hook = partial(self._gradient_ready, index)
             hook.takes_terms = True  # type: ignore[attr-defined]  # the hook expects gradients that are not summed yet
@@ -63,9 +63,7 @@ class GradientReduceScatter:
             any_reached, any_left = any_rank_set(flags, targets[0].parameter, group)
             left |= {index for index, is_left in zip(indices, any_left, strict=True) if is_left}
             reached |= left | {index for index, is_reached in zip(indices, any_reached, strict=True) if is_reached}
-        for bucket in self._buckets:
-            if not left.isdisjoint(bucket):
-                self._launch(bucket)
+        self._launch([number for number, bucket in enumerate(self._buckets) if not left.isdisjoint(bucket)])
         self._wait_until(0)
         for index, (_, _, owned) in enumerate(self._shares):
             if owned is not None and index not in reached:
@@ -77,44 +75,39 @@ class GradientReduceScatter:
     def drop(self) -> None:
         """Drop all gradients, also after a backward that failed."""
         self._wait_until(0)
-        self._restart()
+        self._order = None
         self._reached.clear()
-
-    def _restart(self) -> None:
-        self._ready: set[int] = set()
-        self._next, self._callback_queued = 0, False
 
     @torch.no_grad()
     def _gradient_ready(self, index: int, parameter: torch.Tensor) -> None:
         if self._paused:
             return
-        if not self._callback_queued:
+        if self._order is None:
+            self._order = BucketOrder(self._buckets)
             engine: Any = Variable._execution_engine
             engine.queue_callback(self._backward_ended)
-            self._callback_queued = True
-        self._ready.add(index)
-        while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
-            self._launch(self._buckets[self._next])
-            self._next += 1
+        if not self._order.has_started(index):  # else the gradient stays in the parameter, for `finish`
+            self._launch(self._order.add(index))
 
     @torch.no_grad()
     def _backward_ended(self) -> None:
-        for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
-        self._wait_until(0)
-        self._restart()
+        order, self._order = self._order, None
+        if order is not None:  # else drop() was called inside backward
+            self._launch(order.end())
+            self._wait_until(0)
 
-    def _launch(self, bucket: list[int]) -> None:
-        parameters = [self._shares[index][0].parameter for index in bucket]
-        group = self._shares[bucket[0]][0].group
-        assert group is not None
-        gradients = [param.grad for param in parameters]
-        self._reached |= {index for index, gradient in zip(bucket, gradients, strict=True) if gradient is not None}
-        partitions = [self._shares[index][1] for index in bucket]
-        self._in_flight.append((bucket, BucketReduceScatter(gradients, parameters, partitions, group)))
-        for param in parameters:
-            param.grad = None
-        self._wait_until(IN_FLIGHT)
+    def _launch(self, numbers: Sequence[int]) -> None:
+        for bucket in (self._buckets[number] for number in numbers):
+            parameters = [self._shares[index][0].parameter for index in bucket]
+            group = self._shares[bucket[0]][0].group
+            assert group is not None
+            gradients = [param.grad for param in parameters]
+            self._reached |= {index for index, gradient in zip(bucket, gradients, strict=True) if gradient is not None}
+            partitions = [self._shares[index][1] for index in bucket]
+            self._in_flight.append((bucket, BucketReduceScatter(gradients, parameters, partitions, group)))
+            for param in parameters:
+                param.grad = None
+            self._wait_until(IN_FLIGHT)
 
     def _wait_until(self, left: int) -> None:
         """Wait for the oldest buckets until `left` are in flight; accumulate their sums in this rank's shards."""

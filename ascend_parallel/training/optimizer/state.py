@@ -32,10 +32,8 @@ def tensor_shards(
 
 def empty_tensor_shards(owned_shards: Sequence[OwnedShard], factory: OptimizerFactory) -> dict[str, TensorShard]:
     """Return shards of the same names and shapes in new memory; their values are to be overwritten."""
-    found: dict[str, TensorShard] = {}
-    for owned in owned_shards:
-        found |= _named_shards(owned, _initial_state(owned, factory), False)
-    return {name: TensorShard(shard.local.clone(), shard.shape, shard.offsets) for name, shard in found.items()}
+    shards = _initial_shards(owned_shards, factory).items()
+    return {name: TensorShard(shard.local.clone(), shard.shape, shard.offsets) for name, shard in shards}
 
 
 @torch.no_grad()
@@ -46,9 +44,7 @@ def load_tensor_shards(
     loaded: Mapping[str, TensorShard],
 ) -> None:
     """Load the state of each owned shard. Raises `ValueError` before any change unless `loaded` has exactly these."""
-    expected: dict[str, TensorShard] = {}
-    for owned in owned_shards:
-        expected |= _named_shards(owned, _initial_state(owned, factory), False)
+    expected = _initial_shards(owned_shards, factory)
     for fault, names in (("missing", set(expected) - set(loaded)), ("of another rank", set(loaded) - set(expected))):
         if names:
             raise ValueError(f"{_first(names)} is {fault} among the shards given: fill those of empty_tensor_shards()")
@@ -63,6 +59,13 @@ def load_tensor_shards(
             optimizer.state.pop(owned.inner, None)
         if owned.is_master:
             owned.inner.copy_(loaded[f"{owned.target.name}.{MASTER}"].local)
+
+
+def _initial_shards(owned_shards: Sequence[OwnedShard], factory: OptimizerFactory) -> dict[str, TensorShard]:
+    found: dict[str, TensorShard] = {}
+    for owned in owned_shards:
+        found |= _named_shards(owned, _initial_state(owned, factory), False)
+    return found
 
 
 def _initial_state(owned: OwnedShard, factory: OptimizerFactory) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _shard(owned: OwnedShard, value: torch.Tensor) -> TensorShard:
     """Return a tensor as a shard: at the owned bounds of the parameter if it has the parameter's shape, else whole."""
     if value.shape == owned.inner.shape:
         return TensorShard(value, owned.target.shard.shape, owned.offsets)
-    return TensorShard(value, tuple(value.shape), (0,) * value.ndim)
+    return TensorShard.whole(value)
 
 
 def _check(name: str, loaded: TensorShard, expected: TensorShard) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.sharding.graph import PARAMETER
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer.partition import ShardBounds
 
@@ -51,7 +52,7 @@ def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | Non
     group = group or dist.group.WORLD
     copies = 1 if group is None else group.size()
     return [
-        Target(name, param, TensorShard(param.data, tuple(param.shape), (0,) * param.ndim), group, copies)
+        Target(name, param, TensorShard.whole(param.data), group, copies)
         for name, param in model.named_parameters()
         if param.requires_grad
     ]
@@ -69,18 +70,22 @@ def module_targets(
     """
     mesh, held, shards = module.plan.mesh, module.held, module.tensor_shards()
     index = None if dim is None else mesh.dim(dim)
-    sources = (node.source for node in module.plan.graph.nodes.values() if node.kind == PARAMETER)
-    read = set(map(module.get_parameter, sources))  # parameters that no operator reads have no gradient
     found = []
-    for name, param in module.named_parameters():
-        if param.requires_grad and param in read:
-            layout = held[name].layout
-            replicated = [size for size, placement in zip(mesh.shape, layout, strict=True) if placement.kind != "shard"]
-            shared = index is not None and layout[index].kind != "shard"
-            group = mesh.group(index) if shared and index is not None else None
-            copies = prod(replicated) * (meshes or {}).get(name, 1)
-            found.append(Target(name, param, shards[name], group, copies))
+    for name, param in trained_parameters(module, module.plan).items():
+        layout = held[name].layout
+        replicated = [size for size, placement in zip(mesh.shape, layout, strict=True) if placement.kind != "shard"]
+        shared = index is not None and layout[index].kind != "shard"
+        group = mesh.group(index) if shared and index is not None else None
+        copies = prod(replicated) * (meshes or {}).get(name, 1)
+        found.append(Target(name, param, shards[name], group, copies))
     return found
+
+
+def trained_parameters(module: torch.nn.Module, plan: ShardingPlan) -> dict[str, torch.nn.Parameter]:
+    """Return, by name, the parameters that require grad and that an operator of the plan reads: these get gradients."""
+    sources = (node.source for node in plan.graph.nodes.values() if node.kind == PARAMETER)
+    read = set(map(module.get_parameter, sources))
+    return {name: param for name, param in module.named_parameters() if param.requires_grad and param in read}
 
 
 class OwnedShard:
@@ -89,7 +94,7 @@ class OwnedShard:
     inner
         What the inner optimizer updates: a view of the parameter, or a copy in another dtype (master weights).
     num_owners
-        The tensor that the inner optimizer updates: a view of the parameter, or a copy in another dtype (master).
+        How many ranks of the job update the same part.
     """
 
     def __init__(self, target: Target, bounds: ShardBounds, num_owners: int, master_dtype: torch.dtype | None) -> None:

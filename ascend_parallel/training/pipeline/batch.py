@@ -10,6 +10,7 @@ import torch
 from ascend_parallel.sharding.graph import INPUT, Node, Value
 from ascend_parallel.sharding.layout import Shape, local_shape
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.input_checks import bound_inputs
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.training.pipeline.split_plan import StagePlan
 
@@ -32,14 +33,12 @@ class Batch:
         Raises `ValueError` for a name in `broadcast_inputs` that no input has.
         """
         self._plan, self._micro_batches, self._local, self._place = plan, micro_batches, local, place
-        self._nodes = [node for node in plan.graph.nodes.values() if node.kind == INPUT]
-        names = [node.source for node in self._nodes]
+        nodes = [node for node in plan.graph.nodes.values() if node.kind == INPUT]
+        names = [node.source for node in nodes]
         for name in broadcast_inputs:
             if name not in names:
                 raise ValueError(f"broadcast_inputs: {name!r} is no input; there are {', '.join(names)}")
-        self._broadcast = {
-            node.name for node in self._nodes if node.source in broadcast_inputs or not node.outputs[0].shape
-        }
+        self._broadcast = {node.name for node in nodes if node.source in broadcast_inputs or not node.outputs[0].shape}
 
     def inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Sequence[StagePlan], stages: Sequence[int]
@@ -48,16 +47,11 @@ class Batch:
 
         Raises `ValueError` for arguments, shapes or dtypes that differ from the traced ones.
         """
-        binding = self._plan.graph.binding
-        tensors = list(args) if binding is None else binding.tensors(args, kwargs)
-        if len(tensors) != len(self._nodes):
-            names = ", ".join(node.source for node in self._nodes)
-            raise ValueError(f"{len(tensors)} tensors were given; traced were {names}")
-        for node, tensor in zip(self._nodes, tensors, strict=True):
+        pairs = bound_inputs(self._plan.graph, args, kwargs)
+        for node, tensor in pairs:
             self._check(node, tensor)
         read = {name for stage in stages for name in parts[stage].inputs}
-        pairs = [(node, tensor) for node, tensor in zip(self._nodes, tensors, strict=True) if node.name in read]
-        own = {node.name: self._own(node, tensor) for node, tensor in pairs}
+        own = {node.name: self._own(node, tensor) for node, tensor in pairs if node.name in read}
         cut = {name: tensor for name, tensor in own.items() if name not in self._broadcast}
         return cut, {name: tensor for name, tensor in own.items() if name in self._broadcast}
 

@@ -31,15 +31,9 @@ class Groups:
 
 
 def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
-    """Raise `StageError` unless all meshes have the same shape and no rank is in two of them."""
+    """Raise `StageError` unless there are meshes and no rank is in two of them."""
     if not meshes:
         raise StageError("meshes=(): give a mesh for each group of ranks")
-    for number, mesh in enumerate(meshes):
-        if (mesh.shape, mesh.dim_names) != (meshes[0].shape, meshes[0].dim_names):
-            raise StageError(
-                f"mesh {number} is {mesh}, mesh 0 is {meshes[0]}: each rank sends to the rank at the same place of "
-                "the next mesh, so give all meshes the same shape and names"
-            )
     ranks = [rank for mesh in meshes for rank in mesh.process_ids]
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
@@ -54,19 +48,15 @@ def make_groups(meshes: Sequence[ProcessMesh], timeout: timedelta) -> Groups:
 
     Raises `ValueError` for a rank that is in no mesh.
     """
-    rank, group_of_mesh = dist.get_rank(), {}
-    for number, mesh in enumerate(meshes):
+    rank, group_of_mesh, everywhere = dist.get_rank(), [], tuple(range(len(meshes)))
+    for mesh in meshes:
         mesh.device_mesh()
-        group_of_mesh[number] = dist.new_group(mesh.process_ids, timeout=timeout)
-    groups = None
-    for place in np.ndindex(meshes[0].shape):
-        ranks = [int(mesh.array[place]) for mesh in meshes]
-        along = dist.new_group(ranks, timeout=timeout, sort_ranks=False)
-        if rank in ranks:
-            groups = Groups(ranks.index(rank), along, group_of_mesh[ranks.index(rank)])
-    if groups is None:
+        group_of_mesh.append(dist.new_group(mesh.process_ids, timeout=timeout))
+    along = make_shared_groups([everywhere], meshes, timeout).get(everywhere)
+    if along is None:
         raise ValueError(f"rank {rank} is in none of {', '.join(map(str, meshes))}, so it has no part of the pipeline")
-    return groups
+    index = next(index for index in everywhere if rank in meshes[index].process_ids)
+    return Groups(index, along, group_of_mesh[index])
 
 
 def make_shared_groups(
@@ -74,7 +64,7 @@ def make_shared_groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return this rank's group for each set of meshes that share a parameter: the ranks at this rank's place.
 
-    A set lists the indices of two or more meshes. Every rank of the default group must call it with the same sets.
+    A set lists the indices of meshes. Every rank of the default group must call it with the same sets.
     """
     rank, found = dist.get_rank(), {}
     for holders in sorted(set(shared)):
@@ -84,10 +74,3 @@ def make_shared_groups(
             if rank in ranks:
                 found[holders] = group
     return found
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's operations."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    limit: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return limit

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.consistency import confirm_same, fingerprint
+from ascend_parallel.process_groups import group_timeout
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
@@ -24,7 +25,7 @@ from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.pipeline.batch import Batch
-from ascend_parallel.training.pipeline.groups import check_meshes, group_timeout, make_groups
+from ascend_parallel.training.pipeline.groups import check_meshes, make_groups
 from ascend_parallel.training.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, forward_only, stages_of
 from ascend_parallel.training.pipeline.shared_parameters import SharedGradients
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
@@ -111,7 +112,7 @@ class Pipeline:
         self.schedule, self.micro_batches, self.factor = schedule, micro_batches, 1.0
         batch = {"local_inputs": str(local_inputs), "broadcast_inputs": ", ".join(sorted(broadcast_inputs))}
         seed = _confirm(self, model, {**batch, "overlap": str(overlap), "assignment": _digest(assignment)})
-        limit = timeout or group_timeout(dist.group.WORLD)
+        limit = timeout or group_timeout(dist.group.WORLD) or dist.distributed_c10d.default_pg_timeout
         self._groups = make_groups(meshes, limit)
         self.stages = tuple(stage for stage, index in enumerate(self._mesh_of_stage) if index == self._groups.index)
         common = {"overlap": overlap, "settings": settings, "local_inputs": True, "group": self._groups.mesh, **sharded}

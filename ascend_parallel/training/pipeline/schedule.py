@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,34 +68,22 @@ class Times:
     """Seconds of a micro-batch's forward and backward on a rank, all its stages together, and of a send.
 
     Half of the backward is for the inputs, half for the weights.
+
+    measured
+        The measured seconds of an action, by (kind of action, stage); they replace those of forward and backward.
     """
 
     forward: float = 1.0
     backward: float = 2.0
     send: float = 0.0
+    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     def of(self, action: Action, stages_of_rank: int) -> float:
         """Return the seconds of one action."""
+        if self.measured:
+            return self.measured[action.kind, action.stage]
         seconds = {FORWARD: self.forward, BACKWARD: self.backward}.get(action.kind, self.backward / 2)
         return seconds / stages_of_rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Times of a pipeline's actions.
-
-    seconds
-        The seconds of an action, by (kind of action, stage).
-    send
-        The seconds of a send between stages.
-    """
-
-    seconds: Mapping[tuple[str, int], float]
-    send: float = 0.0
-
-    def of(self, action: Action, stages_of_rank: int) -> float:
-        """Return the seconds of one action."""
-        return self.seconds[action.kind, action.stage]
 
 
 @dataclass(frozen=True)
@@ -159,9 +147,7 @@ def order(name: str, ranks: int, stages: int, micro_batches: int) -> tuple[tuple
     return tuple(tuple(_action(action) for action in planned[rank] if _is_work(action)) for rank in range(ranks))
 
 
-def simulate(
-    name: str, ranks: int, stages: int, micro_batches: int, times: Times | StageTimes | None = None
-) -> Simulated:
+def simulate(name: str, ranks: int, stages: int, micro_batches: int, times: Times | None = None) -> Simulated:
     """Return when each action runs. By default a backward takes twice a forward. A send runs under the next action.
 
     Each rank runs its actions in `order`, each action as soon as its inputs are ready. Raises `ValueError` as `order`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.compute_cost import seconds
-from ascend_parallel.sharding.planner.operator_strategy import named_nodes
+from ascend_parallel.sharding.planner.operator_strategy import named_nodes, path_matches
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
@@ -103,7 +102,7 @@ def _marked(graph: Graph, model: nn.Module, patterns: Mapping[str, Any]) -> dict
         if ":" in pattern:
             of_nodes = dict.fromkeys((node.name for node in named_nodes(graph, pattern)), stage) | of_nodes
             continue
-        named = [path for path in paths if _fits(path, pattern)]
+        named = [path for path in paths if path_matches(path, pattern)]
         if not named:
             raise StageError(f"{pattern!r} names no module; there are {', '.join(path for path in paths if path)}")
         by_pattern = dict.fromkeys(named, stage) | by_pattern
@@ -118,11 +117,6 @@ def _marked(graph: Graph, model: nn.Module, patterns: Mapping[str, Any]) -> dict
 
 def _mark(path: str, module: nn.Module) -> int | None:
     return _checked(getattr(module, MARK), path or type(module).__name__) if hasattr(module, MARK) else None
-
-
-def _fits(path: str, pattern: str) -> bool:
-    parts, pattern_parts = path.split("."), pattern.split(".")
-    return len(parts) == len(pattern_parts) and all(map(fnmatchcase, parts, pattern_parts))
 
 
 def _innermost(path: str, stages: Mapping[str, int]) -> int | None:

@@ -9,7 +9,7 @@ from statistics import median
 import torch.distributed as dist
 
 from ascend_parallel.consistency import exchange
-from ascend_parallel.training.pipeline.schedule import Simulated, Slot, StageTimes, simulate
+from ascend_parallel.training.pipeline.schedule import Simulated, Slot, Times, simulate
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def measure_step(
     busy = sum(slot.stop - slot.start for slot in executed)
     mine = {"seconds": seconds, "busy": busy, "medians": _medians(executed)}
     by_rank = list(exchange(group, "Pipeline.measure", mine, RuntimeError).values())
-    times = StageTimes(seconds={_key(name): value for times in by_rank for name, value in times["medians"].items()})
+    times = Times(measured={_key(name): value for times in by_rank for name, value in times["medians"].items()})
     simulated = simulate(schedule, len(by_rank), stages, micro_batches, times)
     seconds_by_rank = tuple(times["seconds"] for times in by_rank)
     return Measured(seconds_by_rank, tuple(times["busy"] for times in by_rank), simulated)

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.module_shards import tensor_shards_of
 from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss
 from ascend_parallel.training.masked_means import MaskedMeans
-from ascend_parallel.training.optimizer.targets import Target
+from ascend_parallel.training.optimizer.targets import Target, trained_parameters
 from ascend_parallel.training.options import StrategyOptionError
-from ascend_parallel.training.runners.runner import accumulate_in_fp32, evaluation_loss, micro_batch_of, partition_dim
+from ascend_parallel.training.runners.runner import accumulate_in_fp32, evaluation_loss, micro_batches, partition_dim
 from ascend_parallel.training.training_plan import TrainingPlan
 
 
@@ -32,10 +31,7 @@ class EagerRunner:
         self._strategy, model = planned.strategy, planned.model
         self._joined = parallelize(WithLoss(model, loss), planned.plan, local_inputs=local_batches)
         self.modules, self.unreduced, self._mesh = (model,), False, planned.plan.mesh
-        sources = (node.source for node in planned.plan.graph.nodes.values() if node.kind == PARAMETER)
-        read = set(map(model.get_parameter, sources))  # parameters that no operator reads have no gradient
-        named = model.named_parameters()
-        self._sharded = {name: param for name, param in named if param.requires_grad and param in read}
+        self._sharded = trained_parameters(model, planned.plan)
         self._local = {name: nn.Parameter(local_tensor(param)) for name, param in self._sharded.items()}
         self._means = MaskedMeans(planned.plan, self._strategy.pipeline.micro_batches)
         for parameters in (self._sharded, self._local):
@@ -46,9 +42,8 @@ class EagerRunner:
         self._means.check(batch)
         count = self._strategy.pipeline.micro_batches
         losses = Losses(count, factor)
-        for number in range(count):
-            returned = self._joined(*(micro_batch_of(value, number, count) for value in batch))
-            losses.add(returned).backward()  # type: ignore[no-untyped-call]
+        for micro_batch in micro_batches(batch, count):
+            losses.add(self._joined(*micro_batch)).backward()  # type: ignore[no-untyped-call]
         return losses.batch()
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ascend_parallel.training.optimizer.targets import Target, module_targets
 from ascend_parallel.training.runners.runner import (
     accumulate_in_fp32,
     evaluation_loss,
-    micro_batch_of,
+    micro_batches,
     partition_dim,
     use_evaluation_graph,
 )
@@ -49,12 +49,11 @@ class GraphRunner:
         self._means.check(batch)
         count = self._strategy.pipeline.micro_batches
         losses = Losses(count, factor)
-        for number in range(count):
+        for number, micro_batch in enumerate(micro_batches(batch, count)):
             sums_now = last and number == count - 1 and self._strategy.overlap.gradients and not self.unreduced
             later = (self._strategy.sharding.dim,) if self.unreduced else ()
             with nullcontext() if sums_now else self.module.no_sync(*later):
-                returned = self.module(*(micro_batch_of(value, number, count) for value in batch))
-                losses.add(returned).backward()  # type: ignore[no-untyped-call]
+                losses.add(self.module(*micro_batch)).backward()  # type: ignore[no-untyped-call]
         return losses.batch()
 
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:

@@ -28,7 +28,7 @@ class HybridRunner:
 
     def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
         """Take the rank's own model."""
-        self._model, self._loss, self._strategy = model, loss, strategy
+        self._model, self._loss = model, loss
         self.modules, self.unreduced = (model,), True
         self._seen, self._unequal = 0, False
         accumulate_in_fp32(model.parameters(), strategy)
@@ -107,5 +107,4 @@ class HybridRunner:
         if hasattr(self._model, "tensor_shards"):
             shards: dict[str, TensorShard] = self._model.tensor_shards()  # type: ignore[operator]
             return shards
-        state = self._model.state_dict()
-        return {name: TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in state.items()}
+        return {name: TensorShard.whole(tensor) for name, tensor in self._model.state_dict().items()}

@@ -88,5 +88,5 @@ def unread_state(model: nn.Module, read: Set[str]) -> dict[str, TensorShard]:
     """Return, whole, the model's state that is not named in `read` and not tied to state named there."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(tensor) for name, tensor in state.items() if name in read}
-    rest = {name: tensor.detach().clone() for name, tensor in state.items() if id(tensor) not in tensors}
-    return {name: TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in rest.items()}
+    rest = ((name, tensor) for name, tensor in state.items() if id(tensor) not in tensors)
+    return {name: TensorShard.whole(tensor.detach().clone()) for name, tensor in rest}

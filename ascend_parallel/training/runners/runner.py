@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -66,17 +66,22 @@ def evaluation_loss(
     """Return the mean loss of a batch in `count` micro-batches with the modules in evaluation mode."""
     losses = Losses(count)
     with torch.no_grad(), evaluation_mode(modules):
-        for number in range(count):
-            losses.add(run(*(micro_batch_of(value, number, count) for value in batch)))
+        for micro_batch in micro_batches(batch, count):
+            losses.add(run(*micro_batch))
     return losses.batch().mean
 
 
-def micro_batch_of(value: Any, number: int, count: int) -> Any:
-    """Return the `number`-th of `count` micro-batches of a batch's tensor; anything else unchanged."""
-    if not isinstance(value, torch.Tensor) or count == 1:
-        return value
-    rows = rows_of_part(value, count)
-    return value[number * rows : (number + 1) * rows]
+def micro_batches(batch: Sequence[Any], count: int) -> Iterator[list[Any]]:
+    """Yield the `count` micro-batches of a batch: equal parts of its tensors, anything else unchanged."""
+
+    def part(value: Any, number: int) -> Any:
+        if not isinstance(value, torch.Tensor) or count == 1:
+            return value
+        rows = rows_of_part(value, count)
+        return value[number * rows : (number + 1) * rows]
+
+    for number in range(count):
+        yield [part(value, number) for value in batch]
 
 
 def accumulate_in_fp32(parameters: Iterable[nn.Parameter], strategy: Strategy) -> None:
