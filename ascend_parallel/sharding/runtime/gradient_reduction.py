@@ -47,6 +47,7 @@ class GradientReducer:
         self.buckets = buckets(summed, bucket_bytes)
         self._suspended: frozenset[int] = frozenset()
         self._deferred: dict[Value, tuple[int, ...]] = {}
+        self._known_dims: dict[tuple[Value, frozenset[int]], tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
         # By backward. torch's queue of end-of-backward callbacks owns the buckets, and drops them if backward fails.
         self._running: WeakValueDictionary[int, BackwardBuckets] = WeakValueDictionary()
 
@@ -90,11 +91,10 @@ class GradientReducer:
                 f"{param.name} has a hook on its gradient, and the gradient is summed over ranks after hooks have run: "
                 "give bucket_bytes=0"
             )
-        now = tuple(dim for dim in param.dims if dim not in self._suspended)
-        later = tuple(dim for dim in sorted((*param.dims, *param.whole)) if dim in self._suspended)
+        now, later, is_first = self._dims(param)
         if later:
             self._defer(param, leaf, later)
-            if any(self._coordinate[dim] for dim in later if dim in param.whole):
+            if not is_first:
                 term = torch.zeros_like(term)  # every rank has the full gradient: only the first rank adds its own
         if later or not _accumulates(leaf):
             return self._sum_now(param, term, now)
@@ -103,6 +103,19 @@ class GradientReducer:
             return term
         self._backward().add(Term(param.value, leaf, term.to(grad_dtype(leaf))))
         return None
+
+    def _dims(self, param: SummedGradient) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """Return the dimensions of sums now, of deferred sums, and if this rank is first on those with full gradients.
+
+        The result is kept for the following backwards.
+        """
+        key = param.value, self._suspended
+        if key not in self._known_dims:
+            now = tuple(dim for dim in param.dims if dim not in self._suspended)
+            later = tuple(dim for dim in sorted((*param.dims, *param.whole)) if dim in self._suspended)
+            is_first = not any(self._coordinate[dim] for dim in later if dim in param.whole)
+            self._known_dims[key] = now, later, is_first
+        return self._known_dims[key]
 
     def _backward(self) -> BackwardBuckets:
         """Return the buckets of the running backward."""
@@ -189,6 +202,8 @@ class _Read(torch.autograd.Function):
 
 def _has_hooks(leaf: torch.Tensor) -> bool:
     """Tell whether the gradient has a hook that does not declare `takes_terms`: the hook would see a rank's term."""
+    if not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks:
+        return False
     after = (leaf._post_accumulate_grad_hooks or {}).values()
     return bool(leaf._backward_hooks) or not all(getattr(hook, "takes_terms", False) for hook in after)
 
