@@ -56,3 +56,12 @@ def shown(value: object) -> str:
         return _SHOWN.repr(value)
     except ValueError:  # Python refuses to write numbers of more than 4300 digits
         return f"<{type(value).__name__} of thousands of digits>"
+
+
+def size_of(nbytes: float) -> str:
+    """Return bytes as text, such as "25.2 MB"."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"

@@ -90,7 +90,7 @@ def rank(group: dist.ProcessGroup, rounds: int) -> dict[str, tuple[int, int, int
     for name, model in models.items():
         waits = alive_bytes(lambda model=model: model(*batch))
         most = peak_bytes(lambda model=model: model(*batch).backward())  # the parameters have gradients already
-        planned = saved_bytes(plan, model.schedule, Recompute(**VARIANTS[name]))
+        planned = saved_bytes(plan, model.rank_plan.schedule, Recompute(**VARIANTS[name]))
         found[name] = waits, planned, most, median(times[name])
     return found
 

@@ -143,7 +143,7 @@ def _as_dict(saved: CheckpointReader, all_steps: list[int]) -> dict[str, Any]:
 
 
 def _tree(description: dict[str, Any]) -> Tree:
-    from ascend_parallel.sharding.visualize.explain import size_of
+    from ascend_parallel.text import size_of
 
     total = sum(tensor["bytes"] for tensor in description["tensors"].values())
     tree = Tree(

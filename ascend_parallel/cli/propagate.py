@@ -45,6 +45,11 @@ def propagate(
     ] = "910b",
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
     advice: Annotated[bool, typer.Option("--advise", help="List the operators to configure, with reasons.")] = False,
+    instructions: Annotated[
+        bool,
+        typer.Option(help="Print a rank's instructions, with the bytes that each allocates and frees."),
+    ] = False,
+    rank: Annotated[int, typer.Option(min=0, help="For --instructions: the rank.")] = 0,
     brief: Annotated[bool, typer.Option(help="Print only the summary of the plan.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
 ) -> None:
@@ -58,6 +63,8 @@ def propagate(
 
       ascend-parallel propagate my_models:llama_70b --mesh dp=128,mp=8 --brief
 
+      ascend-parallel propagate examples/sharding/llama.py:small --mesh mp=2 --instructions --rank 1
+
       ascend-parallel propagate my_models:llama_70b --mesh dp=2,mp=8 --advise
 
       ascend-parallel propagate my_models:llama_70b --mesh dp=8,mp=8 --semi-auto dp --memory-limit 64GB
@@ -67,6 +74,7 @@ def propagate(
     from ascend_parallel.sharding.mesh import ProcessMesh
     from ascend_parallel.sharding.planner.annotate import annotated, read_strategies
     from ascend_parallel.sharding.visualize.explain import as_dict, explain, summary
+    from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
     from ascend_parallel.sharding.visualize.page import to_html
 
     with errors("propagate", ImportError), Console(stderr=True).status("tracing") as status:
@@ -94,10 +102,14 @@ def propagate(
             memory_limit=limit,
             hardware=hardware,
         )
+        listed = list_instructions(plan, rank) if instructions else []
     if html is not None:
         html.write_text(to_html(plan), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(as_dict(plan), indent=1))
+        more = {"instructions": [vars(each) for each in listed]} if instructions else {}
+        typer.echo(json.dumps(as_dict(plan) | more, indent=1))
+    elif instructions:
+        typer.echo(instructions_as_text(listed))
     else:
         typer.echo("\n".join(summary(plan)) if brief else explain(plan))
 

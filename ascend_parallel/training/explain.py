@@ -17,13 +17,14 @@ from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape, local_size
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
-from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets, with_partial_grads
-from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
-from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
+from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets
+from ascend_parallel.sharding.runtime.overlap_pass import Fusion
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
+from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.runtime.recompute_regions import regions
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
-from ascend_parallel.sharding.visualize.explain import size_of, summary, warnings
+from ascend_parallel.sharding.visualize.explain import summary, warnings
+from ascend_parallel.text import size_of
 from ascend_parallel.training.optimizer.memory import OptimizerMemory, predicted_memory
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
@@ -233,21 +234,27 @@ class _Explained:
         return self._strategy.recompute if self._strategy.recompute.modules else Recompute.of(self._planned.model)
 
     def _stage(self, name: str, plan: ShardingPlan, live: float) -> _Stage:
-        schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
-        if self._strategy.overlap.operators:
-            schedule = fuse(plan, self._settings)
-        schedule, summed = with_partial_grads(schedule, plan)
-        part = bool(self._planned.stages)
-        saved = tuple(saved_bytes(plan, schedule, recompute, part=part) for recompute in (Recompute(), self.recompute))
-        bucket_bytes = self._strategy.comm_fusion.bucket_bytes
-        memory = self._memory(plan, self._strategy.sharding.zero_stage)
-        recomputed = regions(plan, schedule, self.recompute, part=part).values()
-        again = {node for region in recomputed for node in region.nodes}
-        prefetches = self._strategy.pipeline.schedule not in SPLIT
-        starts = prefetch_groups(schedule, plan, again, bucket_bytes) if prefetches else {}
-        prefetched = tuple(group for groups in starts.values() for group in groups)
-        fused, all_buckets = schedule.fused, buckets(summed, bucket_bytes)
-        return _Stage(name, plan, memory, (saved[0], saved[1]), live, fused, all_buckets, prefetched)
+        bucket_bytes, part = self._strategy.comm_fusion.bucket_bytes, bool(self._planned.stages)
+        rank_plan = plan_for_rank(
+            plan,
+            (0,) * plan.mesh.ndim,
+            self._settings if self._strategy.overlap.operators else None,
+            recompute=self.recompute,
+            bucket_bytes=bucket_bytes,
+            prefetch=self._strategy.pipeline.schedule not in SPLIT,
+            part=part,
+        )
+        saved = [saved_bytes(plan, rank_plan.schedule, each, part=part) for each in (Recompute(), self.recompute)]
+        return _Stage(
+            name,
+            plan,
+            self._memory(plan, self._strategy.sharding.zero_stage),
+            (saved[0], saved[1]),
+            live,
+            rank_plan.schedule.fused,
+            buckets(rank_plan.summed, bucket_bytes),
+            tuple(group for groups in rank_plan.prefetches.values() for group in groups),
+        )
 
     def _memory(self, plan: ShardingPlan, zero_stage: int) -> OptimizerMemory:
         amp, sizes = self._strategy.amp, self._strategy.mesh

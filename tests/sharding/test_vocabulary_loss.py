@@ -53,8 +53,8 @@ def test_of_many_words_the_logits_are_not_gathered():
         ("all_reduce", "max", rows * 4),
         ("all_reduce", "sum", 2 * rows * 4),
     ]
-    assert "inside: all_reduce(max, mp) 16.4 kB" in explain(plan)
-    assert "all_reduce(max, mp) 16.4 kB" in to_html(plan)
+    assert "inside: all_reduce(max, mp) 16.4 KB" in explain(plan)
+    assert "all_reduce(max, mp) 16.4 KB" in to_html(plan)
     assert plan.cost >= sum(step.seconds for step in steps) > 0
     assert plan.seconds == pytest.approx(plan.cost)
     gathered = propagate(graph, mesh, HEAD | {LOSS: ([(None, None)], None)})

@@ -48,11 +48,11 @@ from ascend_parallel.sharding.redistribute.costs import (
     MeshCosts,
     sent,
 )
+from ascend_parallel.text import size_of
 
 SLICE, HOLD, PAD, SCALE = "slice", "hold", "pad", "scale"
 # Among paths of the same time, paths without partial placements come first.
 PREFERRED = ("replicate", "shard", "partial")
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RedistributeStep:
         partial = self.source if self.kind == ALL_REDUCE else self.target
         sharded = self.target if self.kind in (SLICE, REDUCE_SCATTER) else self.source
         change = changes.get(self.kind) or (partial.op if self.kind in (ALL_REDUCE, HOLD) else f"dim {sharded.dim}")
-        cost = f" {_bytes(self.nbytes)} {self.seconds * 1e3:.2g} ms" if self.nbytes else ""
+        cost = f" {size_of(self.nbytes)} {self.seconds * 1e3:.2g} ms" if self.nbytes else ""
         return f"{self.kind}({change}, {dim_name}){cost}"
 
 
@@ -266,8 +266,3 @@ def _check(shape: Shape, mesh_shape: Shape, layout: Layout, costs: MeshCosts) ->
         raise ValueError(f"{shown}: a tensor of shape {list(shape)} has dimensions 0 to {len(shape) - 1}")
     if not _commute(layout):
         raise ValueError(f"{shown}: the partial placements of a tensor have to be of one kind, or sum and avg")
-
-
-def _bytes(count: float) -> str:
-    unit, name = next((unit, name) for unit, name in UNITS if count >= unit or unit == 1.0)
-    return f"{count / unit:.3g} {name}"

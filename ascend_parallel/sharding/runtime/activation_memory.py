@@ -26,14 +26,15 @@ def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *,
     region it counts the tensors that the region reads and its kept results. It leaves out views, parameters and small
     tensors, such as the statistics of norms. `part` and errors: see `regions`.
     """
-    saved, found = _SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
+    saved, found = SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
     return sum(saved.kept(found.values()).values())
 
 
-class _SavedTensors:
+class SavedTensors:
     """The tensors that autograd saves, with their bytes on a rank."""
 
     def __init__(self, plan: ShardingPlan, schedule: Schedule) -> None:
+        """Take a plan and its schedule."""
         self._plan, self._graph, self._schedule = plan, plan.graph, schedule
 
     def kept(self, found: Iterable[Region]) -> _Tensors:

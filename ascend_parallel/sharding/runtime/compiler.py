@@ -5,17 +5,14 @@ Compiling runs no collective and makes no process group, so a plan for thousands
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
-from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import local_call, own_reductions
-from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
+from ascend_parallel.sharding.runtime.collective_event import Counting
 from ascend_parallel.sharding.runtime.instructions import (
     Gather,
     Instruction,
@@ -33,51 +30,11 @@ from ascend_parallel.sharding.runtime.instructions import (
     with_frees,
 )
 from ascend_parallel.sharding.runtime.op_collectives import all_reducer
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
+from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_regions import Region
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution, plan_differentiable
 
 Conversions = dict[tuple[Value, Layout], int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlan:
-    """A plan with the decisions of its runtime, for a rank.
-
-    coordinate
-        The rank's index on each mesh dimension.
-    local_inputs
-        Whether the caller passes the rank's parts of the inputs, not global tensors.
-    regions
-        The recompute regions by their first node.
-    prefetches
-        The redistributions that start early, by the node before which they start.
-    summed
-        The parameters whose gradients are summed over ranks.
-    counts
-        Counts the collectives that run.
-    """
-
-    plan: ShardingPlan
-    schedule: Schedule
-    coordinate: tuple[int, ...]
-    local_inputs: bool = False
-    regions: Mapping[str, Region] = field(default_factory=dict)
-    prefetches: Mapping[str, Sequence[PrefetchGroup]] = field(default_factory=dict)
-    summed: Set[Value] = frozenset()
-    counts: Counter[CollectiveEvent] = field(default_factory=Counter)
-
-    def redistribution(
-        self, value: Value, reader: str, module: str, source: Layout, target: Layout
-    ) -> DifferentiableRedistribution | None:
-        """Return the redistribution of a tensor for a reader; None if neither it nor its gradient changes."""
-        if source == target:
-            return None
-        meta, mesh = self.plan.graph.meta(value), self.plan.mesh
-        count = Counting(self.counts, mesh, module, value, reader)
-        found = plan_differentiable(meta.shape, meta.dtype.itemsize, mesh, source, target, self.plan.costs, count)
-        return None if found.is_noop else found
 
 
 def compile_plan(rank_plan: RankPlan, graph: Graph, *, gradients: bool) -> Program:
@@ -192,7 +149,7 @@ class _Compiler:
             node = self._graph.nodes[value.node]
             assert node.kind not in (CALL, INPUT), f"{node.name} has not run"
             self._own[value] = self._register(value, self._schedule.layouts[value])
-            self._instructions.append(Load(value, self._own[value], value in self._rank_plan.summed))
+            self._instructions.append(Load(value, self._own[value], value in self._rank_plan.summed_values))
         return self._own[value]
 
     def _shared_value(self, value: Value) -> tuple[int, Layout]:

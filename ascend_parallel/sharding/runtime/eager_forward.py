@@ -69,7 +69,7 @@ class EagerForward(TorchFunctionMode):
         if call is not None and matching is not None:
             self._next += 1
             return self._run(call, matching)
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs or {}))
         if not any(isinstance(leaf, PlannedDTensor) or id(leaf) in self._names for leaf in leaves):
             return function(*args, **(kwargs or {}))  # no tensor of the model: a hook's own computation
         raise ValueError(

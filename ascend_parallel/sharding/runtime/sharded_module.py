@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,18 +17,17 @@ from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules.axes import arguments
-from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
-from ascend_parallel.sharding.runtime.compiler import RankPlan, compile_plan
-from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket, SummedGradient, with_partial_grads
+from ascend_parallel.sharding.runtime.compiler import compile_plan
+from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.instructions import Program, Step
 from ascend_parallel.sharding.runtime.local_parameters import check_model, hold, local_slice
-from ascend_parallel.sharding.runtime.overlap_pass import Fusion, Schedule, fuse
-from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
+from ascend_parallel.sharding.runtime.overlap_pass import Fusion
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.randomness import Randomness
+from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.runtime.recompute_regions import regions
 from ascend_parallel.sharding.runtime.redistribute_autograd import convert
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
@@ -98,39 +96,26 @@ class ShardedModule(torch.nn.Module):
         coordinate = plan.mesh.coordinate(dist.get_rank())
         if coordinate is None:
             raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
-        self.plan, self.collective_counts, self.training = plan, Counter[CollectiveEvent](), plan.graph.training
+        self.plan, self.training = plan, plan.graph.training
         self.evaluation: Graph | None = None
         self.coordinate, self.local_inputs = coordinate, local_inputs
-        self._plan_schedule(settings if overlap else None, bucket_bytes)
+        self.rank_plan = plan_for_rank(
+            plan,
+            coordinate,
+            settings if overlap else None,
+            recompute=recompute,
+            bucket_bytes=bucket_bytes,
+            prefetch=prefetch,
+            local_inputs=local_inputs,
+            part=group is not None,
+        )
+        self.collective_counts = self.rank_plan.counts
+        self.gradients = GradientReducer(self, plan.mesh, self.rank_plan.summed, bucket_bytes, self.collective_counts)
         self._hold(model, rest=group is None)
         self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
         self._returned = pytree.tree_flatten(plan.graph.outputs)
-        found = regions(plan, self.schedule, recompute, part=group is not None)
-        recomputed = {name for region in found.values() for name in region.nodes}
-        enabled = prefetch and bucket_bytes > 0
-        self.rank_plan = RankPlan(
-            plan=plan,
-            schedule=self.schedule,
-            coordinate=coordinate,
-            local_inputs=local_inputs,
-            regions=found,
-            prefetches=prefetch_groups(self.schedule, plan, recomputed, bucket_bytes) if enabled else {},
-            summed=frozenset(self._summed),
-            counts=self.collective_counts,
-        )
         self._programs: dict[tuple[bool, bool], Program] = {}
         self.program(gradients=True)
-
-    def _plan_schedule(self, overlap_settings: Settings | None, bucket_bytes: int) -> None:
-        """Choose the overlapped operators (none if the settings are None) and the gradient buckets."""
-        plan, summed = self.plan, tuple[SummedGradient, ...]()
-        self.schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
-        if overlap_settings is not None:
-            self.schedule = fuse(plan, overlap_settings)
-        if bucket_bytes:
-            self.schedule, summed = with_partial_grads(self.schedule, plan)
-        self._summed = {param.value for param in summed}
-        self.gradients = GradientReducer(self, plan.mesh, summed, bucket_bytes, self.collective_counts)
 
     def _hold(self, model: torch.nn.Module, rest: bool) -> None:
         """Register this rank's slices of parameters, buffers and constants; `rest` as for `hold`."""
@@ -154,7 +139,7 @@ class ShardedModule(torch.nn.Module):
     @property
     def fused(self) -> tuple[Fusion, ...]:
         """The result of the overlap pass for each matmul next to a collective."""
-        return self.schedule.fused
+        return self.rank_plan.schedule.fused
 
     @property
     def prefetches(self) -> tuple[PrefetchGroup, ...]:

@@ -10,15 +10,22 @@ from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.compute_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
+from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
+from ascend_parallel.text import size_of
 
 WIDTH = 34
 # The share of the work that all ranks may compute redundantly without a warning.
 REPEATED = 0.5
 
 
-def explain(plan: ShardingPlan) -> str:
-    """Return the plan as text, one line per node and one per conversion that communicates."""
-    return "\n".join([*summary(plan), "", *_nodes(plan)])
+def explain(plan: ShardingPlan, *, memory: bool = False) -> str:
+    """Return the plan as text, one line per node and one per conversion that communicates.
+
+    memory
+        Also list the instructions that the first rank runs, and the bytes of activations that each allocates and frees.
+    """
+    lines = [*summary(plan), "", *_nodes(plan)]
+    return "\n".join([*lines, "", instructions_as_text(list_instructions(plan))] if memory else lines)
 
 
 def summary(plan: ShardingPlan) -> list[str]:
@@ -80,15 +87,6 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
             if ours != theirs:
                 lines.append(f"{_where(node)}: {ours}; other: {theirs}")
     return lines
-
-
-def size_of(nbytes: float) -> str:
-    """Return bytes as text, such as "25.2 MB"."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def text(layout: Layout) -> str:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.visualize.explain import size_of, summary, text
+from ascend_parallel.sharding.visualize.explain import summary, text
 from ascend_parallel.sharding.visualize.graph_drawing import Point, draw
 from ascend_parallel.sharding.visualize.picture import NodeBox, Picture, layout_text, picture, step_texts
 from ascend_parallel.sharding.visualize.repeated_layers import repeated
 from ascend_parallel.templates import render
+from ascend_parallel.text import size_of
 
 # Paul Tol's light colours: distinct for the colour-blind, behind black text. WHOLE is for replicated tensors.
 WHOLE, OTHERS = "#dddddd", "#f4f4f4"

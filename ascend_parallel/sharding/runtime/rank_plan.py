@@ -1,0 +1,107 @@
+"""What a rank runs: a plan with the decisions of its runtime. Deciding runs no collective."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.graph import Value
+from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
+from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, SummedGradient, with_partial_grads
+from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
+from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
+from ascend_parallel.sharding.runtime.recompute_regions import Region, regions
+from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution, plan_differentiable
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """A plan with the decisions of its runtime, for a rank.
+
+    coordinate
+        The rank's index on each mesh dimension.
+    local_inputs
+        Whether the caller passes the rank's parts of the inputs, not global tensors.
+    regions
+        The recompute regions by their first node.
+    prefetches
+        The redistributions that start early, by the node before which they start.
+    summed
+        The parameters whose gradients are summed over ranks.
+    counts
+        Counts the collectives that run.
+    """
+
+    plan: ShardingPlan
+    schedule: Schedule
+    coordinate: tuple[int, ...]
+    local_inputs: bool = False
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    prefetches: Mapping[str, Sequence[PrefetchGroup]] = field(default_factory=dict)
+    summed: tuple[SummedGradient, ...] = ()
+    counts: Counter[CollectiveEvent] = field(default_factory=Counter)
+
+    @cached_property
+    def summed_values(self) -> frozenset[Value]:
+        """The values of `summed`."""
+        return frozenset(param.value for param in self.summed)
+
+    def redistribution(
+        self, value: Value, reader: str, module: str, source: Layout, target: Layout
+    ) -> DifferentiableRedistribution | None:
+        """Return the redistribution of a tensor for a reader; None if neither it nor its gradient changes."""
+        if source == target:
+            return None
+        meta, mesh = self.plan.graph.meta(value), self.plan.mesh
+        count = Counting(self.counts, mesh, module, value, reader)
+        found = plan_differentiable(meta.shape, meta.dtype.itemsize, mesh, source, target, self.plan.costs, count)
+        return None if found.is_noop else found
+
+
+def plan_for_rank(
+    plan: ShardingPlan,
+    coordinate: tuple[int, ...],
+    overlap: Settings | None,
+    *,
+    recompute: Recompute | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    prefetch: bool = True,
+    local_inputs: bool = False,
+    part: bool = False,
+) -> RankPlan:
+    """Decide what a rank runs.
+
+    overlap
+        Settings of the overlapped operators; None: no operator is overlapped.
+    recompute
+        What backward recomputes; None: nothing.
+    bucket_bytes, prefetch, local_inputs
+        As for `ShardedModule`.
+    part
+        The plan is of a part of the model, such as a pipeline stage.
+
+    Raises as `regions`.
+    """
+    schedule, summed = Schedule(plan.layouts, plan.inputs, plan.shared_layouts), tuple[SummedGradient, ...]()
+    if overlap is not None:
+        schedule = fuse(plan, overlap)
+    if bucket_bytes:
+        schedule, summed = with_partial_grads(schedule, plan)
+    found = regions(plan, schedule, recompute or Recompute(), part=part)
+    recomputed = {name for region in found.values() for name in region.nodes}
+    starts = prefetch_groups(schedule, plan, recomputed, bucket_bytes) if prefetch and bucket_bytes else {}
+    return RankPlan(
+        plan=plan,
+        schedule=schedule,
+        coordinate=coordinate,
+        local_inputs=local_inputs,
+        regions=found,
+        prefetches=starts,
+        summed=summed,
+    )

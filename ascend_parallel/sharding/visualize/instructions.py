@@ -1,0 +1,190 @@
+"""The instructions that a rank runs, as text, with the bytes that they allocate and free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ascend_parallel.current import current_settings
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.graph import Value
+from ascend_parallel.sharding.layout import Layout, forward
+from ascend_parallel.sharding.planner.operator_strategy import operator_name
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
+from ascend_parallel.sharding.runtime.compiler import compile_plan
+from ascend_parallel.sharding.runtime.instructions import (
+    Free,
+    Instruction,
+    Load,
+    Program,
+    Recompute,
+    Redistribute,
+    Register,
+    Run,
+    RunKernel,
+    Start,
+    Store,
+    SyncBoundary,
+    Wait,
+)
+from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
+from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
+from ascend_parallel.sharding.runtime.recompute_regions import VIEWS
+from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
+from ascend_parallel.text import size_of
+
+
+@dataclass(frozen=True)
+class ListedInstruction:
+    """An instruction as text; the bytes that it allocates (negative: frees), and the bytes in use after it.
+
+    Bytes are of a rank's activations: what registers hold, and what autograd keeps for backward. They leave out
+    parameters, buffers, gradients and the work space of operators.
+    """
+
+    text: str
+    change: float
+    in_use: float
+
+
+def list_instructions(
+    plan: ShardingPlan,
+    rank: int | None = None,
+    *,
+    settings: Settings | None = None,
+    recompute: RecomputeConfig | None = None,
+    gradients: bool = True,
+) -> list[ListedInstruction]:
+    """Return the instructions of a rank's forward. No process is needed, whatever the size of the mesh.
+
+    rank
+        A global rank; None: the first rank of the plan's mesh.
+    settings
+        Settings of the overlapped operators; None: the current settings.
+    gradients
+        Whether autograd records the forward, as in training.
+
+    Raises `ValueError` for a rank outside of the mesh.
+    """
+    rank = plan.mesh.process_ids[0] if rank is None else rank
+    coordinate = plan.mesh.coordinate(rank)
+    if coordinate is None:
+        raise ValueError(f"rank={rank} is not in {plan.mesh}: give one of its ranks")
+    rank_plan = plan_for_rank(plan, coordinate, settings or current_settings(), recompute=recompute)
+    program = compile_plan(rank_plan, plan.graph, gradients=gradients)
+    kept: Mapping[tuple[Value, Layout], float] = {}
+    if gradients:
+        kept = SavedTensors(plan, rank_plan.schedule).kept(rank_plan.regions.values())
+    return list(_Listing(rank_plan, program, kept).lines())
+
+
+def instructions_as_text(listed: Sequence[ListedInstruction]) -> str:
+    """Return the instructions as a table: number, bytes allocated or freed, bytes in use, instruction."""
+    lines = [f"{'':5} {'bytes':>9} {'in use':>9}  instruction"]
+    for number, each in enumerate(listed):
+        change = f"{'-' if each.change < 0 else '+'}{size_of(abs(each.change))}" if each.change else ""
+        lines.append(f"{number:5} {change:>9} {size_of(each.in_use):>9}  {each.text}")
+    peak = max(listed, key=lambda each: each.in_use)
+    lines.append(f"most in use: {size_of(peak.in_use)}, after instruction {listed.index(peak)}")
+    lines.append(f"kept for backward and returned: {size_of(listed[-1].in_use)}")
+    return "\n".join(lines)
+
+
+class _Listing:
+    """Goes through a program and counts the bytes in use."""
+
+    def __init__(self, rank_plan: RankPlan, program: Program, kept: Mapping[tuple[Value, Layout], float]) -> None:
+        self._rank_plan, self._program, self._kept = rank_plan, program, kept
+        self._in_use = 0.0
+        self._views: set[int] = set()
+
+    def lines(self) -> Iterator[ListedInstruction]:
+        """Yield the lines."""
+        graph, registers = self._rank_plan.plan.graph, self._program.registers
+        for register in self._program.inputs:
+            entry = registers[register]
+            self._in_use += entry.nbytes
+            text = f"%{register} = input {graph.nodes[entry.value.node].source}: {_layout(entry)}"
+            yield ListedInstruction(text, entry.nbytes, self._in_use)
+        for instruction in self._program.instructions:
+            change = self._change(instruction)
+            self._in_use += change
+            first, *inside = self._text(instruction, self._program)
+            yield ListedInstruction(first, change, self._in_use)
+            yield from (ListedInstruction(line, 0.0, self._in_use) for line in inside)
+
+    def _change(self, instruction: Instruction) -> float:
+        if isinstance(instruction, Free):
+            return -sum(self._freed(register) for register in instruction.registers)
+        if isinstance(instruction, Wait):
+            self._views.add(instruction.started)  # the bytes move to the other register
+            return 0.0
+        if isinstance(instruction, SyncBoundary) or _is_view(instruction):
+            self._views |= set(instruction.writes)
+            return 0.0
+        return sum(self._allocated(register) for register in instruction.writes)
+
+    def _allocated(self, register: int) -> float:
+        entry = self._program.registers[register]
+        return 0.0 if entry.held else entry.nbytes
+
+    def _freed(self, register: int) -> float:
+        if register in self._views:
+            return 0.0
+        entry = self._program.registers[register]
+        saved = self._kept.get((entry.value, forward(entry.layout)), 0.0)
+        return max(self._allocated(register) - saved, 0.0)
+
+    def _text(self, instruction: Instruction, program: Program) -> list[str]:
+        """Return an instruction's line, and the lines of instructions inside it."""
+        reads = ", ".join(f"%{register}" for register in instruction.reads)
+        writes = ", ".join(f"%{register}" for register in instruction.writes)
+        left = f"{writes} = " if writes else ""
+        match instruction:
+            case Load():
+                node = self._rank_plan.plan.graph.nodes[instruction.value.node]
+                summed = ", gradient summed" if instruction.summed else ""
+                return [f"{left}load {node.source}: {_layout(program.registers[instruction.target])}{summed}"]
+            case Run():
+                name = f"{instruction.node.module} {operator_name(instruction.node)}".strip()
+                return [f"{left}run {name}({reads}) -> {self._outcome(instruction, program)}"]
+            case RunKernel():
+                nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.nodes]
+                names = " and ".join(f"{node.module} {operator_name(node)}".strip() for node in nodes)
+                return [f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction, program)}"]
+            case Redistribute():
+                return [f"{left}redistribute {reads}: {self._steps(instruction.redistribution)}"]
+            case Start():
+                return [f"start {reads}: {self._steps(instruction.redistributions[0])}"]
+            case Wait():
+                return [f"{left}wait: {_layout(program.registers[instruction.target])}"]
+            case Store():
+                return [f"store {instruction.buffer}: {reads}"]
+            case Free():
+                return [f"free {', '.join(self._freed_text(each, program) for each in instruction.registers)}"]
+            case Recompute():
+                body = (line for each in instruction.body.instructions for line in self._text(each, instruction.body))
+                return [f"{left}recompute {instruction.module}({reads}):", *(f"    {line}" for line in body)]
+        return [f"{left}begin and end recomputation here({reads})"]
+
+    def _outcome(self, instruction: Instruction, program: Program) -> str:
+        return ", ".join(_layout(program.registers[register]) for register in instruction.writes)
+
+    def _freed_text(self, register: int, program: Program) -> str:
+        entry = program.registers[register]
+        is_saved = program is self._program and not entry.held and (entry.value, forward(entry.layout)) in self._kept
+        return f"%{register} (kept for backward)" if is_saved else f"%{register}"
+
+    def _steps(self, redistribution: DifferentiableRedistribution) -> str:
+        names = self._rank_plan.plan.mesh.dim_names
+        ahead, back = (each.text(names) for each in (redistribution.forward, redistribution.backward))
+        return f"{ahead}; backward: {back}"
+
+
+def _is_view(instruction: Instruction) -> bool:
+    return isinstance(instruction, Run) and operator_name(instruction.node) in VIEWS.split()
+
+
+def _layout(register: Register) -> str:
+    return " ".join(map(str, register.layout))
