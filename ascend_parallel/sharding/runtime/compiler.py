@@ -13,19 +13,15 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Val
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
 from ascend_parallel.sharding.rules import local_call, own_reductions
 from ascend_parallel.sharding.runtime.collective_event import Counting
+from ascend_parallel.sharding.runtime.compute_instructions import Gather, Recompute, Run, RunKernel, SyncBoundary
 from ascend_parallel.sharding.runtime.instructions import (
-    Gather,
     Instruction,
     Load,
     Program,
-    Recompute,
     Redistribute,
     Register,
-    Run,
-    RunKernel,
     Start,
     Store,
-    SyncBoundary,
     Wait,
     with_frees,
 )
@@ -33,19 +29,22 @@ from ascend_parallel.sharding.runtime.op_collectives import all_reducer
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_regions import Region
+from ascend_parallel.sharding.runtime.segments import with_segments
 
 Conversions = dict[tuple[Value, Layout], int]
 
 
-def compile_plan(rank_plan: RankPlan, graph: Graph, *, gradients: bool) -> Program:
+def compile_plan(rank_plan: RankPlan, graph: Graph, *, gradients: bool, segments: bool = False) -> Program:
     """Return the instructions of a forward. Its inputs are the input nodes; its outputs the leaves of `graph.outputs`.
 
     graph
         The plan's graph, or its graph of evaluation mode with the same nodes.
     gradients
         Whether autograd records the forward. If not, nothing is recomputed or gathered again.
+    segments
+        Run the operators between two collectives as one function of torch.compile, outside of recompute regions.
     """
-    return _Compiler(rank_plan, graph, gradients).forward()
+    return _Compiler(rank_plan, graph, gradients, segments=segments).forward()
 
 
 def operator_of(rank_plan: RankPlan, node: Node, inputs: tuple[int, ...] = (), outputs: tuple[int, ...] = ()) -> Run:
@@ -59,15 +58,18 @@ def operator_of(rank_plan: RankPlan, node: Node, inputs: tuple[int, ...] = (), o
     if own_reductions(call, reads, mesh_shape):
         count = Counting(rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
         all_reduce = all_reducer(plan.mesh, plan.costs, count)
-    return Run(node, local, inputs, outputs, all_reduce)
+    return Run(inputs, outputs, node, local, all_reduce)
 
 
 class _Compiler:
     """Compiles a forward, or the body of a recompute region."""
 
-    def __init__(self, rank_plan: RankPlan, graph: Graph, gradients: bool, region: Region | None = None) -> None:
+    def __init__(
+        self, rank_plan: RankPlan, graph: Graph, gradients: bool, region: Region | None = None, segments: bool = False
+    ) -> None:
         self._rank_plan, self._graph, self._gradients, self._region = rank_plan, graph, gradients, region
         self._plan, self._schedule = rank_plan.plan, rank_plan.schedule
+        self._segments = segments
         self._instructions: list[Instruction] = []
         self._registers: list[Register] = []
         self._own: dict[Value, int] = {}  # the registers of tensors in the layout in which they are produced
@@ -116,7 +118,8 @@ class _Compiler:
         return self._program(inputs, [*outputs, *(self._shared[value] for value in region.given_shared)])
 
     def _program(self, inputs: list[int], outputs: list[int]) -> Program:
-        instructions = with_frees(self._instructions, outputs)
+        listed = with_segments(self._instructions, outputs) if self._segments else self._instructions
+        instructions = with_frees(listed, outputs)
         return Program(instructions, tuple(self._registers), tuple(inputs), tuple(outputs))
 
     def _outputs(self) -> list[int]:
@@ -126,7 +129,7 @@ class _Compiler:
         for buffer, value in self._graph.updates.items():
             target = held.get(buffer, (REPLICATE,) * plan.mesh.ndim)
             redistribution = self._rank_plan.redistribution(value, "", "", layouts[value], target)
-            self._instructions.append(Store(buffer, self._value(value), redistribution))
+            self._instructions.append(Store((self._value(value),), (), buffer, redistribution))
         leaves = pytree.tree_leaves(self._graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
         returned = [leaf for leaf in leaves if isinstance(leaf, Value)]
         return [
@@ -149,7 +152,7 @@ class _Compiler:
             node = self._graph.nodes[value.node]
             assert node.kind not in (CALL, INPUT), f"{node.name} has not run"
             self._own[value] = self._register(value, self._schedule.layouts[value])
-            self._instructions.append(Load(value, self._own[value], value in self._rank_plan.summed_values))
+            self._instructions.append(Load((), (self._own[value],), value, value in self._rank_plan.summed_values))
         return self._own[value]
 
     def _shared_value(self, value: Value) -> tuple[int, Layout]:
@@ -169,14 +172,14 @@ class _Compiler:
         started = self._started.pop((value, reader, target), None)
         if started is not None:
             found = self._register(value, target)
-            self._instructions.append(Wait(started, found))
+            self._instructions.append(Wait((started,), (found,)))
             return found
         redistribution = self._rank_plan.redistribution(value, reader, module, source, target)
         if redistribution is None:
             return register
         found = self._register(value, target)
         keep = redistribution.communicates and value not in self._plan.regathered
-        self._instructions.append(Redistribute(register, found, redistribution, keep))
+        self._instructions.append(Redistribute((register,), (found,), redistribution, keep))
         return found
 
     def _start(self, group: PrefetchGroup) -> None:
@@ -201,7 +204,7 @@ class _Compiler:
         self._shared |= {value: self._register(value, shared_layouts[value]) for value in region.given_shared}
         writes = [*(self._own[value] for value in region.gives), *map(self._shared.__getitem__, region.given_shared)]
         keep = not region.recompute_collectives
-        self._instructions.append(Recompute(region.module, body, reads, tuple(writes), keep))
+        self._instructions.append(Recompute(reads, tuple(writes), region.module, body, keep))
 
     def _unit(self, node: Node) -> set[str]:
         """Compile a node, together with the other nodes of its kernel; return their names."""
@@ -213,14 +216,16 @@ class _Compiler:
         if region is not None and region.sync_boundary and node.name == region.last:
             inputs[0] = self._bounded(inputs[0])
         gathers = [(place, gather) for place, member in enumerate(nodes) for gather in self._gathers(member)]
+        reads = tuple(register for of_node in inputs for register in of_node)
+        reads += tuple(gather.source for _, gather in gathers)
         keep = region is not None and not region.kept.isdisjoint(names)
         if kernel is None:
-            run = operator_of(self._rank_plan, node, inputs[0], self._given(node))
+            run = operator_of(self._rank_plan, node, reads, self._given(node))
             self._instructions.append(replace(run, keep=keep, gathers=tuple(gather for _, gather in gathers)))
         else:
             read = region is None or not region.read_inside.isdisjoint(names)
             outputs = tuple(register for member in nodes for register in self._given(member))
-            self._instructions.append(RunKernel(kernel, tuple(inputs), outputs, keep, read, tuple(gathers)))
+            self._instructions.append(RunKernel(reads, outputs, kernel, tuple(inputs), keep, read, tuple(gathers)))
         return set(names)
 
     def _given(self, node: Node) -> tuple[int, ...]:

@@ -69,6 +69,7 @@ def confirm_same_plan(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 0,
     recompute: Recompute | None = None,
+    compile: str | None = None,
 ) -> int:
     """Return a seed that is the same on all ranks of `group`, by default of the default group.
 
@@ -76,6 +77,7 @@ def confirm_same_plan(
     """
     mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": fingerprint(model)}
     mine |= {"bucket_bytes": str(bucket_bytes), "recompute": repr(recompute or Recompute())}
+    mine |= {"compile": str(compile)}
     mine |= {name: str(value) for name, value in settings.as_dict().items()}
     problem = "ranks call parallelize with different plans, settings or models"
     cure = "Give all ranks the same, and seed them alike or load one checkpoint"

@@ -11,28 +11,21 @@ free          drops tensors after their last reader
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from ascend_parallel.sharding.graph import Node, Value
+from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.rules import LocalCall
-from ascend_parallel.sharding.rules.local import AllReduce
 from ascend_parallel.sharding.runtime.async_redistribute import start
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
-from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.recompute_autograd import (
     Results,
-    Tensors,
-    recompute_in_backward,
-    sync_boundary,
 )
 from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
-from ascend_parallel.sharding.runtime.regather import regather_in_backward
 
 Registers = list[Any]
 
@@ -66,19 +59,16 @@ class Step:
     results: Results | None = None
 
 
-class Instruction(Protocol):
-    """One entry of a program."""
+@dataclass(frozen=True)
+class Instruction:
+    """An entry of a program: the registers that it reads and writes."""
 
-    @property
-    def reads(self) -> Sequence[int]:
-        """The registers that it reads."""
-
-    @property
-    def writes(self) -> Sequence[int]:
-        """The registers that it writes."""
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run on this rank."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(Instruction):
     """Read the rank's part of a parameter, buffer or constant.
 
     summed
@@ -131,200 +121,49 @@ class Load:
     """
 
     value: Value
-    target: int
     summed: bool
-
-    @property
-    def reads(self) -> Sequence[int]:
-        """None."""
-        return ()
-
-    @property
-    def writes(self) -> Sequence[int]:
-        """The register of the tensor."""
-        return (self.target,)
 
     def run(self, registers: Registers, step: Step) -> None:
         """Read the tensor that the rank holds now."""
         held = step.holder.load(self.value.node)
-        registers[self.target] = step.holder.gradients.read(self.value, held) if self.summed else held
+        registers[self.writes[0]] = step.holder.gradients.read(self.value, held) if self.summed else held
 
 
 @dataclass(frozen=True)
-class Store:
+class Store(Instruction):
     """Write a buffer that the forward updated; its redistribution, if any, has no gradient."""
 
     buffer: str
-    source: int
     redistribution: DifferentiableRedistribution | None
-
-    @property
-    def reads(self) -> Sequence[int]:
-        """The register of the new value."""
-        return (self.source,)
-
-    @property
-    def writes(self) -> Sequence[int]:
-        """None."""
-        return ()
 
     def run(self, registers: Registers, step: Step) -> None:
         """Write the buffer."""
         with torch.no_grad():
-            value = registers[self.source]
+            value = registers[self.reads[0]]
             step.holder.store(self.buffer, value if self.redistribution is None else self.redistribution(value))
 
 
 @dataclass(frozen=True)
-class Gather:
-    """A gathered parameter that backward gathers again: the input's place, and the parameter's register."""
-
-    place: int
-    source: int
-    name: str
-    redistribution: DifferentiableRedistribution
-
-    def again(self, registers: Registers) -> Callable[[], torch.Tensor]:
-        """Return the function that gathers the parameter in backward."""
-        local = registers[self.source].detach()
-        version = local._version
-
-        def gather() -> torch.Tensor:
-            if local._version != version:
-                raise RuntimeError(f"{self.name} was changed between forward and backward")
-            with torch.no_grad():
-                return self.redistribution(local)
-
-        return gather
-
-
-@dataclass(frozen=True)
-class Run:
-    """Run the rank's part of an operator.
-
-    keep
-        In a recompute region: keep the results for the second run.
-    gathers
-        The inputs that backward gathers again.
-    """
-
-    node: Node
-    local: LocalCall
-    inputs: tuple[int, ...]
-    writes: tuple[int, ...]
-    all_reduce: AllReduce | None = None
-    keep: bool = False
-    gathers: tuple[Gather, ...] = ()
-
-    @property
-    def reads(self) -> Sequence[int]:
-        """The registers of the inputs, and of the parameters that backward gathers again."""
-        return [*self.inputs, *(gather.source for gather in self.gathers)]
-
-    def run(self, registers: Registers, step: Step) -> None:
-        """Run the operator."""
-        inputs = [registers[register] for register in self.inputs]
-        if step.results is not None:
-            outputs = self._in_region(inputs, step.results, step.stream)
-        elif self.gathers:
-            with regather_in_backward([(inputs[each.place], each.again(registers)) for each in self.gathers]):
-                outputs = self.on(inputs, step.stream)
-        else:
-            outputs = self.on(inputs, step.stream)
-        for register, output in zip(self.writes, outputs, strict=True):
-            registers[register] = output
-
-    def on(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
-        """Return the outputs for these inputs; `stream` names the forward's random numbers."""
-        names = f"{stream}/{self.node.name}" if self.local.draws else ""
-        outputs = self.local(inputs, all_reduce or self.all_reduce, names)
-        if len(outputs) != len(self.node.outputs):
-            raise AssertionError(f"{self.node.name} gave {len(outputs)} of {len(self.node.outputs)} outputs")
-        return outputs
-
-    def _in_region(self, inputs: list[torch.Tensor], results: Results, stream: str) -> Tensors:
-        all_reduce = None if self.all_reduce is None else results.reducing(self.all_reduce, keep=self.keep)
-        run = partial(self.on, inputs, stream, all_reduce)
-        return results.operator(run) if self.keep and self.all_reduce is None else run()
-
-
-@dataclass(frozen=True)
-class RunKernel:
-    """Run matmuls that overlap with their collective.
-
-    inputs
-        The registers of each matmul's inputs.
-    keep, read
-        In a recompute region: whether to keep the results, and whether the region reads them.
-    """
-
-    kernel: Kernel
-    inputs: tuple[tuple[int, ...], ...]
-    writes: tuple[int, ...]
-    keep: bool = False
-    read: bool = True
-    gathers: tuple[tuple[int, Gather], ...] = ()
-
-    @property
-    def reads(self) -> Sequence[int]:
-        """The registers of all inputs, and of the parameters that backward gathers again."""
-        inputs = [register for registers in self.inputs for register in registers]
-        return [*inputs, *(gather.source for _, gather in self.gathers)]
-
-    def run(self, registers: Registers, step: Step) -> None:
-        """Run the kernel."""
-        inputs = [[registers[register] for register in of_matmul] for of_matmul in self.inputs]
-        if step.results is not None:
-            kept = partial(step.results.kernel, keep=self.keep, communicates=self.kernel.communicates, read=self.read)
-            outputs = self.kernel.run(inputs, kept)
-        elif self.gathers:
-            found = [(inputs[matmul][gather.place], gather.again(registers)) for matmul, gather in self.gathers]
-            with regather_in_backward(found):
-                outputs = self.kernel.run(inputs)
-        else:
-            outputs = self.kernel.run(inputs)
-        for register, output in zip(self.writes, outputs, strict=True):
-            registers[register] = output
-
-
-@dataclass(frozen=True)
-class Redistribute:
+class Redistribute(Instruction):
     """Change a tensor's layout.
 
     keep
         In a recompute region: keep the result if the region keeps the results of collectives.
     """
 
-    source: int
-    target: int
     redistribution: DifferentiableRedistribution
     keep: bool
 
-    @property
-    def reads(self) -> Sequence[int]:
-        """The register of the tensor."""
-        return (self.source,)
-
-    @property
-    def writes(self) -> Sequence[int]:
-        """The register of the result."""
-        return (self.target,)
-
     def run(self, registers: Registers, step: Step) -> None:
         """Run the collectives."""
-        local = registers[self.source]
-        if step.results is None:
-            registers[self.target] = self.redistribution(local)
-        else:
-            registers[self.target] = step.results.conversion(partial(self.redistribution, local), self.keep)
+        run = partial(self.redistribution, registers[self.reads[0]])
+        registers[self.writes[0]] = run() if step.results is None else step.results.conversion(run, self.keep)
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(Instruction):
     """Start redistributions, coalesced to one collective; `writes` are registers for what `Wait` waits for."""
 
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
     redistributions: tuple[DifferentiableRedistribution, ...]
 
     def run(self, registers: Registers, step: Step) -> None:
@@ -335,70 +174,19 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Instruction):
     """Wait for a started redistribution."""
-
-    started: int
-    target: int
-
-    @property
-    def reads(self) -> Sequence[int]:
-        """The register that `Start` wrote."""
-        return (self.started,)
-
-    @property
-    def writes(self) -> Sequence[int]:
-        """The register of the result."""
-        return (self.target,)
 
     def run(self, registers: Registers, step: Step) -> None:
         """Wait."""
-        registers[self.target] = registers[self.started]()
+        registers[self.writes[0]] = registers[self.reads[0]]()
 
 
 @dataclass(frozen=True)
-class SyncBoundary:
-    """Mark an operator's inputs so that every rank begins and ends recomputation at this operator."""
-
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-
-    def run(self, registers: Registers, step: Step) -> None:
-        """Mark the first input that requires a gradient."""
-        for register, tensor in zip(self.writes, sync_boundary([registers[at] for at in self.reads]), strict=True):
-            registers[register] = tensor
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Run a part of the forward that backward runs a second time."""
-
-    module: str
-    body: Program
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    keep_collectives: bool
-
-    def run(self, registers: Registers, step: Step) -> None:
-        """Run the part for the first time."""
-        body, holder, stream = self.body, step.holder, step.stream
-
-        def run(results: Results, tensors: Tensors) -> Tensors:
-            return tuple(body.run(tensors, Step(holder, stream, results)))
-
-        inputs = tuple(registers[register] for register in self.reads)
-        outputs = recompute_in_backward(run, inputs, keep_collectives=self.keep_collectives)
-        for register, output in zip(self.writes, outputs, strict=True):
-            registers[register] = output
-
-
-@dataclass(frozen=True)
-class Free:
+class Free(Instruction):
     """Drop tensors that no later instruction reads."""
 
     registers: tuple[int, ...]
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
 
     def run(self, registers: Registers, step: Step) -> None:
         """Drop the tensors."""
@@ -419,5 +207,5 @@ def with_frees(instructions: Sequence[Instruction], outputs: Sequence[int]) -> t
     for place, instruction in enumerate(instructions):
         found.append(instruction)
         if place in dying:
-            found.append(Free(tuple(dying[place])))
+            found.append(Free((), (), tuple(dying[place])))
     return tuple(found)

@@ -28,6 +28,7 @@ def parallelize(
     local_inputs: bool = False,
     recompute: Recompute | None = None,
     bucket_bytes: int | None = None,
+    compile: str | None = None,
 ) -> ShardedModule: ...
 @overload
 def parallelize(model: M, plan: ShardingPlan, *, static: Literal[False] = False, local_inputs: bool = False) -> M: ...
@@ -41,6 +42,7 @@ def parallelize(
     local_inputs: bool = False,
     recompute: Recompute | None = None,
     bucket_bytes: int | None = None,
+    compile: str | None = None,
 ) -> torch.nn.Module:
     """Return this rank's part of `model` as `plan` lays it out. Every rank of the default group must call this alike.
 
@@ -62,6 +64,9 @@ def parallelize(
     bucket_bytes
         With `static` only: bytes of a gradient bucket, by default 25 MB. Buckets are all-reduced during backward, and
         redistributions are prefetched and coalesced. 0: each collective runs at its node, as parameter hooks need.
+    compile
+        With `static` only: "segments" runs the operators between two collectives as one function of torch.compile. Its
+        bits may differ from those of the single operators. Default None: every operator runs alone.
 
     Raises `DisagreementError` on every rank if plans or settings differ or a rank is missing; `ValueError` for a rank
     outside of the plan's mesh, a model other than the plan's, and a model that cannot run eagerly.
@@ -77,8 +82,11 @@ def parallelize(
             local_inputs=local_inputs,
             recompute=recompute,
             bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
+            compile=compile,
         )
-    _refuse_static_options(overlap=overlap or None, settings=settings, recompute=recompute, bucket_bytes=bucket_bytes)
+    _refuse_static_options(
+        overlap=overlap or None, settings=settings, recompute=recompute, bucket_bytes=bucket_bytes, compile=compile
+    )
     make_eager(model, plan, local_inputs=local_inputs, settings=current_settings())
     return model
 

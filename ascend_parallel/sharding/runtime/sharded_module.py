@@ -29,6 +29,7 @@ from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.redistribute_autograd import convert
+from ascend_parallel.sharding.runtime.segments import SEGMENTS
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
 # Operators that compute different results in training mode.
@@ -68,6 +69,7 @@ class ShardedModule(torch.nn.Module):
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         prefetch: bool = True,
+        compile: str | None = None,
     ) -> None:
         """Slice the model's parameters and choose the overlapped operators.
 
@@ -80,16 +82,25 @@ class ShardedModule(torch.nn.Module):
         prefetch
             False: each redistribution runs at its reader, alone. Autograd can then split the backward of inputs from
             the backward of weights, as zero-bubble schedules need.
+        compile
+            "segments": torch.compile compiles the operators between two collectives; None: every operator runs alone.
 
         Raises as `parallelize`, and `ValueError` for a group with other ranks than the mesh, `RuntimeError` if the
         mesh has no groups.
         """
         super().__init__()
-        _check_options(model, plan, bucket_bytes, group)
+        _check_options(model, plan, bucket_bytes, group, compile)
         settings = settings or current_settings()
         recompute = Recompute.of(model) if recompute is None else recompute
         seed = confirm_same_plan(
-            plan, model, settings, overlap=overlap, group=group, bucket_bytes=bucket_bytes, recompute=recompute
+            plan,
+            model,
+            settings,
+            overlap=overlap,
+            group=group,
+            bucket_bytes=bucket_bytes,
+            recompute=recompute,
+            compile=compile,
         )
         self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
@@ -114,6 +125,7 @@ class ShardedModule(torch.nn.Module):
         self._hold(model, rest=group is None)
         self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
         self._returned = pytree.tree_flatten(plan.graph.outputs)
+        self._segments = compile == SEGMENTS
         self._programs: dict[tuple[bool, bool], Program] = {}
         self.program(gradients=True)
 
@@ -169,7 +181,7 @@ class ShardedModule(torch.nn.Module):
         graph = self.graph
         key = graph is self.plan.graph, gradients
         if key not in self._programs:
-            self._programs[key] = compile_plan(self.rank_plan, graph, gradients=gradients)
+            self._programs[key] = compile_plan(self.rank_plan, graph, gradients=gradients, segments=self._segments)
         return self._programs[key]
 
     def load(self, name: str) -> torch.Tensor:
@@ -254,8 +266,10 @@ class ShardedModule(torch.nn.Module):
 
 
 def _check_options(
-    model: torch.nn.Module, plan: ShardingPlan, bucket_bytes: int, group: dist.ProcessGroup | None
+    model: torch.nn.Module, plan: ShardingPlan, bucket_bytes: int, group: dist.ProcessGroup | None, compile: str | None
 ) -> None:
+    if compile not in (None, SEGMENTS):
+        raise ValueError(f"compile={compile!r}: give {SEGMENTS!r}, or None to run every operator alone")
     if bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
     _check_group(plan.mesh, group)

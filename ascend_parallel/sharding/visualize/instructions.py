@@ -13,25 +13,23 @@ from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
 from ascend_parallel.sharding.runtime.compiler import compile_plan
+from ascend_parallel.sharding.runtime.compute_instructions import Recompute, Run, RunKernel, SyncBoundary
 from ascend_parallel.sharding.runtime.instructions import (
     Free,
     Instruction,
     Load,
     Program,
-    Recompute,
     Redistribute,
     Register,
-    Run,
-    RunKernel,
     Start,
     Store,
-    SyncBoundary,
     Wait,
 )
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
 from ascend_parallel.sharding.runtime.recompute_regions import VIEWS
 from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
+from ascend_parallel.sharding.runtime.segments import Segment
 from ascend_parallel.text import size_of
 
 
@@ -118,7 +116,7 @@ class _Listing:
         if isinstance(instruction, Free):
             return -sum(self._freed(register) for register in instruction.registers)
         if isinstance(instruction, Wait):
-            self._views.add(instruction.started)  # the bytes move to the other register
+            self._views |= set(instruction.reads)  # the bytes move to the other register
             return 0.0
         if isinstance(instruction, SyncBoundary) or _is_view(instruction):
             self._views |= set(instruction.writes)
@@ -145,10 +143,13 @@ class _Listing:
             case Load():
                 node = self._rank_plan.plan.graph.nodes[instruction.value.node]
                 summed = ", gradient summed" if instruction.summed else ""
-                return [f"{left}load {node.source}: {_layout(program.registers[instruction.target])}{summed}"]
+                return [f"{left}load {node.source}: {_layout(program.registers[instruction.writes[0]])}{summed}"]
             case Run():
                 name = f"{instruction.node.module} {operator_name(instruction.node)}".strip()
                 return [f"{left}run {name}({reads}) -> {self._outcome(instruction, program)}"]
+            case Segment():
+                names = ", ".join(operator_name(run.node) for run in instruction.runs)
+                return [f"{left}run compiled({reads}) -> {self._outcome(instruction, program)}: {names}"]
             case RunKernel():
                 nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.nodes]
                 names = " and ".join(f"{node.module} {operator_name(node)}".strip() for node in nodes)
@@ -158,7 +159,7 @@ class _Listing:
             case Start():
                 return [f"start {reads}: {self._steps(instruction.redistributions[0])}"]
             case Wait():
-                return [f"{left}wait: {_layout(program.registers[instruction.target])}"]
+                return [f"{left}wait: {_layout(program.registers[instruction.writes[0]])}"]
             case Store():
                 return [f"store {instruction.buffer}: {reads}"]
             case Free():

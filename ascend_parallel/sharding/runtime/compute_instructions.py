@@ -1,0 +1,152 @@
+"""The instructions that compute: operators, overlapped kernels, and parts that backward runs a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ascend_parallel.sharding.graph import Node
+from ascend_parallel.sharding.rules import LocalCall
+from ascend_parallel.sharding.rules.local import AllReduce
+from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
+from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
+from ascend_parallel.sharding.runtime.recompute_autograd import (
+    Results,
+    Tensors,
+    recompute_in_backward,
+    sync_boundary,
+)
+from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
+from ascend_parallel.sharding.runtime.regather import regather_in_backward
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A gathered parameter that backward gathers again: the input's place, and the parameter's register."""
+
+    place: int
+    source: int
+    name: str
+    redistribution: DifferentiableRedistribution
+
+    def again(self, registers: Registers) -> Callable[[], torch.Tensor]:
+        """Return the function that gathers the parameter in backward."""
+        local = registers[self.source].detach()
+        version = local._version
+
+        def gather() -> torch.Tensor:
+            if local._version != version:
+                raise RuntimeError(f"{self.name} was changed between forward and backward")
+            with torch.no_grad():
+                return self.redistribution(local)
+
+        return gather
+
+
+@dataclass(frozen=True)
+class Run(Instruction):
+    """Run the rank's part of an operator. It reads its inputs, then the parameters that backward gathers again.
+
+    keep
+        In a recompute region: keep the results for the second run.
+    gathers
+        The inputs that backward gathers again.
+    """
+
+    node: Node
+    local: LocalCall
+    all_reduce: AllReduce | None = None
+    keep: bool = False
+    gathers: tuple[Gather, ...] = ()
+
+    def run(self, registers: Registers, step: Step) -> None:
+        """Run the operator."""
+        inputs = [registers[register] for register in self.reads[: len(self.node.inputs)]]
+        if step.results is not None:
+            outputs = self._in_region(inputs, step.results, step.stream)
+        elif self.gathers:
+            with regather_in_backward([(inputs[each.place], each.again(registers)) for each in self.gathers]):
+                outputs = self.on(inputs, step.stream)
+        else:
+            outputs = self.on(inputs, step.stream)
+        for register, output in zip(self.writes, outputs, strict=True):
+            registers[register] = output
+
+    def on(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
+        """Return the outputs for these inputs; `stream` names the forward's random numbers."""
+        names = f"{stream}/{self.node.name}" if self.local.draws else ""
+        outputs = self.local(inputs, all_reduce or self.all_reduce, names)
+        if len(outputs) != len(self.node.outputs):
+            raise AssertionError(f"{self.node.name} gave {len(outputs)} of {len(self.node.outputs)} outputs")
+        return outputs
+
+    def _in_region(self, inputs: list[torch.Tensor], results: Results, stream: str) -> Tensors:
+        all_reduce = None if self.all_reduce is None else results.reducing(self.all_reduce, keep=self.keep)
+        run = partial(self.on, inputs, stream, all_reduce)
+        return results.operator(run) if self.keep and self.all_reduce is None else run()
+
+
+@dataclass(frozen=True)
+class RunKernel(Instruction):
+    """Run matmuls that overlap with their collective.
+
+    inputs
+        The registers of each matmul's inputs.
+    keep, read
+        In a recompute region: whether to keep the results, and whether the region reads them.
+    """
+
+    kernel: Kernel
+    inputs: tuple[tuple[int, ...], ...]
+    keep: bool = False
+    read: bool = True
+    gathers: tuple[tuple[int, Gather], ...] = ()
+
+    def run(self, registers: Registers, step: Step) -> None:
+        """Run the kernel."""
+        inputs = [[registers[register] for register in of_matmul] for of_matmul in self.inputs]
+        if step.results is not None:
+            kept = partial(step.results.kernel, keep=self.keep, communicates=self.kernel.communicates, read=self.read)
+            outputs = self.kernel.run(inputs, kept)
+        elif self.gathers:
+            found = [(inputs[matmul][gather.place], gather.again(registers)) for matmul, gather in self.gathers]
+            with regather_in_backward(found):
+                outputs = self.kernel.run(inputs)
+        else:
+            outputs = self.kernel.run(inputs)
+        for register, output in zip(self.writes, outputs, strict=True):
+            registers[register] = output
+
+
+@dataclass(frozen=True)
+class SyncBoundary(Instruction):
+    """Mark an operator's inputs so that every rank begins and ends recomputation at this operator."""
+
+    def run(self, registers: Registers, step: Step) -> None:
+        """Mark the first input that requires a gradient."""
+        for register, tensor in zip(self.writes, sync_boundary([registers[at] for at in self.reads]), strict=True):
+            registers[register] = tensor
+
+
+@dataclass(frozen=True)
+class Recompute(Instruction):
+    """Run a part of the forward that backward runs a second time."""
+
+    module: str
+    body: Program
+    keep_collectives: bool
+
+    def run(self, registers: Registers, step: Step) -> None:
+        """Run the part for the first time."""
+        body, holder, stream = self.body, step.holder, step.stream
+
+        def run(results: Results, tensors: Tensors) -> Tensors:
+            return tuple(body.run(tensors, Step(holder, stream, results)))
+
+        inputs = tuple(registers[register] for register in self.reads)
+        outputs = recompute_in_backward(run, inputs, keep_collectives=self.keep_collectives)
+        for register, output in zip(self.writes, outputs, strict=True):
+            registers[register] = output
