@@ -13,6 +13,7 @@ SMALLEST = {
     "buckets.py": ("--rounds", "1"),
     "fused.py": ("--rounds", "1", "--shapes", "64,16,32"),
     "host_cost.py": ("--rounds", "1", "--calls", "1", "--chunks", "2", "4"),
+    "host_time.py": ("--rounds", "1", "--blocks", "2"),
     "recompute.py": ("--rounds", "1", "--ranks", "1"),
     "sharding.py": ("--rounds", "1"),
     "timeline_cost.py": ("--rounds", "1"),
