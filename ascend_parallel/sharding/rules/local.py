@@ -69,7 +69,8 @@ class LocalCall:
         """
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
         for into, place, fill in self._tensors:
-            (args if into == "args" else kwargs)[place] = fill(inputs)  # type: ignore[index]
+            value = inputs[fill] if isinstance(fill, int) else fill(inputs)
+            (args if into == "args" else kwargs)[place] = value  # type: ignore[index]
         for name, value in (changed or {}).items():
             place = self._places[name]
             (args if isinstance(place, int) else kwargs)[place] = value  # type: ignore[index]
@@ -139,8 +140,8 @@ class LocalCall:
         return schema.arguments if schema is not None else ()
 
     @cached_property
-    def _tensors(self) -> tuple[tuple[str, int | str, Callable[[Sequence[torch.Tensor]], Any]], ...]:
-        """The arguments that hold tensors: "args" or "kwargs", the place there, and how to fill it."""
+    def _tensors(self) -> tuple[tuple[str, int | str, int | Callable[[Sequence[torch.Tensor]], Any]], ...]:
+        """The arguments that hold tensors: "args" or "kwargs", the place there, and the input or how to fill it."""
         written = {
             self._places[argument.name]
             for argument in self._schema_arguments
@@ -238,11 +239,10 @@ def _generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-def _filler(argument: Any, copied: bool) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Return the function that replaces an argument's `Ref`s by tensors, or by copies of them."""
+def _filler(argument: Any, copied: bool) -> int | Callable[[Sequence[torch.Tensor]], Any]:
+    """Return the function that replaces an argument's `Ref`s by tensors or copies of them; for a `Ref` its index."""
     if isinstance(argument, Ref) and not copied:
-        index = argument.index
-        return lambda inputs: inputs[index]
+        return argument.index
 
     def tensor(leaf: Any, inputs: Sequence[torch.Tensor]) -> Any:
         if not isinstance(leaf, Ref):
