@@ -160,9 +160,9 @@ def recorded(choice: Choice) -> dict[str, object]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _log_once(choice: Choice, rank: int) -> None:
+def _log_once(choice: Choice) -> None:
     """Log each new choice on rank 0; warn, once for each reason, if it does not meet the user's request."""
-    if rank != 0:
+    if dist.get_rank() != 0:
         return
     log.info("%s: %s, chunks: %d (%s)", name_of(choice.problem), choice.kernel, len(choice.sizes), choice.reason)
     if choice.unmet:
@@ -190,7 +190,7 @@ def _prepare(
 ) -> tuple[torch.Tensor, Weight, Choice]:
     problem = problem_of(operator, x, w, group)
     choice = choice_for(problem, group, settings, x.device, layout)
-    _log_once(choice, dist.get_rank())
+    _log_once(choice)
     x_m = rows_of(x)
     # An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
     aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER

@@ -41,7 +41,7 @@ from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings, cast_by_autocast, column_backward_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
 
@@ -137,7 +137,7 @@ def row_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    @hide_from_selective_checkpoint()
+    @hidden_from_selective_checkpoint
     @recorded_layer("column", "forward")
     @without_autocast
     def forward(
@@ -178,7 +178,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    @hide_from_selective_checkpoint()
+    @hidden_from_selective_checkpoint
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor:

@@ -13,12 +13,17 @@ So recomputation runs a layer as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
@@ -34,6 +39,19 @@ def hide_from_selective_checkpoint() -> Iterator[None]:
         yield
     finally:
         _replace_top(remaining, stack[lowest:])
+
+
+def hidden_from_selective_checkpoint(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function in `hide_from_selective_checkpoint` if any dispatch mode is active."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with hide_from_selective_checkpoint():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _replace_top(before: list[Any], after: list[Any]) -> None:

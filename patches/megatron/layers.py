@@ -22,7 +22,7 @@ from ascend_parallel.consistency import SettingsAgreement
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.announcement import announce
 from ascend_parallel.patches.megatron.check import LayerCall
@@ -99,7 +99,7 @@ class Megatron:
             return "CPU offloading of activations is active"
         return None
 
-    @hide_from_selective_checkpoint()
+    @hidden_from_selective_checkpoint
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
     ) -> tuple[dist.ProcessGroup, Settings]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -54,20 +55,23 @@ class Line:
         """The number of ranks on the line."""
         return self.mesh.shape[self.step.mesh_dim]
 
-    @property
+    @cached_property
     def group(self) -> dist.ProcessGroup:
         """The line's process group."""
         return self.mesh.group(self.step.mesh_dim)
 
+    @cached_property
+    def ascends(self) -> bool:
+        """Whether the group's ranks are in the order along the line."""
+        return self.order == sorted(self.order)
+
     def by_group(self, by_place: torch.Tensor) -> torch.Tensor:
         """Reorder rows from the order along the line into group order."""
-        return by_place if self.order == sorted(self.order) else by_place[self.order]
+        return by_place if self.ascends else by_place[self.order]
 
     def by_place(self, by_group: torch.Tensor) -> torch.Tensor:
         """Reorder rows from group order into the order along the line."""
-        return (
-            by_group if self.order == sorted(self.order) else by_group[[self.order.index(i) for i in range(self.ranks)]]
-        )
+        return by_group if self.ascends else by_group[[self.order.index(place) for place in range(self.ranks)]]
 
     def piece(self, size: int) -> int:
         """Return the size of the largest slice on the line, ceil(size / ranks)."""

@@ -152,7 +152,7 @@ class _Compiler:
             node = self._graph.nodes[value.node]
             assert node.kind not in (CALL, INPUT), f"{node.name} has not run"
             self._own[value] = self._register(value, self._schedule.layouts[value])
-            self._instructions.append(Load((), (self._own[value],), value, value in self._rank_plan.summed_values))
+            self._instructions.append(Load((), (self._own[value],), value, self._rank_plan.summed_by_value.get(value)))
         return self._own[value]
 
     def _shared_value(self, value: Value) -> tuple[int, Layout]:

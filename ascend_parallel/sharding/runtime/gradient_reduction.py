@@ -43,19 +43,20 @@ class GradientReducer:
         coordinate = mesh.coordinate(dist.get_rank())
         assert coordinate is not None
         self._module, self._mesh, self._coordinate, self._counts = module, mesh, coordinate, counts
-        self._summed, self._bucket_bytes = {param.value: param for param in summed}, bucket_bytes
+        self._summed, self._bucket_bytes = tuple(summed), bucket_bytes
         self.buckets = buckets(summed, bucket_bytes)
         self._suspended: frozenset[int] = frozenset()
-        self._deferred: dict[Value, tuple[int, ...]] = {}
-        self._known_dims: dict[tuple[Value, frozenset[int]], tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
+        self._deferred: dict[str, tuple[int, ...]] = {}  # by the parameter's name
+        self._known_dims: dict[tuple[str, frozenset[int]], tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
+        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
         # By backward. torch's queue of end-of-backward callbacks owns the buckets, and drops them if backward fails.
         self._running: WeakValueDictionary[int, BackwardBuckets] = WeakValueDictionary()
 
-    def read(self, value: Value, leaf: torch.Tensor) -> torch.Tensor:
+    def read(self, param: SummedGradient, leaf: torch.Tensor) -> torch.Tensor:
         """Return the parameter for its readers; its gradient terms go to `take_term`."""
-        if value not in self._summed or not (leaf.requires_grad and torch.is_grad_enabled()):
+        if not (leaf.requires_grad and torch.is_grad_enabled()):
             return leaf
-        found: torch.Tensor = _Read.apply(leaf, self, self._summed[value])  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Read.apply(leaf, self, param)  # type: ignore[no-untyped-call]
         return found
 
     @contextmanager
@@ -76,7 +77,7 @@ class GradientReducer:
         """Sum the deferred gradients over these mesh dimensions, or over all."""
         chosen = {self._mesh.dim(name) for name in dims or self._mesh.dim_names}
         found = []
-        for param in self._summed.values():
+        for param in self._summed:
             over = tuple(dim for dim in self._deferred_dims(param, self._leaf(param)) if dim in chosen)
             if over:
                 found.append(replace(param, dims=over))
@@ -109,7 +110,7 @@ class GradientReducer:
 
         The result is kept for the following backwards.
         """
-        key = param.value, self._suspended
+        key = param.name, self._suspended
         if key not in self._known_dims:
             now = tuple(dim for dim in param.dims if dim not in self._suspended)
             later = tuple(dim for dim in sorted((*param.dims, *param.whole)) if dim in self._suspended)
@@ -130,7 +131,12 @@ class GradientReducer:
         return running
 
     def _leaf(self, param: SummedGradient) -> torch.nn.Parameter:
-        return self._module.get_parameter(param.name)
+        if param.name not in self._owners:
+            path, _, name = param.name.rpartition(".")
+            self._owners[param.name] = self._module.get_submodule(path), name
+        owner, name = self._owners[param.name]
+        leaf: torch.nn.Parameter = getattr(owner, name)
+        return leaf
 
     def _start_sum(self, tensor: torch.Tensor, dim: int, value: Value) -> dist.Work:
         self._counts[CollectiveEvent(ALL_REDUCE, self._mesh.dim_names[dim], "", value, "gradients", "backward")] += 1
@@ -148,8 +154,8 @@ class GradientReducer:
     def _deferred_dims(self, param: SummedGradient, leaf: torch.Tensor) -> tuple[int, ...]:
         """Return the mesh dimensions over which a parameter's gradient must still be summed."""
         if leaf.grad is None:  # the user has cleared it
-            self._deferred.pop(param.value, None)
-        return self._deferred.get(param.value, ())
+            self._deferred.pop(param.name, None)
+        return self._deferred.get(param.name, ())
 
     def _defer(self, param: SummedGradient, leaf: torch.Tensor, dims: tuple[int, ...]) -> None:
         held = self._deferred_dims(param, leaf)
@@ -160,7 +166,7 @@ class GradientReducer:
                 f"no_sync would add a gradient that is not summed over {now}: call "
                 f"{'reduce_gradients()' if before else 'zero_grad(set_to_none=True)'} before"
             )
-        self._deferred[param.value] = dims
+        self._deferred[param.name] = dims
 
     def _with_deferred(self, param: SummedGradient, leaf: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
         """Return the term plus the deferred gradient. A gradient deferred over other mesh dimensions is summed now."""
@@ -169,7 +175,7 @@ class GradientReducer:
             assert leaf.grad is not None, "a deferred sum without a gradient"
             term = term + leaf.grad
             leaf.grad = None
-            del self._deferred[param.value]
+            del self._deferred[param.name]
         elif held:
             finish_all([self._sum_deferred(Bucket((replace(param, dims=held),)))])
         return term
@@ -182,8 +188,8 @@ class GradientReducer:
             assert leaf.grad is not None, "a deferred sum without a gradient"
             terms.append(Term(param.value, leaf, leaf.grad))
             leaf.grad = None
-            left = tuple(dim for dim in self._deferred.pop(param.value) if dim not in bucket.dims)
-            self._deferred |= {param.value: left} if left else {}
+            left = tuple(dim for dim in self._deferred.pop(param.name) if dim not in bucket.dims)
+            self._deferred |= {param.name: left} if left else {}
         return BucketSum(terms, bucket.dims, self._start_sum)
 
 

@@ -21,6 +21,7 @@ import torch
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.runtime.async_redistribute import start
+from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.recompute_autograd import (
     Results,
@@ -117,16 +118,16 @@ class Load(Instruction):
     """Read the rank's part of a parameter, buffer or constant.
 
     summed
-        Whether the ranks' gradients of the parameter are summed.
+        The parameter whose gradient is summed over ranks; None: the gradient is not summed.
     """
 
     value: Value
-    summed: bool
+    summed: SummedGradient | None
 
     def run(self, registers: Registers, step: Step) -> None:
         """Read the tensor that the rank holds now."""
         held = step.holder.load(self.value.node)
-        registers[self.writes[0]] = step.holder.gradients.read(self.value, held) if self.summed else held
+        registers[self.writes[0]] = held if self.summed is None else step.holder.gradients.read(self.summed, held)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.linear import column_linear, row_linear
@@ -96,6 +98,11 @@ class _Overlapped:
     row_dim: int | None
     settings: Settings
 
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """This rank's process group along `mesh_dim`."""
+        return self.mesh.group(self.mesh_dim)
+
     def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
         return x.movedim(self.row_dim, 0) if self.row_dim else x
 
@@ -124,7 +131,7 @@ class ColumnKernel(_Overlapped):
             self._rows_first(inputs[0][self.matmuls[0].x]),
             _joined(weights),
             _joined(biases) if biases else None,
-            group=self.mesh.group(self.mesh_dim),
+            group=self.group,
             settings=self.settings,
             sequence_parallel=self.row_dim is not None,
             forward_wrapper=forward_wrapper,
@@ -147,7 +154,7 @@ class RowKernel(_Overlapped):
         y = row_linear(
             self._rows_first(tensors[matmul.x]),
             _weight(matmul, tensors),
-            group=self.mesh.group(self.mesh_dim),
+            group=self.group,
             settings=self.settings,
             sequence_parallel=self.row_dim is not None,
             forward_wrapper=forward_wrapper,

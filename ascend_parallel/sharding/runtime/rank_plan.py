@@ -48,9 +48,9 @@ class RankPlan:
     counts: Counter[CollectiveEvent] = field(default_factory=Counter)
 
     @cached_property
-    def summed_values(self) -> frozenset[Value]:
-        """The values of `summed`."""
-        return frozenset(param.value for param in self.summed)
+    def summed_by_value(self) -> dict[Value, SummedGradient]:
+        """`summed` by value."""
+        return {param.value: param for param in self.summed}
 
     def redistribution(
         self, value: Value, reader: str, module: str, source: Layout, target: Layout
