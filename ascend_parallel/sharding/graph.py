@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class OpCall:
         schema: Any = getattr(self.target, "_schema")  # noqa: B009 - a callable, for the type checker
         named = {declared.name: declared.default_value for declared in schema.arguments if declared.has_default_value()}
         named |= {declared.name: value for declared, value in zip(schema.arguments, self.args, strict=False)}
-        return MappingProxyType({**named, **self.kwargs})
+        return {**named, **self.kwargs}
 
 
 @dataclass(frozen=True, eq=False)

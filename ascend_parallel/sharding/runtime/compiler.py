@@ -126,12 +126,14 @@ class _Compiler:
         """Store the buffers that the forward updated, and return the registers of the model's outputs."""
         plan, layouts = self._plan, self._schedule.layouts
         held = {node.source: layouts[Value(node.name)] for node in plan.graph.nodes.values() if node.kind == BUFFER}
+        leaves = pytree.tree_leaves(self._graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+        returned = [leaf for leaf in leaves if isinstance(leaf, Value)]
+        for value in (*self._graph.updates.values(), *returned):
+            self._value(value)  # a buffer is loaded before the first store: readers get its old value
         for buffer, value in self._graph.updates.items():
             target = held.get(buffer, (REPLICATE,) * plan.mesh.ndim)
             redistribution = self._rank_plan.redistribution(value, "", "", layouts[value], target)
             self._instructions.append(Store((self._value(value),), (), buffer, redistribution))
-        leaves = pytree.tree_leaves(self._graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-        returned = [leaf for leaf in leaves if isinstance(leaf, Value)]
         return [
             self._redistribute(self._value(value), value, "", "", layouts[value], plan.returned_layout(value))
             for value in returned

@@ -26,6 +26,7 @@ from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, sent
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.gradient_buckets import BackwardBuckets, BucketSum, Term, finish_all
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, SummedGradient, buckets
+from ascend_parallel.sharding.runtime.local_parameters import tensor_at
 
 
 class GradientReducer:
@@ -48,7 +49,7 @@ class GradientReducer:
         self._suspended: frozenset[int] = frozenset()
         self._deferred: dict[str, tuple[int, ...]] = {}  # by the parameter's name
         self._known_dims: dict[tuple[str, frozenset[int]], tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
-        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
+        self._paths = {param.name: param.name.split(".") for param in summed}
         # By backward. torch's queue of end-of-backward callbacks owns the buckets, and drops them if backward fails.
         self._running: WeakValueDictionary[int, BackwardBuckets] = WeakValueDictionary()
 
@@ -131,11 +132,8 @@ class GradientReducer:
         return running
 
     def _leaf(self, param: SummedGradient) -> torch.nn.Parameter:
-        if param.name not in self._owners:
-            path, _, name = param.name.rpartition(".")
-            self._owners[param.name] = self._module.get_submodule(path), name
-        owner, name = self._owners[param.name]
-        leaf: torch.nn.Parameter = getattr(owner, name)
+        leaf = tensor_at(self._module, self._paths[param.name])
+        assert isinstance(leaf, torch.nn.Parameter)
         return leaf
 
     def _start_sum(self, tensor: torch.Tensor, dim: int, value: Value) -> dist.Work:

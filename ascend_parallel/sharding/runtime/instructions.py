@@ -38,10 +38,10 @@ class Holder(Protocol):
     def gradients(self) -> GradientReducer:
         """Sums the gradients of parameters."""
 
-    def load(self, name: str) -> torch.Tensor:
+    def local_tensor(self, name: str) -> torch.Tensor:
         """Return the rank's part of a parameter, buffer or constant by its node."""
 
-    def store(self, name: str, value: torch.Tensor) -> None:
+    def write_buffer(self, name: str, value: torch.Tensor) -> None:
         """Write a buffer."""
 
 
@@ -126,7 +126,7 @@ class Load(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Read the tensor that the rank holds now."""
-        held = step.holder.load(self.value.node)
+        held = step.holder.local_tensor(self.value.node)
         registers[self.writes[0]] = held if self.summed is None else step.holder.gradients.read(self.summed, held)
 
 
@@ -141,7 +141,7 @@ class Store(Instruction):
         """Write the buffer."""
         with torch.no_grad():
             value = registers[self.reads[0]]
-            step.holder.store(self.buffer, value if self.redistribution is None else self.redistribution(value))
+            step.holder.write_buffer(self.buffer, value if self.redistribution is None else self.redistribution(value))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,17 @@ def local_slice(
     return part.clone(memory_format=torch.contiguous_format)
 
 
+def tensor_at(module: torch.nn.Module, path: Sequence[str]) -> torch.Tensor:
+    """Return a module's parameter or buffer by the names on its path, also if a submodule was replaced."""
+    *owners, name = path
+    for owner in owners:
+        child = module._modules[owner]
+        assert child is not None
+        module = child
+    tensor: torch.Tensor = getattr(module, name)
+    return tensor
+
+
 def check_model(model: torch.nn.Module, nodes: Sequence[Node]) -> None:
     """Raise `ValueError` if a tensor differs from the traced tensor, or a parameter has a hook that would be lost."""
     _refuse_hooks(model)

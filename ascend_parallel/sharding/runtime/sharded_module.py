@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,13 @@ from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules.axes import arguments
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.instructions import Program, Step
-from ascend_parallel.sharding.runtime.local_parameters import check_model, hold, local_slice
+from ascend_parallel.sharding.runtime.local_parameters import check_model, hold, local_slice, tensor_at
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.randomness import Randomness
@@ -51,8 +53,6 @@ class ShardedModule(torch.nn.Module):
     evaluation
         The graph that runs after eval() if the model was traced in training mode (`in_evaluation` of its graph). If
         None, eval() raises where an operator depends on the mode.
-    collective_counts
-        How often each collective has run. The caller may clear the counter.
     randomness
         Seeds dropout and other random operators (`manual_seed`).
     """
@@ -120,14 +120,13 @@ class ShardedModule(torch.nn.Module):
             local_inputs=local_inputs,
             part=group is not None,
         )
-        self.collective_counts = self.rank_plan.counts
-        self.gradients = GradientReducer(self, plan.mesh, self.rank_plan.summed, bucket_bytes, self.collective_counts)
+        self.gradients = GradientReducer(self, plan.mesh, self.rank_plan.summed, bucket_bytes, self.rank_plan.counts)
         self._hold(model, rest=group is None)
-        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
         self._returned = pytree.tree_flatten(plan.graph.outputs)
         self._segments = compile == SEGMENTS
         self._programs: dict[tuple[bool, bool], Program] = {}
-        self.program(gradients=True)
+        self.instructions(gradients=True)
 
     def _hold(self, model: torch.nn.Module, rest: bool) -> None:
         """Register this rank's slices of parameters, buffers and constants; `rest` as for `hold`."""
@@ -147,6 +146,11 @@ class ShardedModule(torch.nn.Module):
     def graph(self) -> Graph:
         """The graph that runs: the traced graph, or `evaluation` after eval()."""
         return self.plan.graph if self.training or self.evaluation is None else self.evaluation
+
+    @property
+    def collective_counts(self) -> Counter[CollectiveEvent]:
+        """How often each collective has run. The caller may clear the counter."""
+        return self.rank_plan.counts
 
     @property
     def fused(self) -> tuple[Fusion, ...]:
@@ -171,12 +175,12 @@ class ShardedModule(torch.nn.Module):
         number, shape, dtype, or the values of arguments that are not tensors.
         """
         inputs = input_tensors(self.plan, self.coordinate if self.local_inputs else None, args, kwargs)
-        program = self.program(gradients=torch.is_grad_enabled())
+        program = self.instructions(gradients=torch.is_grad_enabled())
         outputs = iter(program.run(list(inputs.values()), Step(self, self.randomness.begin())))
         leaves, spec = self._returned
         return pytree.tree_unflatten([next(outputs) if isinstance(leaf, Value) else leaf for leaf in leaves], spec)
 
-    def program(self, *, gradients: bool) -> Program:
+    def instructions(self, *, gradients: bool) -> Program:
         """Return the instructions of a forward in the present mode, with or without autograd."""
         graph = self.graph
         key = graph is self.plan.graph, gradients
@@ -184,15 +188,18 @@ class ShardedModule(torch.nn.Module):
             self._programs[key] = compile_plan(self.rank_plan, graph, gradients=gradients, segments=self._segments)
         return self._programs[key]
 
-    def load(self, name: str) -> torch.Tensor:
-        """Return the rank's part of a parameter, buffer or constant by its node."""
-        if name not in self._owners:
-            self._owners[name] = self._owner(self.plan.graph.nodes[name])
-        owner, attribute = self._owners[name]
-        held: torch.Tensor = getattr(owner, attribute)
-        return held
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, which compiles its own programs: programs count into their module's counter."""
+        return {**self.__dict__, "_programs": {}}
 
-    def store(self, name: str, value: torch.Tensor) -> None:
+    def local_tensor(self, name: str) -> torch.Tensor:
+        """Return the rank's part of a parameter, buffer or constant by its node."""
+        if name not in self._paths:
+            node = self.plan.graph.nodes[name]
+            self._paths[name] = (name,) if node.kind == CONSTANT else tuple(node.source.split("."))
+        return tensor_at(self, self._paths[name])
+
+    def write_buffer(self, name: str, value: torch.Tensor) -> None:
         """Write a buffer. A new tensor: autograd may have saved the old tensor for backward."""
         path, _, leaf = name.rpartition(".")
         setattr(self.get_submodule(path), leaf, value.clone())
@@ -255,11 +262,6 @@ class ShardedModule(torch.nn.Module):
         held, mesh = self.held[name], self.plan.mesh
         replicated = (REPLICATE,) * mesh.ndim
         return convert(local.detach(), held.shape, mesh, held.layout, replicated, self.plan.costs).clone()
-
-    def _owner(self, node: Node) -> tuple[torch.nn.Module, str]:
-        """Return the submodule that holds a tensor, and the tensor's name there."""
-        path, _, name = ("", "", node.name) if node.kind == CONSTANT else node.source.rpartition(".")
-        return self.get_submodule(path), name
 
     def _nodes(self, *kinds: str) -> Iterator[Node]:
         return (node for node in self.plan.graph.nodes.values() if node.kind in kinds)
