@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from ascend_parallel import settings
+from ascend_parallel.cli.app import app
 from ascend_parallel.ops import registry
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,6 +55,20 @@ def test_every_promise_names_a_test_that_is_there():
         for file, function in named:
             text = (DOCS.parent / "tests" / file).read_text()
             assert f"def {function}(" in text if function else text, (file, function)
+
+
+def test_the_listing_of_instructions_is_what_the_command_prints(monkeypatch):
+    monkeypatch.chdir(DOCS.parent)
+    command = "ascend-parallel propagate examples/sharding/mlp.py:small --mesh mp=2"
+    command += " --config examples/sharding/mlp.toml --instructions"
+    (shown,) = re.findall(
+        rf"^```\w*\n\$ {re.escape(command)}\n(.*?)^```$",
+        (DOCS / "architecture.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    printed = CliRunner().invoke(app, command.split()[1:])
+    assert printed.exit_code == 0, printed.output
+    assert printed.stdout.splitlines() == shown.splitlines()
 
 
 def test_the_table_and_the_picture_of_rooms_are_those_of_the_code():

@@ -28,6 +28,29 @@ class MLP(nn.Module):
         return h + self.down(F.gelu(self.up(h)))
 
 
+class Blocks(nn.Module):
+    """Residual blocks of a column-parallel and a row-parallel layer."""
+
+    def __init__(self, count, width=64, wide=256):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(width, wide), "down": nn.Linear(wide, width)}) for _ in range(count)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["down"](F.gelu(block["up"](x)))
+        return x.square().mean()
+
+
+def column_and_row(batch=None):
+    """Return the strategies of blocks as Megatron-core has them, with the batch along a mesh dimension."""
+    return {
+        "blocks.*.up": (((batch, None, None), ("mp", None)), None),
+        "blocks.*.down": (((batch, None, "mp"), (None, "mp")), None),
+    }
+
+
 GIVEN = {"up.weight": S0, "up.bias": S0, "down.weight": S1}
 
 

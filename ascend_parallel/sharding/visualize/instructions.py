@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,8 @@ class _Listing:
     def __init__(self, rank_plan: RankPlan, program: Program, kept: Mapping[tuple[Value, Layout], float]) -> None:
         self._rank_plan, self._program, self._kept = rank_plan, program, kept
         self._in_use = 0.0
-        self._views: set[int] = set()
+        self._owner: dict[int, int] = {}  # the register whose memory a view holds
+        self._sharing = Counter[int]()  # how many views hold the memory of a register
 
     def lines(self) -> Iterator[ListedInstruction]:
         """Yield the lines."""
@@ -113,26 +115,35 @@ class _Listing:
             yield from (ListedInstruction(line, 0.0, self._in_use) for line in inside)
 
     def _change(self, instruction: Instruction) -> float:
-        if isinstance(instruction, Free):
-            return -sum(self._freed(register) for register in instruction.registers)
-        if isinstance(instruction, Wait):
-            self._views |= set(instruction.reads)  # the bytes move to the other register
-            return 0.0
-        if isinstance(instruction, SyncBoundary) or _is_view(instruction):
-            self._views |= set(instruction.writes)
-            return 0.0
-        return sum(self._allocated(register) for register in instruction.writes)
+        match instruction:
+            case Free():
+                return -sum(self._freed(register) for register in instruction.registers)
+            case Wait() | SyncBoundary():
+                self._share(instruction.writes, instruction.reads)
+            case Run() if operator_name(instruction.node) in VIEWS.split():
+                self._share(instruction.writes, instruction.reads[:1] * len(instruction.writes))
+            case _:
+                return sum(self._allocated(register) for register in instruction.writes)
+        return 0.0
+
+    def _share(self, registers: Sequence[int], of: Sequence[int]) -> None:
+        """Note that registers hold the memory of others: it is free after the last of them."""
+        for register, other in zip(registers, of, strict=True):
+            self._owner[register] = self._owner.get(other, other)
+            self._sharing[self._owner[register]] += 1
 
     def _allocated(self, register: int) -> float:
         entry = self._program.registers[register]
         return 0.0 if entry.held else entry.nbytes
 
     def _freed(self, register: int) -> float:
-        if register in self._views:
+        owner = self._owner.get(register, register)
+        self._sharing[owner] -= 1
+        if self._sharing[owner] >= 0:
             return 0.0
-        entry = self._program.registers[register]
+        entry = self._program.registers[owner]
         saved = self._kept.get((entry.value, forward(entry.layout)), 0.0)
-        return max(self._allocated(register) - saved, 0.0)
+        return max(self._allocated(owner) - saved, 0.0)
 
     def _text(self, instruction: Instruction, program: Program) -> list[str]:
         """Return an instruction's line, and the lines of instructions inside it."""
@@ -181,10 +192,6 @@ class _Listing:
         names = self._rank_plan.plan.mesh.dim_names
         ahead, back = (each.text(names) for each in (redistribution.forward, redistribution.backward))
         return f"{ahead}; backward: {back}"
-
-
-def _is_view(instruction: Instruction) -> bool:
-    return isinstance(instruction, Run) and operator_name(instruction.node) in VIEWS.split()
 
 
 def _layout(register: Register) -> str:
