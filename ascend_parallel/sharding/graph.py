@@ -233,15 +233,6 @@ class Graph:
         """Return the tensors that are needed after all operators have run: outputs and new values of buffers."""
         return {*self.returned, *self.updates.values()}
 
-    def last_reads(self) -> dict[str, list[Value]]:
-        """Return, by node, the tensors that no later node reads."""
-        last: dict[str, list[Value]] = {}
-        kept = self.kept
-        for value, readers in self.readers().items():
-            if value not in kept:
-                last.setdefault(readers[-1][0] if readers else value.node, []).append(value)
-        return last
-
     def readers(self) -> dict[Value, list[tuple[str, int]]]:
         """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""
         readers: dict[Value, list[tuple[str, int]]] = {}

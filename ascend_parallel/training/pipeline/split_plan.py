@@ -99,7 +99,7 @@ class _Splitter:
         sent = [value for value, (last, _) in self._sent.items() if self._stage_of(value) <= stage < last]
         here = {value: Value(_name(value)) for value in received}
         graph, plan = self._part(stage, here, sent), self._plan
-        values = {Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))}
+        values = {value for node in graph.nodes.values() for value in node.values}
         layouts = {value: layout for value, layout in plan.layouts.items() if value in values}
         layouts |= {new: self._sent[value][1] for value, new in here.items()}
         shared = {here.get(value, value): layout for value, layout in plan.shared_layouts.items()}
