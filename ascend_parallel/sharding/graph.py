@@ -224,6 +224,11 @@ class Graph:
         return self.nodes[value.node].outputs[value.index]
 
     @property
+    def inputs(self) -> list[Node]:
+        """Return the nodes of the model's inputs, in order."""
+        return [node for node in self.nodes.values() if node.kind == INPUT]
+
+    @property
     def returned(self) -> list[Value]:
         """Return the tensors among the model's outputs, in order."""
         return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, Value)]

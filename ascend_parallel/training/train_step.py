@@ -27,10 +27,8 @@ from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimi
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.rank_watch import RankWatch
-from ascend_parallel.training.runners.eager_runner import EagerRunner
-from ascend_parallel.training.runners.graph_runner import GraphRunner
-from ascend_parallel.training.runners.hybrid_runner import HybridRunner
-from ascend_parallel.training.runners.pipeline_runner import PipelineRunner
+from ascend_parallel.training.runners.eager_runner import EagerRunner, HybridRunner
+from ascend_parallel.training.runners.graph_runner import GraphRunner, PipelineRunner
 from ascend_parallel.training.runners.runner import Runner
 from ascend_parallel.training.stale_optimizer import (
     StaleOptimizerGuard,

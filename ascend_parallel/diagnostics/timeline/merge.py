@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ascend_parallel.diagnostics.timeline.align import Shift, align
 from ascend_parallel.diagnostics.timeline.files import RankFile, TimelineError, read_run, replace_text
-from ascend_parallel.diagnostics.timeline.picture import picture
-from ascend_parallel.diagnostics.timeline.png import draw
+from ascend_parallel.diagnostics.timeline.picture import draw, picture
 from ascend_parallel.diagnostics.timeline.report import report
 from ascend_parallel.diagnostics.timeline.table import Row, alone, kernel_of, table
 from ascend_parallel.diagnostics.timeline.trace import trace

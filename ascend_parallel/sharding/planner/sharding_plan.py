@@ -11,7 +11,7 @@ from functools import cached_property
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
+from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 

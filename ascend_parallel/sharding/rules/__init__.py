@@ -10,8 +10,7 @@ reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling
 indexing.py       embedding, gather, index
 normalisation.py  layer, RMS, group and batch norm
 attention.py      scaled_dot_product_attention
-loss.py           cross-entropy and elementwise losses
-vocabulary.py     cross-entropy of logits sharded along the classes
+loss.py           cross-entropy, also of logits sharded along the classes; elementwise losses
 creation.py       arange, zeros, full
 """
 

@@ -29,10 +29,10 @@ from ascend_parallel.sharding.runtime.instructions import (
     Wait,
     with_frees,
 )
-from ascend_parallel.sharding.runtime.op_collectives import all_reducer
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_regions import Region
+from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
 
 Conversions = dict[tuple[Value, Layout], int]
 

@@ -12,7 +12,7 @@ import torch
 from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
+from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes, operator_name
 from ascend_parallel.sharding.planner.options import Option, signature
 from ascend_parallel.sharding.planner.propagate import HARDWARE, propagate

@@ -7,7 +7,7 @@ from typing import Any
 
 from ascend_parallel.sharding.graph import CALL, Node
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.planner.compute_cost import amount
+from ascend_parallel.sharding.planner.operator_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions

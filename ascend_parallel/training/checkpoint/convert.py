@@ -12,7 +12,7 @@ import torch
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences
 from ascend_parallel.training.checkpoint.folder import whole_file
-from ascend_parallel.training.checkpoint.reader import CheckpointReader
+from ascend_parallel.training.checkpoint.loading import CheckpointReader
 from ascend_parallel.training.checkpoint.safetensors import SafeTensors, write_safetensors
 from ascend_parallel.training.checkpoint.saving import save
 

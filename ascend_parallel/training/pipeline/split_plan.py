@@ -83,7 +83,7 @@ class _Splitter:
         self._readers = self._graph.readers()
         self._last = assignment[loss.node]
         self._returned = [leaf for leaf in _leaves(self._graph) if isinstance(leaf, Value)]
-        self._inputs = [name for name, node in self._graph.nodes.items() if node.kind == INPUT]
+        self._inputs = [node.name for node in self._graph.inputs]
         self._sent: dict[Value, tuple[int, Layout]] = {}  # the last stage that reads the tensor, its layout when sent
         for value, readers in self._readers.items():
             last = max((assignment[name] for name, _ in readers), default=-1)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.planner.compute_cost import seconds
+from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.operator_strategy import named_nodes, path_matches
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.tuning.cost_model.cost import CostModel
