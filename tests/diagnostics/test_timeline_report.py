@@ -12,8 +12,7 @@ from jinja2 import UndefinedError
 from timelines import MS, made
 
 from ascend_parallel.diagnostics.timeline import files as timeline_files
-from ascend_parallel.diagnostics.timeline.align import align
-from ascend_parallel.diagnostics.timeline.clocks import Difference
+from ascend_parallel.diagnostics.timeline.align import Difference, align
 from ascend_parallel.diagnostics.timeline.files import read_run, write
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.diagnostics.timeline.picture import picture

@@ -22,12 +22,18 @@ from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss
 from ascend_parallel.training.masked_means import CountedMeans, MaskedMeans, warn_of_replicas
 from ascend_parallel.training.optimizer.targets import Target, trained_parameters
 from ascend_parallel.training.options import StrategyOptionError
-from ascend_parallel.training.runners.runner import accumulate_in_fp32, evaluation_loss, micro_batches, partition_dim
+from ascend_parallel.training.runners.runner import (
+    Runner,
+    accumulate_in_fp32,
+    evaluation_loss,
+    micro_batches,
+    partition_dim,
+)
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import TrainingPlan, evaluation_mode
 
 
-class EagerRunner:
+class EagerRunner(Runner):
     """Runs a planned model's own Python; the optimizer gets the local tensors of its DTensors."""
 
     def __init__(self, planned: TrainingPlan, loss: Loss, local_batches: bool) -> None:
@@ -60,10 +66,6 @@ class EagerRunner:
         for name, parameter in self._sharded.items():
             self._local[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
             parameter.grad = None
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self.modules[0].zero_grad(set_to_none=True)
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
@@ -100,7 +102,7 @@ def _check_eager(planned: TrainingPlan) -> None:
             raise StrategyOptionError(f"{name} with static=False: give static=True, whose graph it needs")
 
 
-class HybridRunner:
+class HybridRunner(Runner):
     """Runs a model as written, with its own collectives (mode "hybrid"); gradients are summed over data."""
 
     def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
@@ -156,18 +158,14 @@ class HybridRunner:
             return BatchLoss(self._summed(own.total / self._replicas))
         return BatchLoss(self._summed(own.total), self._summed(own.count))
 
+    def finish(self) -> None:
+        """Leave the sums to the optimizer."""
+
     def _summed(self, number: torch.Tensor) -> torch.Tensor:
         total = number.clone()
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
         return total
-
-    def finish(self) -> None:
-        """Leave the sums to the optimizer."""
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self._model.zero_grad(set_to_none=True)
 
     def targets(self) -> list[Target]:
         """Return this rank's parameters; each is replicated along the data dimension."""

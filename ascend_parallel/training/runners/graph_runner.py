@@ -19,6 +19,7 @@ from ascend_parallel.training.masked_means import MaskedMeans
 from ascend_parallel.training.optimizer.targets import Target, module_targets
 from ascend_parallel.training.pipeline.pipeline import Pipeline
 from ascend_parallel.training.runners.runner import (
+    Runner,
     accumulate_in_fp32,
     evaluation_loss,
     micro_batches,
@@ -28,8 +29,10 @@ from ascend_parallel.training.runners.runner import (
 from ascend_parallel.training.training_plan import TrainingPlan, evaluation_mode
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     """Runs this rank's part of a graph, micro-batch by micro-batch."""
+
+    modules: tuple[ShardedModule, ...]
 
     def __init__(self, planned: TrainingPlan, settings: Settings | None, local_batches: bool) -> None:
         """Build this rank's part. Every rank must call it."""
@@ -70,10 +73,6 @@ class GraphRunner:
         if not self.unreduced:
             self.module.reduce_gradients()
 
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self.module.zero_grad(set_to_none=True)
-
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
         return module_targets(self.module, partition_dim(self._strategy))
@@ -83,8 +82,10 @@ class GraphRunner:
         return self.module.tensor_shards()
 
 
-class PipelineRunner:
+class PipelineRunner(Runner):
     """Runs this rank's stages of a pipeline."""
+
+    modules: tuple[ShardedModule, ...]
 
     def __init__(
         self, planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None
