@@ -15,6 +15,7 @@ from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.text import listed
 from ascend_parallel.training.strategy import Strategy
 
 # Each of the first batches is compared.
@@ -216,5 +217,4 @@ def _described(leaf: Any) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text."""
-    shown = ", ".join(map(str, ranks[:LISTED])) + (f" and {len(ranks) - LISTED} others" if len(ranks) > LISTED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, LISTED, 'others')}"

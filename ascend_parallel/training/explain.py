@@ -279,11 +279,8 @@ class _Explained:
                         grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if self._wide else None,
                     )
                 )
-        return OptimizerMemory(
-            sum(memory.parameters for memory in memories),
-            sum(memory.gradients for memory in memories),
-            sum(memory.optimizer for memory in memories),
-        )
+        names = ("parameters", "gradients", "optimizer")
+        return OptimizerMemory(*(sum(getattr(memory, name) for memory in memories) for name in names))
 
     @property
     def _wide(self) -> bool:

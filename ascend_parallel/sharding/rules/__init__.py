@@ -5,11 +5,10 @@ axes.py           the helpers that rules are built from
 local.py          a rank's part of a call: its local tensors and their position in the whole tensors
 pointwise.py      elementwise operators, dropout
 matmul.py         products: linear, matmul, einsum, convolutions, scaled_dot_product_attention
-views.py          reshape, transpose, slice, split, cat, repeat
+views.py          reshape, transpose, slice, split, cat, repeat; arange, zeros, full
 reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling; layer, RMS, group and batch norm
 indexing.py       embedding, gather, index
 loss.py           cross-entropy, also of logits sharded along the classes; elementwise losses
-creation.py       arange, zeros, full
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Sequence
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
 from ascend_parallel.sharding.rules import (
-    creation,
     indexing,
     loss,
     matmul,
@@ -48,7 +46,7 @@ __all__ = [
     "strategies",
 ]
 
-for _rules in (pointwise, matmul, views, reductions, indexing, loss, creation):
+for _rules in (pointwise, matmul, views, reductions, indexing, loss):
     _rules.register()
 
 

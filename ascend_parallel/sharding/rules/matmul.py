@@ -10,7 +10,7 @@ from typing import Any
 
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, lettered, linear_in, place
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, lettered, linear_in, place, same
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register_all, register_rule
 
@@ -147,7 +147,7 @@ def flash_on_cpu(call: OpCall) -> list[OpPlacements]:
     rest = [None if place(arguments(call).get("attn_mask")) == index else 0 for index in range(len(call.inputs))]
     if None in rest:
         return []
-    return cut(call, [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs)) for dim in (0, 1)])
+    return cut(call, same(call, (0, 1)))
 
 
 def register() -> None:

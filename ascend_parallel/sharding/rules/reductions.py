@@ -6,7 +6,7 @@ from typing import Any
 
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Placement
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in_all, normal, place
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in_all, normal, place, same
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register_all
 
@@ -74,8 +74,7 @@ def spatial(dims: int, linear: bool) -> Rule:
 
     def rule(call: OpCall) -> list[OpPlacements]:
         leading = range(len(call.inputs[0].shape) - dims)
-        own = [Axis((dim,), (dim,) * len(call.outputs)) for dim in leading]
-        return cut(call, own) + (linear_in_all(call) if linear else [])
+        return cut(call, same(call, leading)) + (linear_in_all(call) if linear else [])
 
     return rule
 

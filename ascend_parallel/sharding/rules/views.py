@@ -1,4 +1,7 @@
-"""Operators that only move or repeat elements: reshape, transpose, expand, slice, split, cat, stack, repeat, pad."""
+"""Operators that only move, repeat or create elements.
+
+These are reshape, transpose, expand, slice, split, cat, stack, repeat, pad; arange, zeros, full.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from math import prod
 from typing import Any
 
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import Shape
-from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal
+from ascend_parallel.sharding.layout import REPLICATE, Shape
+from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal, same
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
 
@@ -129,8 +132,8 @@ def moved_along(call: OpCall) -> list[OpPlacements]:
     else:
         moved = [normal(dim, dims) for dim in named["dims"]] or list(range(dims))
     linear = "pad" not in named or not named.get("value")
-    own = [Axis((dim,), (dim,)) for dim in range(dims) if dim not in moved]
-    return cut(call, own) + (linear_in_all(call) if linear else [])
+    own = [dim for dim in range(dims) if dim not in moved]
+    return cut(call, same(call, own)) + (linear_in_all(call) if linear else [])
 
 
 def repeat(call: OpCall) -> list[OpPlacements]:
@@ -161,6 +164,23 @@ def run_repeat_interleave(part: Part) -> Any:
     return part.run(output_size=None)
 
 
+# Outputs are replicated, because slicing them costs nothing.
+CREATIONS = "arange zeros ones full empty eye linspace scalar_tensor tril_indices triu_indices"
+RANDOM = "rand randn randint randperm normal"
+NEW = "new_zeros new_ones new_full new_empty"
+
+
+def created(call: OpCall) -> list[OpPlacements]:
+    """No strategy besides the whole tensor on every rank."""
+    return []
+
+
+def made_like(call: OpCall) -> list[OpPlacements]:
+    """new_zeros and others: the output takes only the input's dtype. Shard any dimension of the input."""
+    dims = len(call.inputs[0].shape)
+    return cut(call, [Axis((dim,), (None,), REPLICATE) for dim in range(dims)])
+
+
 def register() -> None:
     """Register this file's rules."""
     register_all(RESHAPES, reshape, run_reshape)
@@ -173,3 +193,6 @@ def register() -> None:
     register_all("roll flip triu tril constant_pad_nd pad", moved_along)
     register_all("repeat tile", repeat, run_repeat)
     register_all("repeat_interleave.self_int", repeat_interleave, run_repeat_interleave)
+    register_all(CREATIONS, created)
+    register_all(RANDOM, created)
+    register_all(NEW, made_like)

@@ -57,18 +57,16 @@ class OptimizerFactory:
 
     def states(self) -> int:
         """Return the number of tensors of the parameter's size in the state, after a step of the first group."""
-        _, _, state = self.step_on_zeros(0, torch.zeros(3, 3))
+        state = self.state_of_zeros(0, torch.zeros(3, 3))
         return sum(1 for value in state.values() if isinstance(value, torch.Tensor) and value.shape == (3, 3))
 
-    def step_on_zeros(
-        self, group: int, like: torch.Tensor
-    ) -> tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any]]:
-        """Step once on zeros shaped like `like`, in group `group`; return the optimizer, the parameter, its state."""
+    def state_of_zeros(self, group: int, like: torch.Tensor) -> dict[str, Any]:
+        """Return the state after a step on zeros shaped like `like`, in group `group`."""
         parameter = torch.zeros_like(like, requires_grad=like.is_floating_point())
         parameter.grad = torch.zeros_like(like)
         optimizer = self.make([[parameter] if index == group else [] for index in range(len(self.groups))])
         optimizer.step()
-        return optimizer, parameter, dict(optimizer.state[parameter])
+        return dict(optimizer.state[parameter])
 
 
 def optimizer_factory(

@@ -82,7 +82,7 @@ class _Splitter:
         self._plan, self._graph, self._assignment = plan, plan.graph, assignment
         self._readers = self._graph.readers()
         self._last = assignment[loss.node]
-        self._returned = [leaf for leaf in _leaves(self._graph) if isinstance(leaf, Value)]
+        self._returned = self._graph.returned
         self._inputs = [node.name for node in self._graph.inputs]
         self._sent: dict[Value, tuple[int, Layout]] = {}  # the last stage that reads the tensor, its layout when sent
         for value, readers in self._readers.items():
