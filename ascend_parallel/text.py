@@ -58,7 +58,7 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__} of thousands of digits>"
 
 
-def listed(items: Sequence[object], most: int, rest: str = "more") -> str:
+def some_of(items: Sequence[object], most: int, rest: str = "more") -> str:
     """Return the first `most` items with commas, and how many others there are."""
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} {rest}" if len(items) > most else "")
 

@@ -15,7 +15,7 @@ from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.text import listed
+from ascend_parallel.text import some_of
 from ascend_parallel.training.strategy import Strategy
 
 # Each of the first batches is compared.
@@ -217,4 +217,4 @@ def _described(leaf: Any) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, LISTED, 'others')}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some_of(ranks, LISTED, 'others')}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.text import listed
+from ascend_parallel.text import some_of
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.optimizer.targets import OwnedShard
 
@@ -49,7 +49,7 @@ def load_tensor_shards(
     for fault, names in (("missing", set(expected) - set(loaded)), ("of another rank", set(loaded) - set(expected))):
         if names:
             raise ValueError(
-                f"{listed(sorted(names), 10)} is {fault} among the shards given: fill those of empty_tensor_shards()"
+                f"{some_of(sorted(names), 10)} is {fault} among the shards given: fill those of empty_tensor_shards()"
             )
     for name, shard in expected.items():
         _check(name, loaded[name], shard)
