@@ -195,7 +195,8 @@ def run_by_class(part: Part) -> Any:
     index = place(named["target"])
     assert index is not None
     target = part.inputs[index]
-    if named["reduction"] != MEAN or is_float(part.call.inputs[index]) or not _has_part(part):
+    samples_sharded = any(placement.kind == "shard" for placement in part.input_layouts[0])
+    if named["reduction"] != MEAN or is_float(part.call.inputs[index]) or not samples_sharded:
         return part.run()
     shape, layout = part.call.inputs[0].shape, part.input_layouts[0]
     own = bounds(shape, layout, part.mesh_shape, part.coordinate)
@@ -218,11 +219,6 @@ def run_cross_entropy(part: Part) -> Any:
 def cross_entropy_reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
     """Return the all-reduces that sharded classes need."""
     return reductions(call, layouts, mesh_shape) if cuts_classes(layouts) else []
-
-
-def _has_part(part: Part) -> bool:
-    """Tell whether the samples are sharded."""
-    return any(placement.kind == "shard" for placement in part.input_layouts[0])
 
 
 def _count(part: Part, target: torch.Tensor) -> torch.Tensor:

@@ -115,8 +115,9 @@ def over_batch(call: OpCall) -> list[OpPlacements]:
     channels = Axis((1, *(0 for _ in call.inputs[1:])), _outputs(call, 1, 0), REPLICATE)
     fixed = "no_training" in call.name or (not named["training"] and place(named.get("running_mean")) is not None)
     rest = (None,) * (len(call.inputs) - 1)
-    dims = [dim for dim in range(len(call.inputs[0].shape)) if dim != 1 and fixed and _without_statistics(call)]
-    others = [Axis((dim, *rest), _outputs(call, dim, None), REPLICATE) for dim in dims]
+    no_statistics = all(meta.shape == (0,) for meta in call.outputs[1:])
+    dims = range(len(call.inputs[0].shape)) if fixed and no_statistics else ()
+    others = [Axis((dim, *rest), _outputs(call, dim, None), REPLICATE) for dim in dims if dim != 1]
     without_gradient = [index for name in STATISTICS if (index := place(named.get(name))) is not None]
     return cut(call, [channels, *others], without_gradient)
 
@@ -124,10 +125,6 @@ def over_batch(call: OpCall) -> list[OpPlacements]:
 def _outputs(call: OpCall, dim: int, of_statistics: int | None) -> tuple[int | None, ...]:
     """Return an axis's dimension of each output: the normalised tensor, then the statistics, which may be empty."""
     return (dim, *(None if meta.shape == (0,) else of_statistics for meta in call.outputs[1:]))
-
-
-def _without_statistics(call: OpCall) -> bool:
-    return all(meta.shape == (0,) for meta in call.outputs[1:])
 
 
 def register() -> None:

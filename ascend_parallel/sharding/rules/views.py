@@ -5,7 +5,6 @@ These are reshape, transpose, expand, slice, split, cat, stack, repeat, pad; ara
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -13,6 +12,7 @@ from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import REPLICATE, Shape
 from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal, same
 from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.reductions import accumulated
 from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
 
 RESHAPES = "view.default reshape _unsafe_view flatten unflatten unsqueeze squeeze _reshape_copy"
@@ -95,18 +95,11 @@ def _several(dims: Any) -> list[int]:
 
 def along(call: OpCall) -> list[OpPlacements]:
     """Shard any dimension but the argument `dim`, which the output may lack (select, unbind)."""
-    before, after = len(call.inputs[0].shape), len(call.outputs[0].shape)
-    dim = normal(arguments(call)["dim"], before)
-    if call.name.startswith("aten.slice.") and call.outputs[0].shape == call.inputs[0].shape:
-        dim = before  # a slice of the whole dimension is whole on a shard too: bounds are clamped
-    pairs = _without(dim, before, shift=after - before)
-    axes = [Axis((source,), (out,) * len(call.outputs)) for source, out in pairs]
-    return cut(call, axes) + linear_in_all(call)
-
-
-def _without(dim: int, dims: int, shift: int) -> Iterable[tuple[int, int]]:
-    """Return the (input, output) dimensions without `dim`; later dimensions are shifted by `shift` in the output."""
-    return [(axis, axis + (shift if axis > dim else 0)) for axis in range(dims) if axis != dim]
+    shape = call.inputs[0].shape
+    if call.name.startswith("aten.slice.") and call.outputs[0].shape == shape:
+        # A slice of the whole dimension is whole on a shard too: bounds are clamped.
+        return cut(call, same(call, range(len(shape)))) + linear_in_all(call)
+    return accumulated(call)
 
 
 def joined(call: OpCall) -> list[OpPlacements]:

@@ -93,7 +93,7 @@ def optimizer_factory(
             f"{kind.__name__} is not known: give optimizer_factory(..., elementwise=True) if it updates each element "
             "from its own values alone, else elementwise=False"
         )
-    if any(_has_stepped(state) for state in optimizer.state.values()):
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ValueError(
             f"this {kind.__name__} has made steps: give a new optimizer, and load its state with load_tensor_shards"
         )
@@ -120,10 +120,6 @@ def _group(
             )
         found |= names[parameter]
     return frozenset(found), {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    return float(state.get("step", 1)) > 0
 
 
 def _check_rebuilds(factory: OptimizerFactory, optimizer: torch.optim.Optimizer) -> None:
