@@ -126,15 +126,20 @@ def confirm_same(
         raise RuntimeError(f"{place} needs torch.distributed.init_process_group, on every rank")
     values = exchange(group, place, {**mine, "seed": torch.initial_seed()}, DisagreementError, **options)
     seeds = {rank: int(value.pop("seed")) for rank, value in values.items()}
+    if differences := differing(values):
+        texts = [f"{name} is {by_rank}" for name, by_rank in differences.items()]
+        raise DisagreementError(f"{problem}: {'; '.join(texts)}. {cure}")
+    return seeds[min(seeds)]
+
+
+def differing(values: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the names whose values differ between ranks, each with every rank's value in words."""
     names = dict.fromkeys(name for value in values.values() for name in value)
-    differences = [
-        f"{name} is " + ", ".join(f"{value.get(name)} on rank {rank}" for rank, value in values.items())
+    return {
+        name: ", ".join(f"{value.get(name)} on rank {rank}" for rank, value in values.items())
         for name in names
         if any(value.get(name) != values[min(values)].get(name) for value in values.values())
-    ]
-    if differences:
-        raise DisagreementError(f"{problem}: {'; '.join(differences)}. {cure}")
-    return seeds[min(seeds)]
+    }
 
 
 def fingerprint(model: torch.nn.Module) -> str:

@@ -6,7 +6,7 @@ import difflib
 import re
 import reprlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 BLANKS = " \t\r\n"
@@ -56,6 +56,11 @@ def shown(value: object) -> str:
         return _SHOWN.repr(value)
     except ValueError:  # Python refuses to write numbers of more than 4300 digits
         return f"<{type(value).__name__} of thousands of digits>"
+
+
+def some_of(items: Sequence[object], most: int, rest: str = "more") -> str:
+    """Return the first `most` items with commas, and how many others there are."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} {rest}" if len(items) > most else "")
 
 
 def size_of(nbytes: float) -> str:

@@ -17,9 +17,9 @@ from measuring import FOLDER, on_ranks, options_of, run, table
 from torch import nn
 
 from ascend_parallel.sharding import ProcessMesh, propagate, trace
+from ascend_parallel.training.pipeline.picture import Measured
 from ascend_parallel.training.pipeline.pipeline import Pipeline
 from ascend_parallel.training.pipeline.schedule import closed_bubble
-from ascend_parallel.training.pipeline.step_times import Measured
 
 sys.path.append(str(FOLDER.parent / "tests" / "support"))
 

@@ -13,13 +13,12 @@ from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.checkpoint import app as checkpoint
 from ascend_parallel.cli.doctor import doctor
 from ascend_parallel.cli.predict import EXAMPLES, predict
-from ascend_parallel.cli.propagate import propagate
-from ascend_parallel.cli.strategy import strategy
+from ascend_parallel.cli.propagate import propagate, strategy
 from ascend_parallel.cli.timeline import timeline
-from ascend_parallel.cli.verify import verify
 from ascend_parallel.diagnostics.doctor import BAD, examine_request
-from ascend_parallel.overlap.summary import overlap_in_words
+from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patch_control import Status
+from ascend_parallel.settings import RAREST
 
 app = typer.Typer(no_args_is_help=True, help="Overlap the matmul and the collective of tensor-parallel linear layers.")
 app.command()(doctor)
@@ -27,7 +26,6 @@ app.command(help=EXAMPLES)(predict)
 app.command()(bench)
 app.command()(tune)
 app.command()(timeline)
-app.command()(verify)
 app.command()(propagate)
 app.command()(strategy)
 app.add_typer(checkpoint, name="checkpoint")
@@ -81,4 +79,19 @@ def _show(current: Status, bad: set[str]) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(script: str) -> None:
     """Run a training script with overlap: see python -m ascend_parallel run --help."""
+    raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")
+
+
+@app.command()
+def verify(
+    script: str = typer.Argument(help="The training script, or a module with -m, followed by its arguments."),
+    every: int = typer.Option(
+        1, "--every", metavar="N", min=1, max=RAREST, help="Check the first and then every N-th call (COC_VERIFY)."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Rank 0 prints the results as a last line of JSON."),
+) -> None:
+    """Run a training script and compare its layers with Megatron-core's own: ascend-parallel verify --help.
+
+    Example: COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 -m ascend_parallel verify train.py
+    """
     raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")

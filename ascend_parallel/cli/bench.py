@@ -14,9 +14,8 @@ from rich.console import Console
 
 from ascend_parallel.cli.output import console, errors
 from ascend_parallel.text import shown, whole
-from ascend_parallel.tuning.bench.results import Row, rows_of
+from ascend_parallel.tuning.bench.results import Row, plot, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
-from ascend_parallel.tuning.bench.show import plot, show
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.link import LinkError

@@ -1,18 +1,21 @@
-"""``ascend-parallel propagate``: plan a layout for every tensor of a model, without a device, for any mesh."""
+"""``ascend-parallel propagate`` and ``strategy``: plan layouts, or a training, of a model without a device."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import re
+import sys
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.building import build_model
 from ascend_parallel.cli.output import errors
 from ascend_parallel.text import shown, whole
 
@@ -140,3 +143,86 @@ def bytes_of(text: str) -> float:
     if not 0 < number <= MOST_BYTES:
         raise ValueError(f"--memory-limit {shown(text)}: give bytes up to 1e18, such as 32e9, 32GB or 30GiB")
     return float(number)
+
+
+def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:
+    """Call the named function; return the model, its arguments, and the keyword arguments or the loss."""
+    where, _, name = text.rpartition(":")
+    if not where:
+        raise ValueError(f"{text!r}: give a module or a .py file and a function, such as my_models:llama")
+    module = _import(where)
+    if not hasattr(module, name):
+        raise ValueError(f"{where} has no {name!r}")
+    try:
+        with torch.device("meta"):
+            returned = getattr(module, name)()
+    except Exception as error:  # the user's own function
+        raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
+    fits = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
+    expected = "(model, batch) or (model, batch, loss)" if with_loss else "(model, args) or (model, args, kwargs)"
+    if not fits:
+        raise ValueError(f"{text} returned {type(returned).__name__}: give {expected}")
+    model, args, *rest = returned
+    if rest and callable(rest[0]) != with_loss:
+        raise ValueError(f"{text} returned a {type(rest[0]).__name__} as the third value: give {expected}")
+    if isinstance(args, torch.Tensor):
+        raise ValueError(f"{text} returned a tensor as the arguments: give a tuple, such as (x,)")
+    return model, tuple(args), rest[0] if rest else None
+
+
+def _import(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(where)
+    path = Path(where)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ValueError(f"{where}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent))  # as for a script: the file may import its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+def strategy(
+    model: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns (model, batch).")],
+    config: Annotated[Path, typer.Option(help="TOML file with the strategy.")],
+    operators: Annotated[bool, typer.Option("--operators", help="Also print the layout of every operator.")] = False,
+    schedule: Annotated[Path | None, typer.Option(help="Write the pipeline schedule as SVG.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
+) -> None:
+    """Plan the training of a model by a strategy for any number of ranks, and explain the effect of each option.
+
+    The function is called without arguments under torch.device("meta"), so tensors take no memory. The model returns
+    the mean loss of the global batch, over all replicas.
+
+    Examples:
+
+      ascend-parallel strategy examples/strategy/train.py:planned --config examples/strategy/gpt.toml
+
+      ascend-parallel strategy my_models:llama_70b --config 8192.toml --schedule schedule.svg
+    """
+    from ascend_parallel.sharding import to_html
+    from ascend_parallel.training import Strategy, plan_training
+    from ascend_parallel.training.explain import as_dict, explain
+    from ascend_parallel.training.loss import mean_loss
+
+    with errors("strategy", ImportError), Console(stderr=True).status("planning"):
+        for option, file in (("--schedule", schedule), ("--html", html)):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
+        requested = Strategy.from_toml(config)
+        if schedule is not None and requested.pipeline.degree == 1:
+            raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
+        built, batch, loss = build_model(model, with_loss=True)
+        planned = plan_training(requested, built, batch, loss or mean_loss)
+        text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators)
+    if schedule is not None:
+        schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
+    if html is not None:
+        html.write_text(to_html(planned.plan), encoding="utf-8")
+    typer.echo(text)
+    if planned.stages and not as_json:
+        typer.echo(f"\n{requested.pipeline}")

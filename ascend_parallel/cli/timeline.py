@@ -15,8 +15,7 @@ from rich.table import Table
 
 from ascend_parallel.cli.output import console
 from ascend_parallel.diagnostics.timeline.files import TimelineError
-from ascend_parallel.diagnostics.timeline.merge import Merged, merge
-from ascend_parallel.diagnostics.timeline.report import cell, clock, columns
+from ascend_parallel.diagnostics.timeline.merge import Merged, cell, clock, columns, merge
 from ascend_parallel.diagnostics.timeline.table import Row
 
 WIDTH = 130  # of a table written to a file

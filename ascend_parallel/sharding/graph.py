@@ -223,6 +223,11 @@ class Graph:
         return self.nodes[value.node].outputs[value.index]
 
     @property
+    def inputs(self) -> list[Node]:
+        """Return the nodes of the model's inputs, in order."""
+        return [node for node in self.nodes.values() if node.kind == INPUT]
+
+    @property
     def returned(self) -> list[Value]:
         """Return the tensors among the model's outputs, in order."""
         return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, Value)]
@@ -231,15 +236,6 @@ class Graph:
     def kept(self) -> set[Value]:
         """Return the tensors that are needed after all operators have run: outputs and new values of buffers."""
         return {*self.returned, *self.updates.values()}
-
-    def last_reads(self) -> dict[str, list[Value]]:
-        """Return, by node, the tensors that no later node reads."""
-        last: dict[str, list[Value]] = {}
-        kept = self.kept
-        for value, readers in self.readers().items():
-            if value not in kept:
-                last.setdefault(readers[-1][0] if readers else value.node, []).append(value)
-        return last
 
     def readers(self) -> dict[Value, list[tuple[str, int]]]:
         """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""

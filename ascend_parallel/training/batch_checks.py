@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.consistency import DisagreementError, exchange
-from ascend_parallel.sharding.graph import INPUT, Value
+from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.text import some_of
 from ascend_parallel.training.strategy import Strategy
 
 # Each of the first batches is compared.
@@ -166,7 +167,7 @@ def _replicas(strategy: Strategy, dims: Sequence[str]) -> tuple[tuple[int, ...],
 def _local_parts(strategy: Strategy, plan: ShardingPlan) -> list[_Part]:
     """Return a plan's inputs, grouped by the mesh dimensions along which they are cut."""
     names, by_dims = plan.mesh.dim_names, dict[tuple[str, ...], list[int]]()
-    for index, node in enumerate(node for node in plan.graph.nodes.values() if node.kind == INPUT):
+    for index, node in enumerate(plan.graph.inputs):
         layout = plan.layouts[Value(node.name)]
         dims = tuple(name for name, placement in zip(names, layout, strict=True) if placement.kind == "shard")
         by_dims.setdefault(dims, []).append(index)
@@ -216,5 +217,4 @@ def _described(leaf: Any) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text."""
-    shown = ", ".join(map(str, ranks[:LISTED])) + (f" and {len(ranks) - LISTED} others" if len(ranks) > LISTED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some_of(ranks, LISTED, 'others')}"

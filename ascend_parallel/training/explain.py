@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ascend_parallel.current import current_settings
-from ascend_parallel.overlap.summary import chunks_in_words
+from ascend_parallel.overlap.choices import chunks_in_words
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.graph import PARAMETER, Value
@@ -25,7 +25,7 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
 from ascend_parallel.sharding.visualize.explain import summary, warnings
 from ascend_parallel.text import size_of
-from ascend_parallel.training.optimizer.memory import OptimizerMemory, predicted_memory
+from ascend_parallel.training.optimizer.partition import OptimizerMemory, predicted_memory
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.training_plan import TrainingPlan
@@ -279,11 +279,8 @@ class _Explained:
                         grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if self._wide else None,
                     )
                 )
-        return OptimizerMemory(
-            sum(memory.parameters for memory in memories),
-            sum(memory.gradients for memory in memories),
-            sum(memory.optimizer for memory in memories),
-        )
+        names = ("parameters", "gradients", "optimizer")
+        return OptimizerMemory(*(sum(getattr(memory, name) for memory in memories) for name in names))
 
     @property
     def _wide(self) -> bool:

@@ -135,7 +135,7 @@ def _of_batch(graph: Graph, value: Value) -> bool:
 
 def _count(graph: Graph, value: Value, ignored: int | None, part: Sequence[torch.Tensor]) -> float:
     """Return the number that a micro-batch's mean divides by."""
-    names = [node.name for node in graph.nodes.values() if node.kind == INPUT]
+    names = [node.name for node in graph.inputs]
     with torch.no_grad():
         counted = _compute(graph, value, dict(zip(names, part, strict=True)))
     return float(counted if ignored is None else (counted != ignored).sum())

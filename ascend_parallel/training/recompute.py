@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError, path_matches
+from ascend_parallel.sharding.rules import draws
 from ascend_parallel.sharding.runtime.recompute_config import MARK, Recompute, check_recompute
 
 __all__ = ["Recomputable", "Recompute", "check_recompute", "recompute"]
@@ -160,7 +162,7 @@ class _KeptInside:
         kept = [pair for pair in self.keep if path_matches(self._running[-1], pair[0])]
         kept = [(path, pattern) for path, pattern in kept if not pattern or fnmatchcase(name, pattern)]
         self._unseen -= {f"{path}:{pattern}" for path, pattern in kept}
-        if kept and _draws(operator, args, kwargs):
+        if kept and draws(OpCall(operator, args, kwargs, (), ())):
             raise StrategyError(
                 f"keep: {self._running[-1]!r} runs {name}, which draws random numbers, and can only run again (with "
                 "the same ones)"
@@ -168,12 +170,3 @@ class _KeptInside:
         if not kept or any(returned.alias_info is not None for returned in operator._schema.returns):
             return CheckpointPolicy.PREFER_RECOMPUTE  # a kept view would keep its base
         return CheckpointPolicy.MUST_SAVE
-
-
-def _draws(operator: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
-    schema = operator._schema.arguments
-    named = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    named |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
-    return bool(named.get("dropout_p", 1.0) != 0.0 and named.get("train", True) is not False)

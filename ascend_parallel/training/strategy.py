@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -125,7 +126,9 @@ class Strategy:
     def meshes(self) -> tuple[ProcessMesh, ...]:
         """Return the mesh of each pipeline stage's group of ranks; ranks in ascending order, stage by stage."""
         size, shape = prod(self.mesh.values()), tuple(self.mesh.values())
-        return tuple(_mesh(first, shape, list(self.mesh)) for first in range(0, self.ranks, size))
+        ranks = np.arange(self.ranks)
+        firsts = range(0, self.ranks, size)
+        return tuple(ProcessMesh(ranks[first : first + size].reshape(shape), list(self.mesh)) for first in firsts)
 
     def data_rank(self, rank: int) -> int:
         """Return a global rank's place along `data_dim` (0 without it), for a sampler of local batches.
@@ -203,12 +206,6 @@ PARTS: dict[str, type[Any]] = {
     "overlap": OverlapOptions,
     "comm_fusion": CommFusion,
 }
-
-
-def _mesh(first: int, shape: tuple[int, ...], names: list[str]) -> ProcessMesh:
-    import numpy as np
-
-    return ProcessMesh(np.arange(first, first + prod(shape)).reshape(shape), names)
 
 
 def _part(kind: type[Any], table: Mapping[str, Any], place: str) -> Any:

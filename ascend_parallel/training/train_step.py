@@ -27,10 +27,8 @@ from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimi
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.rank_watch import RankWatch
-from ascend_parallel.training.runners.eager_runner import EagerRunner
-from ascend_parallel.training.runners.graph_runner import GraphRunner
-from ascend_parallel.training.runners.hybrid_runner import HybridRunner
-from ascend_parallel.training.runners.pipeline_runner import PipelineRunner
+from ascend_parallel.training.runners.eager_runner import EagerRunner, HybridRunner
+from ascend_parallel.training.runners.graph_runner import GraphRunner, PipelineRunner
 from ascend_parallel.training.runners.runner import Runner
 from ascend_parallel.training.stale_optimizer import (
     StaleOptimizerGuard,
@@ -100,9 +98,12 @@ def train_step(
         check_training_mode(planned)
         for warning in plan_warnings(planned) if dist.get_rank() == 0 else ():
             log.warning("train_step: %s", warning)
-        runner = (
-            _runner(planned, settings, local_batches, timeout) if static else EagerRunner(planned, loss, local_batches)
-        )
+        if not static:
+            runner = EagerRunner(planned, loss, local_batches)
+        elif planned.stages:
+            runner = PipelineRunner(planned, settings, local_batches, timeout)
+        else:
+            runner = GraphRunner(planned, settings, local_batches)
     parallel = _parallel_optimizer(runner, factory, strategy)
     shapes = BatchShapes(batch, whole=planned is not None and not local_batches)
     comparison = BatchComparison(strategy, None if planned is None else planned.plan, local_batches, check_batches)
@@ -123,12 +124,6 @@ def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Str
         loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
         bucket_bytes=strategy.comm_fusion.bucket_bytes,
     )
-
-
-def _runner(planned: TrainingPlan, settings: Settings | None, local_batches: bool, timeout: timedelta | None) -> Runner:
-    if planned.stages:
-        return PipelineRunner(planned, settings, local_batches, timeout)
-    return GraphRunner(planned, settings, local_batches)
 
 
 class TrainStep:

@@ -20,7 +20,7 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.evaluation_graph import check_evaluation, in_evaluation
 from ascend_parallel.training.graph_passes import fuse_operators
 from ascend_parallel.training.loss import Loss, loss_value, mean_loss, trace_with_loss
-from ascend_parallel.training.optimizer.zero3 import sharded_parameters
+from ascend_parallel.training.optimizer.partition import sharded_parameters
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
 from ascend_parallel.training.recompute import check_recompute

@@ -24,9 +24,9 @@ from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.megatron.announcement import announce
 from ascend_parallel.patches.megatron.check import LayerCall
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
+from ascend_parallel.patches.megatron.coverage import announce
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.tuning import case_of, equals_original, overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.verification import Verifier

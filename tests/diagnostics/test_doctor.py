@@ -12,7 +12,7 @@ from environments import call, environment
 from ascend_parallel import Settings
 from ascend_parallel.diagnostics.doctor import trial
 from ascend_parallel.ops.registry import KERNELS
-from ascend_parallel.overlap.summary import overlap_in_words
+from ascend_parallel.overlap.choices import overlap_in_words
 
 
 def doctor(*arguments, **variables):

@@ -11,8 +11,7 @@ from timelines import OPERATORS, operators, step
 
 from ascend_parallel import Settings, ops, timeline
 from ascend_parallel.diagnostics.timeline.files import read_run
-from ascend_parallel.diagnostics.timeline.intervals import length, within
-from ascend_parallel.diagnostics.timeline.table import busy, communicating, exposed, table
+from ascend_parallel.diagnostics.timeline.table import busy, communicating, exposed, length, table, within
 from ascend_parallel.ops.record import RECORDING
 
 

@@ -12,13 +12,11 @@ from jinja2 import UndefinedError
 from timelines import MS, made
 
 from ascend_parallel.diagnostics.timeline import files as timeline_files
-from ascend_parallel.diagnostics.timeline.align import align
-from ascend_parallel.diagnostics.timeline.clocks import Difference
+from ascend_parallel.diagnostics.timeline.align import Difference, align
 from ascend_parallel.diagnostics.timeline.files import read_run, write
-from ascend_parallel.diagnostics.timeline.intervals import length, union, within, without
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.diagnostics.timeline.picture import picture
-from ascend_parallel.diagnostics.timeline.table import table
+from ascend_parallel.diagnostics.timeline.table import length, table, union, within, without
 from ascend_parallel.diagnostics.timeline.trace import trace, tracks
 from ascend_parallel.templates import render
 

@@ -303,7 +303,7 @@ def test_difference_and_worst_place():
 
 
 def test_differences_across_blocks(monkeypatch):
-    monkeypatch.setattr("ascend_parallel.diagnostics.verify.compare.BLOCK", 4)
+    monkeypatch.setattr("ascend_parallel.diagnostics.verify.report.BLOCK", 4)
     expected = torch.arange(30.0).view(5, 6)
     found = expected.clone()
     found[3, 1] -= 2.9

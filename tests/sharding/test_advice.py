@@ -12,8 +12,7 @@ from torch import nn
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_strategy import named_nodes
-from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.planner.slice_replicated import slice_replicated
+from ascend_parallel.sharding.planner.propagate import propagate, slice_replicated
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.advice import advise, step_seconds
 

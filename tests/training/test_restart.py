@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel.training.heartbeats import PATIENCE, Heartbeats
+from ascend_parallel.training.rank_watch import PATIENCE, Heartbeats
 
 TRAIN = Path(__file__).parents[2] / "examples" / "strategy" / "train.py"
 STRATEGY = """

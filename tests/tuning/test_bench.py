@@ -15,9 +15,8 @@ from rich.console import Console
 
 from ascend_parallel.ops import shm
 from ascend_parallel.tuning.bench.passes import SERIAL
-from ascend_parallel.tuning.bench.results import interval, rows_of
+from ascend_parallel.tuning.bench.results import interval, rows_of, show
 from ascend_parallel.tuning.bench.shapes import scaled
-from ascend_parallel.tuning.bench.show import show
 from ascend_parallel.tuning.cost_model.models import all_models, find_model
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
 

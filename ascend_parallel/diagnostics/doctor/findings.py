@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.doctor.trial import try_kernels
-from ascend_parallel.overlap.summary import overlap_in_words
+from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.settings import Settings
 
 GOOD, NOTE, BAD = "good", "note", "bad"

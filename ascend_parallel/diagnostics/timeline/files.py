@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_parallel.settings import SettingsError
-from ascend_parallel.text import shown
+from ascend_parallel.text import shown, some_of
 
 FORMAT, VERSION = "ascend_parallel timeline", 1
 PATTERN = "timeline-*-rank*.jsonl"
@@ -186,14 +186,9 @@ def _missing(files: Sequence[RankFile]) -> list[str]:
     if not lacking:
         return []
     return [
-        f"of {files[0].header['ranks']} ranks, the files of rank {_listed(lacking)} are missing: these ranks ended "
-        "without writing a file, recorded nothing, or wrote it on another host"
+        f"of {files[0].header['ranks']} ranks, the files of rank {some_of(lacking, MOST_LISTED)} are missing: these "
+        "ranks ended without writing a file, recorded nothing, or wrote it on another host"
     ]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - MOST_LISTED} more" if len(ranks) > MOST_LISTED else ""
-    return ", ".join(map(str, ranks[:MOST_LISTED])) + more
 
 
 def _dropped(files: Sequence[RankFile]) -> list[str]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as hooks
 
-from ascend_parallel.diagnostics.timeline import clocks, files
+from ascend_parallel.diagnostics.timeline import align, files
 from ascend_parallel.ops.record import RECORDING, RecordedPass, Recorder
 from ascend_parallel.settings import MOST_PASSES
 from ascend_parallel.version import __version__
@@ -43,7 +43,7 @@ class Session:
         self.folder = Path(folder)
         self.run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self._rank, self._ranks = 0, 1
-        self._differences: list[clocks.Difference] = []
+        self._differences: list[align.Difference] = []
         self._pid = os.getpid()
         self._names = ModuleNames()
         self._recorder = Recorder(passes, self._compare_clocks, self._names.stack)
@@ -96,7 +96,7 @@ class Session:
             count = store.add(f"ascend_parallel/diagnostics/timeline/count/{self._rank}", 1)
             name = store.compare_set(f"ascend_parallel/diagnostics/timeline/run/{count}", "", self.run)
             self.run = name.decode()
-        difference = clocks.compare(group)
+        difference = align.compare(group)
         if difference is not None:
             self._differences.append(difference)
 
@@ -106,7 +106,7 @@ class Session:
             "rank": self._rank,
             "ranks": self._ranks,
             "host": socket.gethostname(),
-            "boot": clocks.boot_id(),
+            "boot": align.boot_id(),
             "clocks": [asdict(difference) for difference in self._differences],
             "now": {"monotonic": time.monotonic_ns(), "wall": time.time_ns()},
             "passes": self._recorder.total,

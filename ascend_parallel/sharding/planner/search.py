@@ -16,13 +16,19 @@ import numpy as np
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
-from ascend_parallel.sharding.planner.data_parallel import data_parallel_options
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.integer_program import optimum
-from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
+from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
+from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
-from ascend_parallel.sharding.planner.options import Option, Options, is_whole, signature, without_partials
+from ascend_parallel.sharding.planner.options import (
+    Option,
+    Options,
+    data_parallel_options,
+    is_whole,
+    signature,
+    without_partials,
+)
 from ascend_parallel.sharding.planner.redistribution_cost import conversion_costs
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts

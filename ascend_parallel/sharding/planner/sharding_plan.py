@@ -11,7 +11,7 @@ from functools import cached_property
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.op_collectives import op_collective_steps
+from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
@@ -116,6 +116,10 @@ class ShardingPlan:
         """Return the layout in which the caller gets an output of the model."""
         return self.returned.get(value, (REPLICATE,) * self.mesh.ndim)
 
+    def output_layouts(self, node: Node) -> tuple[Layout, ...]:
+        """Return the layouts in which a node produces its tensors."""
+        return tuple(self.layouts[value] for value in node.values)
+
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
         """Return every change of layout, in the order of the graph."""
@@ -133,7 +137,7 @@ class ShardingPlan:
         """Return a hash that ranks share if they have the same plan for the same shapes."""
         digest = hashlib.sha256(repr((self.mesh.shape, self.mesh.process_ids)).encode())
         for name, node in self.graph.nodes.items():
-            outputs = [self.layouts[value] for value in node.values]
+            outputs = list(self.output_layouts(node))
             digest.update(repr((name, node.outputs, outputs, self.inputs[name])).encode())
         digest.update(
             repr((sorted(self.shared_layouts.items(), key=repr), sorted(self.returned.items(), key=repr))).encode()
@@ -152,6 +156,10 @@ class ShardingPlan:
         """Bytes that a rank sends in a step."""
         own = sum(step.nbytes for steps in self.op_collectives.values() for step in steps)
         return sum(conversion.nbytes for conversion in self.conversions) + own
+
+    def texts_inside(self, name: str) -> tuple[str, ...]:
+        """Return, as text, the collectives that an operator runs itself."""
+        return tuple(step.text(self.mesh.dim_names[step.mesh_dim]) for step in self.op_collectives.get(name, ()))
 
     def collectives(self) -> dict[str, int]:
         """Return the number of collectives of each kind in a step."""

@@ -4,15 +4,11 @@ registry.py       registers and finds rules
 axes.py           the helpers that rules are built from
 local.py          a rank's part of a call: its local tensors and their position in the whole tensors
 pointwise.py      elementwise operators, dropout
-matmul.py         products: linear, matmul, einsum, convolutions
-views.py          reshape, transpose, slice, split, cat, repeat
-reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling
+matmul.py         products: linear, matmul, einsum, convolutions, scaled_dot_product_attention
+views.py          reshape, transpose, slice, split, cat, repeat; arange, zeros, full
+reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling; layer, RMS, group and batch norm
 indexing.py       embedding, gather, index
-normalisation.py  layer, RMS, group and batch norm
-attention.py      scaled_dot_product_attention
-loss.py           cross-entropy and elementwise losses
-vocabulary.py     cross-entropy of logits sharded along the classes
-creation.py       arange, zeros, full
+loss.py           cross-entropy, also of logits sharded along the classes; elementwise losses
 """
 
 from __future__ import annotations
@@ -22,12 +18,9 @@ from collections.abc import Sequence
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
 from ascend_parallel.sharding.rules import (
-    attention,
-    creation,
     indexing,
     loss,
     matmul,
-    normalisation,
     pointwise,
     reductions,
     views,
@@ -53,7 +46,7 @@ __all__ = [
     "strategies",
 ]
 
-for _rules in (pointwise, matmul, views, reductions, indexing, normalisation, attention, loss, creation):
+for _rules in (pointwise, matmul, views, reductions, indexing, loss):
     _rules.register()
 
 

@@ -145,7 +145,7 @@ def index_put(call: OpCall) -> list[OpPlacements]:
 
 def one_hot(call: OpCall) -> list[OpPlacements]:
     """Shard the ids."""
-    return cut(call, [Axis((dim,), (dim,)) for dim in range(len(call.inputs[0].shape))])
+    return cut(call, same(call, range(len(call.inputs[0].shape))))
 
 
 def run_one_hot(part: Part) -> Any:

@@ -1,15 +1,18 @@
-"""Operators that only move or repeat elements: reshape, transpose, expand, slice, split, cat, stack, repeat, pad."""
+"""Operators that only move, repeat or create elements.
+
+These are reshape, transpose, expand, slice, split, cat, stack, repeat, pad; arange, zeros, full.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import Shape
-from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal
+from ascend_parallel.sharding.layout import REPLICATE, Shape
+from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal, same
 from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.reductions import accumulated
 from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
 
 RESHAPES = "view.default reshape _unsafe_view flatten unflatten unsqueeze squeeze _reshape_copy"
@@ -92,18 +95,11 @@ def _several(dims: Any) -> list[int]:
 
 def along(call: OpCall) -> list[OpPlacements]:
     """Shard any dimension but the argument `dim`, which the output may lack (select, unbind)."""
-    before, after = len(call.inputs[0].shape), len(call.outputs[0].shape)
-    dim = normal(arguments(call)["dim"], before)
-    if call.name.startswith("aten.slice.") and call.outputs[0].shape == call.inputs[0].shape:
-        dim = before  # a slice of the whole dimension is whole on a shard too: bounds are clamped
-    pairs = _without(dim, before, shift=after - before)
-    axes = [Axis((source,), (out,) * len(call.outputs)) for source, out in pairs]
-    return cut(call, axes) + linear_in_all(call)
-
-
-def _without(dim: int, dims: int, shift: int) -> Iterable[tuple[int, int]]:
-    """Return the (input, output) dimensions without `dim`; later dimensions are shifted by `shift` in the output."""
-    return [(axis, axis + (shift if axis > dim else 0)) for axis in range(dims) if axis != dim]
+    shape = call.inputs[0].shape
+    if call.name.startswith("aten.slice.") and call.outputs[0].shape == shape:
+        # A slice of the whole dimension is whole on a shard too: bounds are clamped.
+        return cut(call, same(call, range(len(shape)))) + linear_in_all(call)
+    return accumulated(call)
 
 
 def joined(call: OpCall) -> list[OpPlacements]:
@@ -129,8 +125,8 @@ def moved_along(call: OpCall) -> list[OpPlacements]:
     else:
         moved = [normal(dim, dims) for dim in named["dims"]] or list(range(dims))
     linear = "pad" not in named or not named.get("value")
-    own = [Axis((dim,), (dim,)) for dim in range(dims) if dim not in moved]
-    return cut(call, own) + (linear_in_all(call) if linear else [])
+    own = [dim for dim in range(dims) if dim not in moved]
+    return cut(call, same(call, own)) + (linear_in_all(call) if linear else [])
 
 
 def repeat(call: OpCall) -> list[OpPlacements]:
@@ -161,6 +157,23 @@ def run_repeat_interleave(part: Part) -> Any:
     return part.run(output_size=None)
 
 
+# Outputs are replicated, because slicing them costs nothing.
+CREATIONS = "arange zeros ones full empty eye linspace scalar_tensor tril_indices triu_indices"
+RANDOM = "rand randn randint randperm normal"
+NEW = "new_zeros new_ones new_full new_empty"
+
+
+def created(call: OpCall) -> list[OpPlacements]:
+    """No strategy besides the whole tensor on every rank."""
+    return []
+
+
+def made_like(call: OpCall) -> list[OpPlacements]:
+    """new_zeros and others: the output takes only the input's dtype. Shard any dimension of the input."""
+    dims = len(call.inputs[0].shape)
+    return cut(call, [Axis((dim,), (None,), REPLICATE) for dim in range(dims)])
+
+
 def register() -> None:
     """Register this file's rules."""
     register_all(RESHAPES, reshape, run_reshape)
@@ -173,3 +186,6 @@ def register() -> None:
     register_all("roll flip triu tril constant_pad_nd pad", moved_along)
     register_all("repeat tile", repeat, run_repeat)
     register_all("repeat_interleave.self_int", repeat_interleave, run_repeat_interleave)
+    register_all(CREATIONS, created)
+    register_all(RANDOM, created)
+    register_all(NEW, made_like)

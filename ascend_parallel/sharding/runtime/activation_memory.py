@@ -56,7 +56,7 @@ class SavedTensors:
     def by_operator(self, node: Node) -> _Tensors:
         """Return the tensors that an operator saves."""
         name, value = operator_name(node), Value(node.name)
-        if name in NOTHING_SAVED.split() or self._plan.differentiable.isdisjoint(self._outputs(node)):
+        if name in NOTHING_SAVED.split() or self._plan.differentiable.isdisjoint(node.values):
             return {}
         layout = self._schedule.layouts[value]
         if name == "dropout":
@@ -83,7 +83,7 @@ class SavedTensors:
             node, kernel = self._graph.nodes[name], self._schedule.kernels.get(name)
             communicates = kernel is not None and kernel.communicates and not region.recompute_collectives
             if name in region.kept or (communicates and name in region.read_inside):
-                for value in self._outputs(node):
+                for value in node.values:
                     found |= self._tensor(value, self._schedule.layouts[value])
             for value, layout in zip(node.inputs, self._schedule.inputs[name], strict=True):
                 if not region.recompute_collectives and self._is_sent(value, layout):
@@ -103,9 +103,6 @@ class SavedTensors:
         meta, source = self._graph.meta(value), self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
         mesh_shape, layouts = tuple(self._plan.mesh.shape), (forward(source), forward(target))
         return plan_redistribution(meta.shape, meta.dtype.itemsize, mesh_shape, *layouts, self._plan.costs).nbytes > 0
-
-    def _outputs(self, node: Node) -> list[Value]:
-        return [Value(node.name, index) for index in range(len(node.outputs))]
 
     def _bytes(self, value: Value, layout: Layout) -> float:
         meta = self._graph.meta(value)

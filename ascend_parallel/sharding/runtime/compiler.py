@@ -25,10 +25,10 @@ from ascend_parallel.sharding.runtime.instructions import (
     Wait,
     with_frees,
 )
-from ascend_parallel.sharding.runtime.op_collectives import all_reducer
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_regions import Region
+from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
 from ascend_parallel.sharding.runtime.segments import with_segments
 
 Conversions = dict[tuple[Value, Layout], int]
@@ -52,7 +52,7 @@ def operator_of(rank_plan: RankPlan, node: Node, inputs: tuple[int, ...] = (), o
     call, plan, schedule = node.call, rank_plan.plan, rank_plan.schedule
     assert call is not None
     mesh_shape, reads = tuple(plan.mesh.shape), schedule.inputs[node.name]
-    layouts = [schedule.layouts[Value(node.name, index)] for index in range(len(node.outputs))]
+    layouts = [schedule.layouts[value] for value in node.values]
     local = local_call(call, reads, layouts, mesh_shape, rank_plan.coordinate)
     all_reduce = None
     if own_reductions(call, reads, mesh_shape):
@@ -232,9 +232,8 @@ class _Compiler:
 
     def _given(self, node: Node) -> tuple[int, ...]:
         """Return new registers for a node's outputs."""
-        values = [Value(node.name, index) for index in range(len(node.outputs))]
-        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in values}
-        return tuple(self._own[value] for value in values)
+        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in node.values}
+        return tuple(self._own[value] for value in node.values)
 
     def _read(self, node: Node, known: Conversions) -> tuple[int, ...]:
         """Return the registers of a node's inputs, in the layouts in which the node reads them."""

@@ -45,7 +45,7 @@ class EagerForward(TorchFunctionMode):
             raise ValueError(f"{self._place()}: the forward ended where it called {self._traced()}; {RETRACE_HINT}")
         leaves, spec = pytree.tree_flatten(returned)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        traced = [leaf for leaf in pytree.tree_leaves(self._plan.graph.outputs) if isinstance(leaf, Value)]
+        traced = self._plan.graph.returned
         if len(tensors) != len(traced) or not all(map(self._is_same, tensors, traced)):
             raise ValueError(f"the forward returns other tensors than when it was traced; {RETRACE_HINT}")
         return pytree.tree_unflatten([self._returned(leaf) for leaf in leaves], spec)

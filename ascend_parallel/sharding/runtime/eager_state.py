@@ -105,8 +105,7 @@ class EagerState:
             run, schedule = operator_of(self._rank_plan, node), self._rank_plan.schedule
             reads = zip(node.inputs, schedule.inputs[node.name], strict=True)
             conversions = tuple(self._conversion(node, value, target) for value, target in reads)
-            values = tuple(Value(node.name, index) for index in range(len(node.outputs)))
-            self._operators[node.name] = EagerOperator(run, conversions, values)
+            self._operators[node.name] = EagerOperator(run, conversions, node.values)
         return self._operators[node.name]
 
     def redistribution(self, value: Value, source: Layout, target: Layout) -> DifferentiableRedistribution | None:

@@ -100,7 +100,7 @@ def _operators(graph: Graph) -> Iterator[tuple[Any, ...]]:
                 known[Value(node.name)] = known[node.inputs[0]]
                 continue
             number = next(count)
-            known |= {Value(node.name, index): (number, index) for index in range(len(node.outputs))}
+            known |= {value: (number, value.index) for value in node.values}
             read = [known[value] for value in node.inputs]
             yield node.call.name, node.module, pytree.tree_map(lambda leaf: _read(leaf, read), by_name)  # noqa: B023
     yield "its end", pytree.tree_map(lambda leaf: known.get(leaf, leaf), graph.outputs)

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, Placement, local_size
@@ -104,9 +103,8 @@ def _read_layouts(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[La
     for name in (name for unit in schedule.units(plan.graph) for name in unit):
         for value, layout in zip(plan.graph.nodes[name].inputs, schedule.inputs[name], strict=True):
             read(value, layout)
-    for leaf in pytree.tree_leaves(plan.graph.outputs):
-        if isinstance(leaf, Value):
-            read(leaf, plan.returned_layout(leaf))
+    for value in plan.graph.returned:
+        read(value, plan.returned_layout(value))
     return found
 
 

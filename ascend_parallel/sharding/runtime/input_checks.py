@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ascend_parallel.consistency import confirm_same, fingerprint
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import INPUT, Graph, Node, Value
+from ascend_parallel.sharding.graph import Graph, Node, Value
 from ascend_parallel.sharding.layout import local_shape
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
@@ -38,7 +38,7 @@ def input_tensors(
 
 def bound_inputs(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Node, torch.Tensor]]:
     """Return each input node and its tensor; raise `ValueError` for another number of tensors than traced."""
-    nodes = [node for node in graph.nodes.values() if node.kind == INPUT]
+    nodes = graph.inputs
     tensors = list(args) if graph.binding is None else graph.binding.tensors(args, kwargs)
     if len(tensors) != len(nodes):
         raise ValueError(f"{len(tensors)} tensors were given; traced were {', '.join(node.source for node in nodes)}")

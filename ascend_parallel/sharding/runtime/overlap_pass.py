@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch.utils import _pytree as pytree
-
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, Layout, Placement, is_even, local_shape, shard
@@ -94,8 +92,7 @@ class _ScheduleBuilder:
         self._graph, self._mesh, self._settings = plan.graph, plan.mesh, settings
         self._differentiable = plan.differentiable
         self._readers = plan.graph.readers()
-        returned = {leaf for leaf in pytree.tree_leaves(plan.graph.outputs) if isinstance(leaf, Value)}
-        self._returned = {value: plan.returned_layout(value) for value in returned}
+        self._returned = {value: plan.returned_layout(value) for value in plan.graph.returned}
         self._order = {name: place for place, name in enumerate(plan.graph.nodes)}
         self._done: set[str] = set()
         self.layouts, self.inputs = dict(plan.layouts), dict(plan.inputs)

@@ -147,7 +147,7 @@ class _RegionBuilder:
         last, waiting = self._unit_of[name], [name]
         while waiting:
             node = self._graph.nodes[waiting.pop()]
-            for reader in (reader for value in _outputs(node) for reader, _ in self._readers[value]):
+            for reader in (reader for value in node.values for reader, _ in self._readers[value]):
                 last = max(last, self._unit_of[reader])
                 if operator_name(self._graph.nodes[reader]) in VIEWS.split():
                     waiting.append(reader)
@@ -156,7 +156,7 @@ class _RegionBuilder:
     def _saves(self, place: int) -> bool:
         """Tell whether autograd may save tensors of a unit."""
         nodes = [self._graph.nodes[name] for name in self._units[place]]
-        differentiable = any(value in self._plan.differentiable for node in nodes for value in _outputs(node))
+        differentiable = any(value in self._plan.differentiable for node in nodes for value in node.values)
         return differentiable and any(operator_name(node) not in NOTHING_SAVED.split() for node in nodes)
 
     def _region(self, owner: str | None, span: Sequence[int]) -> Region:
@@ -166,7 +166,7 @@ class _RegionBuilder:
         nodes = [graph.nodes[name] for name in sorted(inside, key=self._order.__getitem__)]
         last, needed = self._units[span[-1]], self._kept_values
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value.node not in inside)
-        readers = {value: {name for name, _ in self._readers[value]} for node in nodes for value in _outputs(node)}
+        readers = {value: {name for name, _ in self._readers[value]} for node in nodes for value in node.values}
         read_shared = [
             value for value in read if value in shared and any(name not in inside for name, _ in self._readers[value])
         ]
@@ -196,7 +196,3 @@ class _RegionBuilder:
             return {node.name for node in nodes if node.name in self._keep}
         others = (node for node in nodes if node.name not in self._operators)
         return {node.name for node in others if node.call is not None and not draws(node.call)}
-
-
-def _outputs(node: Node) -> list[Value]:
-    return [Value(node.name, index) for index in range(len(node.outputs))]

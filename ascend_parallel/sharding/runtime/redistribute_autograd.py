@@ -32,17 +32,20 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.sharding.layout import AVERAGE, SUM, Layout, Shape, backward, forward
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, Shape, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.redistribute_local import (
     Line,
     RequestGenerator,
     finish_redistribute,
     lines_of,
+    redistribute_local,
     redistribute_requests,
 )
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
+from ascend_parallel.sharding.rules.local import AllReduce
 
 Observer = Callable[[str, RedistributeStep], None]
 """Called with "forward" or "backward" and a step that communicates, when the step starts."""
@@ -177,3 +180,16 @@ def _compact(moved: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     if shared and moved.numel() < before.numel():
         return moved.clone(memory_format=torch.contiguous_format)
     return moved.contiguous()
+
+
+def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllReduce:
+    """Return the all-reduce that a rule's `run` calls: ``all_reduce(tensor, mesh_dim, op)``."""
+    whole = (REPLICATE,) * mesh.ndim
+
+    def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
+        step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
+        observer("forward", step)
+        source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
+        return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
+
+    return all_reduce

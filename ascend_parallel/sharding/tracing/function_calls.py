@@ -142,7 +142,7 @@ def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> t
     """
     if recording.refused:
         return recording.refused
-    inputs = [Value(node.name) for node in graph.nodes.values() if node.kind == INPUT]
+    inputs = [Value(node.name) for node in graph.inputs]
 
     def in_graph(leaf: Any) -> Any:
         if isinstance(leaf, Ref):

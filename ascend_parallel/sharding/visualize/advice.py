@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
+from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.compute_cost import seconds as seconds_of
+from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes, operator_name
 from ascend_parallel.sharding.planner.options import Option, signature
 from ascend_parallel.sharding.planner.propagate import HARDWARE, propagate
@@ -125,8 +125,8 @@ def step_seconds(plan: ShardingPlan, hardware: str = HARDWARE) -> float:
     computing = 0.0
     for node in plan.graph.nodes.values():
         if node.call is not None:
-            outputs = tuple(plan.layouts[Value(node.name, index)] for index in range(len(node.outputs)))
-            computing += seconds_of(node.call, Option(plan.inputs[node.name], outputs), shape, model)
+            option = Option(plan.inputs[node.name], plan.output_layouts(node))
+            computing += seconds_of(node.call, option, shape, model)
     return plan.seconds + computing
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ascend_parallel.sharding.graph import CALL, Node, Value
+from ascend_parallel.sharding.graph import CALL, Node
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.planner.compute_cost import amount
+from ascend_parallel.sharding.planner.operator_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
@@ -72,8 +72,8 @@ def _repeated(plan: ShardingPlan, dim: int) -> float:
     done = {True: 0.0, False: 0.0}
     for node in plan.graph.nodes.values():
         if node.call is not None:
-            outputs = (plan.layouts[Value(node.name, index)] for index in range(len(node.outputs)))
-            cut = any(layout[dim].kind in ("shard", "partial") for layout in (*plan.inputs[node.name], *outputs))
+            layouts = (*plan.inputs[node.name], *plan.output_layouts(node))
+            cut = any(layout[dim].kind in ("shard", "partial") for layout in layouts)
             done[cut] += amount(node.call)
     return done[False] / (done[True] + done[False] or 1.0)
 
@@ -101,7 +101,8 @@ def _nodes(plan: ShardingPlan) -> Iterator[str]:
     for node in plan.graph.nodes.values():
         yield from (_arrow(conversion, plan) for conversion in into.get(node.name, []) if conversion.communicates)
         yield f"{_where(node):{WIDTH}}  {_layouts(plan, node)}   [{plan.why(node)}]"
-        yield from (f"    inside: {_inside(plan, node)}" for _ in plan.op_collectives.get(node.name, ())[:1])
+        if node.name in plan.op_collectives:
+            yield f"    inside: {'; '.join(plan.texts_inside(node.name))}"
     yield from (_arrow(conversion, plan) for conversion in into.get("", []) if conversion.communicates)
 
 
@@ -112,14 +113,10 @@ def _where(node: Node) -> str:
 
 
 def _layouts(plan: ShardingPlan, node: Node) -> str:
-    outputs = ", ".join(text(plan.layouts[Value(node.name, index)]) for index in range(len(node.outputs)))
+    outputs = ", ".join(map(text, plan.output_layouts(node)))
     if node.kind != CALL:
         return outputs
     return f"({', '.join(map(text, plan.inputs[node.name]))}) -> {outputs}"
-
-
-def _inside(plan: ShardingPlan, node: Node) -> str:
-    return "; ".join(step.text(plan.mesh.dim_names[step.mesh_dim]) for step in plan.op_collectives.get(node.name, ()))
 
 
 def _arrow(conversion: Conversion, plan: ShardingPlan) -> str:
@@ -136,9 +133,9 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
             "kind": node.kind,
             "where": _where(node),
             "inputs": [text(layout) for layout in plan.inputs[node.name]],
-            "outputs": [text(plan.layouts[Value(node.name, index)]) for index in range(len(node.outputs))],
+            "outputs": [text(layout) for layout in plan.output_layouts(node)],
             "why": plan.why(node),
-            "inside": _inside(plan, node) or None,
+            "inside": "; ".join(plan.texts_inside(node.name)) or None,
         }
         for node in plan.graph.nodes.values()
     ]

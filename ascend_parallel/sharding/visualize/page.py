@@ -105,8 +105,7 @@ def _collectives(plan: ShardingPlan) -> list[tuple[Row, tuple[int, float, float]
             tensor, readers = _place(plan, conversion.value.node), _readers(plan, conversion.reader)
             add((tensor, readers, changes, ahead, back), conversion.nbytes, conversion.seconds)
     for name, steps in plan.op_collectives.items():
-        lines = tuple(step.text(plan.mesh.dim_names[step.mesh_dim]) for step in steps)
-        row = (_place(plan, name), "itself", "-", lines, ())
+        row = (_place(plan, name), "itself", "-", plan.texts_inside(name), ())
         add(row, sum(step.nbytes for step in steps), sum(step.seconds for step in steps))
     return sorted(rows.items(), key=lambda row: -row[1][2])
 

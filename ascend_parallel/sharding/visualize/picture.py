@@ -6,10 +6,8 @@ layers after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
 from ascend_parallel.sharding.layout import Layout
@@ -85,8 +83,7 @@ class _Painter:
         self._conversions: dict[Value, dict[tuple[Layout, Layout], Conversion]] = {}
         for conversion in plan.conversions:
             self._conversions.setdefault(conversion.value, {})[conversion.source, conversion.target] = conversion
-        leaves = pytree.tree_leaves(plan.graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-        self._returned = {leaf for leaf in leaves if isinstance(leaf, Value)}
+        self._returned = set(plan.graph.returned)
 
     def paint(self) -> Picture:
         """Return the picture."""
@@ -105,16 +102,13 @@ class _Painter:
 
     def _box(self, node: Node) -> NodeBox:
         plan = self._plan
-        outputs = " | ".join(dict.fromkeys(layout_text(plan, plan.layouts[value]) for value in _outputs(node)))
+        outputs = " | ".join(dict.fromkeys(layout_text(plan, layout) for layout in plan.output_layouts(node)))
         shapes = ", ".join(f"{list(meta.shape)} {str(meta.dtype).removeprefix('torch.')}" for meta in node.outputs)
         if node.kind != CALL:
             return NodeBox(GIVEN, [f"input {node.source}", outputs], shapes, outputs)
         title = f"{node.module} {operator_name(node)}".strip()
         reads = [f"reads {layout_text(plan, layout)}" for layout in plan.inputs[node.name]]
-        itself = [
-            f"itself: {step.text(plan.mesh.dim_names[step.mesh_dim])}"
-            for step in plan.op_collectives.get(node.name, ())
-        ]
+        itself = [f"itself: {text}" for text in plan.texts_inside(node.name)]
         hint = "\n".join([title, *reads, f"gives {outputs}", shapes, plan.why(node), *itself])
         return NodeBox(OPERATOR, [title, outputs], hint, outputs, node.name in plan.configured)
 
@@ -174,7 +168,3 @@ def _box_of(fold: Fold) -> NodeBox:
     layouts = "same layouts" if not fold.others else f"{fold.others} with other layouts"
     lines = [f"{where}: {len(fold.layers)} more like {fold.like}", layouts, *fold.collectives]
     return NodeBox(FOLDED, lines, "left out of the picture; the table lists their collectives")
-
-
-def _outputs(node: Node) -> Iterator[Value]:
-    return (Value(node.name, index) for index in range(len(node.outputs)))

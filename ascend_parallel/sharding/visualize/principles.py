@@ -69,7 +69,7 @@ class _Finder:
         for node in self.plan.graph.nodes.values():
             if not self._is_activation(node, carries):
                 continue
-            carries |= {value for value in _outputs(node) if self._is_float(value)}
+            carries |= {value for value in node.values if self._is_float(value)}
             reasons = dict(self._reasons(node)) if node.kind == CALL else {}
             if reasons:
                 found[node.name] = reasons
@@ -81,7 +81,7 @@ class _Finder:
     def _is_activation(self, node: Node, carries: set[Value]) -> bool:
         """Tell whether a node has floating-point outputs that depend on weights or on the model's inputs."""
         depends = node.kind in (INPUT, PARAMETER) or any(value in carries for value in node.inputs)
-        return depends and any(self._is_float(value) for value in _outputs(node))
+        return depends and any(self._is_float(value) for value in node.values)
 
     def _is_float(self, value: Value) -> bool:
         return self.plan.graph.meta(value).dtype.is_floating_point
@@ -116,7 +116,7 @@ class _Finder:
 
     def _is_of_matmul(self, node: Node) -> bool:
         """Tell whether a transpose belongs to a matmul, as MindSpore's transpose_b."""
-        readers = [self.plan.graph.nodes[name] for value in _outputs(node) for name, _ in self._readers[value]]
+        readers = [self.plan.graph.nodes[name] for value in node.values for name, _ in self._readers[value]]
         return _swaps_last(node) and bool(readers) and all(operator_name(reader) in MATMULS for reader in readers)
 
     def _changes(self) -> Iterator[tuple[str, str]]:
@@ -144,8 +144,8 @@ class _Finder:
                 named.add(node)
             elif node not in seen:
                 seen.add(node)
-                outputs = _outputs(self.plan.graph.nodes[node])
-                waiting += [reader for value in outputs for reader, _ in self._readers[value]]
+                values = self.plan.graph.nodes[node].values
+                waiting += [reader for value in values for reader, _ in self._readers[value]]
         return named
 
 
@@ -175,7 +175,3 @@ def _swaps_last(node: Node) -> bool:
     if name not in ("transpose", "swapaxes") or node.call is None:
         return False
     return {dim % dims for dim in node.call.args[1:3]} == {dims - 2, dims - 1}
-
-
-def _outputs(node: Node) -> list[Value]:
-    return [Value(node.name, index) for index in range(len(node.outputs))]

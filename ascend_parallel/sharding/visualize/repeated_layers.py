@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ascend_parallel.sharding.graph import CALL, Node, Value
+from ascend_parallel.sharding.graph import CALL, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.options import signature
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -92,8 +92,8 @@ def _fold(plan: ShardingPlan, nodes: Sequence[Node], like: dict[str, str]) -> Fo
     found: dict[str, Layouts] = {}
     for node in plan.graph.nodes.values():
         if layer_of(node.module) in {shown, *layers}:
-            outputs = tuple(plan.layouts[Value(node.name, index)] for index in range(len(node.outputs)))
-            found.setdefault(layer_of(node.module), []).append((*plan.inputs[node.name], *outputs))
+            layouts = (*plan.inputs[node.name], *plan.output_layouts(node))
+            found.setdefault(layer_of(node.module), []).append(layouts)
     others = sum(found[layer] != found[shown] for layer in layers)
     names = {node.name for node in nodes}
     kinds: Counter[str] = Counter()

@@ -6,18 +6,16 @@ differences      descriptions of what differs; CheckpointError
 folder           complete, interrupted and removed checkpoints; manifest and checksums
 lock             only one save of a step at a time, whichever jobs share the folder
 storage          files hashed as they are written, renamed when complete; errors shared by all ranks
-saving, loading  save and load, with the states of the random number generators
+saving, loading  save and load, with the states of the random number generators; read in one process
 module_shards    the tensor shards of any module and of torch's optimizers
-reader           a checkpoint of ours opened by one process, without process groups
 safetensors      the safetensors format: full models written and read
 convert          conversion between formats
 """
 
 from ascend_parallel.training.checkpoint.differences import CheckpointError
 from ascend_parallel.training.checkpoint.folder import latest, steps
-from ascend_parallel.training.checkpoint.loading import Loaded, load
+from ascend_parallel.training.checkpoint.loading import CheckpointReader, Loaded, load, whole_state
 from ascend_parallel.training.checkpoint.module_shards import optimizer_tensor_shards, tensor_shards_of
-from ascend_parallel.training.checkpoint.reader import CheckpointReader, whole_state
 from ascend_parallel.training.checkpoint.safetensors import load_safetensors, read_safetensors, write_safetensors
 from ascend_parallel.training.checkpoint.saving import Saving, save
 

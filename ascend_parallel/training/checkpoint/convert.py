@@ -12,7 +12,7 @@ import torch
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences
 from ascend_parallel.training.checkpoint.folder import whole_file
-from ascend_parallel.training.checkpoint.reader import CheckpointReader
+from ascend_parallel.training.checkpoint.loading import CheckpointReader
 from ascend_parallel.training.checkpoint.safetensors import SafeTensors, write_safetensors
 from ascend_parallel.training.checkpoint.saving import save
 
@@ -106,7 +106,7 @@ def convert(
         with whole_file(Path(out)) as file:
             torch.save({"model": model, "optimizer": optimizer, "values": source.values, "step": source.step}, file)
         return Path(out)
-    whole = [{name: _whole(tensor) for name, tensor in space.items()} for space in (model, optimizer)]
+    whole = [{name: TensorShard.whole(tensor) for name, tensor in space.items()} for space in (model, optimizer)]
     return save(out, step=source.step, model=whole[0], optimizer=whole[1], values=source.values).path
 
 
@@ -125,10 +125,6 @@ def compare(
     for key in sorted({*first.values, *second.values}):
         if repr(first.values.get(key)) != repr(second.values.get(key)):
             yield f"values[{key!r}]", f"{first.values.get(key)!r} and {second.values.get(key)!r}"
-
-
-def _whole(tensor: torch.Tensor) -> TensorShard:
-    return TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> str:

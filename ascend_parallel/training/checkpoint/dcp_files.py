@@ -112,7 +112,7 @@ def read_whole(checkpoint: Path, metadata: Metadata, name: str) -> torch.Tensor:
     """Return a whole tensor."""
     shape, dtype = saved_kinds(metadata)[name]
     whole = torch.empty(shape, dtype=dtype)
-    _read(checkpoint, metadata, TensorShardLoadPlanner({name: TensorShard(whole, shape, (0,) * len(shape))}))
+    _read(checkpoint, metadata, TensorShardLoadPlanner({name: TensorShard.whole(whole)}))
     return whole
 
 

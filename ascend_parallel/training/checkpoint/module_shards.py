@@ -51,7 +51,7 @@ def optimizer_tensor_shards(module: torch.nn.Module, optimizer: torch.optim.Opti
 def _tensor_shard(name: str, tensor: torch.Tensor) -> TensorShard:
     """Return this rank's shard of a tensor; the `ValueError` for a placement that is no `TensorShard` has `name`."""
     if not isinstance(tensor, DTensor):
-        return TensorShard(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+        return TensorShard.whole(tensor.detach())
     local = tensor.to_local().detach()
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if not _is_contiguous(tensor) or tuple(shape) != tuple(local.shape):

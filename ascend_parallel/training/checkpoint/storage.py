@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ascend_parallel.consistency import exchange
+from ascend_parallel.consistency import differing, exchange
 from ascend_parallel.process_groups import time_limit
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import complete, prepare, prune, saving_folder, step_folder
@@ -150,14 +150,8 @@ def agree(group: dist.ProcessGroup | None, what: str, mine: dict[str, str], faul
         return offer
     messages = exchange(group, what, {"fault": fault, "mine": mine, "offer": offer}, CheckpointError)
     refuse([f"rank {rank}: {message['fault']}" for rank, message in messages.items() if message["fault"]], what)
-    values_by_rank = {rank: message["mine"] for rank, message in messages.items()}
-    names = dict.fromkeys(name for values in values_by_rank.values() for name in values)
-    differ = [name for name in names if len({values.get(name) for values in values_by_rank.values()}) > 1]
-    lines = [
-        f"{name}: " + ", ".join(f"{values.get(name)} on rank {rank}" for rank, values in values_by_rank.items())
-        for name in differ
-    ]
-    refuse(lines, f"{what}: ranks differ")
+    differences = differing({rank: message["mine"] for rank, message in messages.items()})
+    refuse([f"{name}: {by_rank}" for name, by_rank in differences.items()], f"{what}: ranks differ")
     return str(messages[min(messages)]["offer"])
 
 

@@ -57,18 +57,16 @@ class OptimizerFactory:
 
     def states(self) -> int:
         """Return the number of tensors of the parameter's size in the state, after a step of the first group."""
-        _, _, state = self.step_on_zeros(0, torch.zeros(3, 3))
+        state = self.state_of_zeros(0, torch.zeros(3, 3))
         return sum(1 for value in state.values() if isinstance(value, torch.Tensor) and value.shape == (3, 3))
 
-    def step_on_zeros(
-        self, group: int, like: torch.Tensor
-    ) -> tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any]]:
-        """Step once on zeros shaped like `like`, in group `group`; return the optimizer, the parameter, its state."""
+    def state_of_zeros(self, group: int, like: torch.Tensor) -> dict[str, Any]:
+        """Return the state after a step on zeros shaped like `like`, in group `group`."""
         parameter = torch.zeros_like(like, requires_grad=like.is_floating_point())
         parameter.grad = torch.zeros_like(like)
         optimizer = self.make([[parameter] if index == group else [] for index in range(len(self.groups))])
         optimizer.step()
-        return optimizer, parameter, dict(optimizer.state[parameter])
+        return dict(optimizer.state[parameter])
 
 
 def optimizer_factory(
@@ -95,7 +93,7 @@ def optimizer_factory(
             f"{kind.__name__} is not known: give optimizer_factory(..., elementwise=True) if it updates each element "
             "from its own values alone, else elementwise=False"
         )
-    if any(_has_stepped(state) for state in optimizer.state.values()):
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ValueError(
             f"this {kind.__name__} has made steps: give a new optimizer, and load its state with load_tensor_shards"
         )
@@ -122,10 +120,6 @@ def _group(
             )
         found |= names[parameter]
     return frozenset(found), {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    return float(state.get("step", 1)) > 0
 
 
 def _check_rebuilds(factory: OptimizerFactory, optimizer: torch.optim.Optimizer) -> None:

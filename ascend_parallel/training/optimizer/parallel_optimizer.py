@@ -15,10 +15,9 @@ from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import checks, state
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
-from ascend_parallel.training.optimizer.norm import global_norm
 from ascend_parallel.training.optimizer.reduce_scatter import GradientReduceScatter
 from ascend_parallel.training.optimizer.scaling import LossScale
-from ascend_parallel.training.optimizer.shares import all_reduce_gradients, gather_updates, share
+from ascend_parallel.training.optimizer.shares import all_reduce_gradients, gather_updates, global_norm, share
 from ascend_parallel.training.optimizer.targets import Target
 
 _NO_SETTINGS = ("params", "param_names")

@@ -1,13 +1,15 @@
-"""Partition targets among their replicas; reduce gradients before a step, gather updated parameters after the step."""
+"""Partition targets among their replicas; reduce gradients and take their norm before a step, gather updates after."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.sharding.grad_dtype import grad_dtype
+from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.training.optimizer.buckets import all_reduce_tensors, gather_shards
 from ascend_parallel.training.optimizer.partition import Partition, full_bounds, partition
 from ascend_parallel.training.optimizer.targets import OwnedShard, Target
@@ -78,3 +80,32 @@ def gather_updates(shares: Sequence[Share], bucket_bytes: int) -> None:
         if group is not None:
             tensors = [shares[index][0].parameter.detach() for index in indices]
             gather_shards(tensors, [shares[index][1] for index in indices], group, bucket_bytes)
+
+
+def global_norm(
+    gradients: Iterable[tuple[torch.Tensor, int]], norm_type: float, group: dist.ProcessGroup | None
+) -> float:
+    """Return the norm of the gradients of all ranks of `group` (None: of this rank's), the same bits on every rank.
+
+    gradients
+        This rank's gradients, each with the number of ranks of `group` that hold the same gradient.
+
+    Sums run in fp64, over gradients in the given order and over ranks in rank order. The norm is inf or nan if any
+    gradient contains it.
+    """
+    pairs = list(gradients)
+    device = pairs[0][0].device if pairs else "cpu" if group is None else default_device(group)
+    mine = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient, copies in pairs:
+        if norm_type == inf:
+            mine = torch.maximum(mine, torch.linalg.vector_norm(gradient, inf).double())
+        else:
+            mine += torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) ** norm_type / copies
+    parts = [mine]
+    if group is not None:
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+    values = [float(part) for part in parts]
+    if any(value != value for value in values):
+        return float("nan")
+    return max(values) if norm_type == inf else float(sum(values) ** (1 / norm_type))

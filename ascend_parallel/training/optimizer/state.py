@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
+from ascend_parallel.text import some_of
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.optimizer.targets import OwnedShard
 
@@ -47,7 +48,9 @@ def load_tensor_shards(
     expected = _initial_shards(owned_shards, factory)
     for fault, names in (("missing", set(expected) - set(loaded)), ("of another rank", set(loaded) - set(expected))):
         if names:
-            raise ValueError(f"{_first(names)} is {fault} among the shards given: fill those of empty_tensor_shards()")
+            raise ValueError(
+                f"{some_of(sorted(names), 10)} is {fault} among the shards given: fill those of empty_tensor_shards()"
+            )
     for name, shard in expected.items():
         _check(name, loaded[name], shard)
     for owned in owned_shards:
@@ -69,8 +72,7 @@ def _initial_shards(owned_shards: Sequence[OwnedShard], factory: OptimizerFactor
 
 
 def _initial_state(owned: OwnedShard, factory: OptimizerFactory) -> dict[str, Any]:
-    _, _, state = factory.step_on_zeros(factory.group_of(owned.target.name), owned.inner)
-    return state
+    return factory.state_of_zeros(factory.group_of(owned.target.name), owned.inner)
 
 
 def _value(owned: OwnedShard, key: str, value: Any, loaded: Mapping[str, TensorShard]) -> Any:
@@ -117,8 +119,3 @@ def _check(name: str, loaded: TensorShard, expected: TensorShard) -> None:
             f"{name} is {list(actual[0])} at {list(actual[2])} of {list(actual[1])}; "
             f"this rank has {list(needed[0])} at {list(needed[2])} of {list(needed[1])}"
         )
-
-
-def _first(names: set[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "")

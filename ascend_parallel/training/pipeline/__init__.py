@@ -3,11 +3,8 @@
 stage_assignment   the stage of each operator
 split_plan         splits the plan of the whole model into a plan for each stage
 schedule           the order in which ranks run micro-batches, simulated
-picture            a simulated schedule as text and as a picture
-step_times         the measured times of a step, beside the simulation
-groups             meshes and process groups
-batch              checks a batch and takes this rank's part
-shared_parameters  parameters that several stages read
-stage              a rank's part of a stage, run by torch.distributed.pipelining
+picture            a simulated schedule as text and as a picture; a step's measured times
+groups             meshes and process groups; parameters that several stages read
+stage              a batch's parts, and a rank's part of a stage, run by torch.distributed.pipelining
 pipeline           the pipeline
 """

@@ -24,14 +24,12 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
-from ascend_parallel.training.pipeline.batch import Batch
-from ascend_parallel.training.pipeline.groups import check_meshes, make_groups
+from ascend_parallel.training.pipeline.groups import SharedGradients, check_meshes, make_groups
+from ascend_parallel.training.pipeline.picture import Measured, measure_step
 from ascend_parallel.training.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, forward_only, stages_of
-from ascend_parallel.training.pipeline.shared_parameters import SharedGradients
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
-from ascend_parallel.training.pipeline.stage import RankStage, StageModule
+from ascend_parallel.training.pipeline.stage import Batch, RankStage, StageModule
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
-from ascend_parallel.training.pipeline.step_times import Measured, measure_step
 
 
 class PipelineError(RuntimeError):

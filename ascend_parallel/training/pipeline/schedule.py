@@ -144,7 +144,14 @@ def order(name: str, ranks: int, stages: int, micro_batches: int) -> tuple[tuple
         attributes = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
         argument = [SimpleNamespace(**attributes) for _ in range(stages // ranks)]
     planned = SCHEDULES[name](argument, micro_batches).pipeline_order
-    return tuple(tuple(_action(action) for action in planned[rank] if _is_work(action)) for rank in range(ranks))
+    return tuple(
+        tuple(
+            Action(action.computation_type.value, action.stage_index, action.microbatch_index)
+            for action in planned[rank]
+            if action is not None and action.microbatch_index is not None
+        )
+        for rank in range(ranks)
+    )
 
 
 def simulate(name: str, ranks: int, stages: int, micro_batches: int, times: Times | None = None) -> Simulated:
@@ -219,14 +226,6 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tupl
         if number + ahead < micro_batches:
             actions.append(Action(FORWARD, rank, number + ahead))
     return tuple(actions)
-
-
-def _is_work(action: Any) -> bool:
-    return action is not None and action.microbatch_index is not None
-
-
-def _action(action: Any) -> Action:
-    return Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
 def _ready(

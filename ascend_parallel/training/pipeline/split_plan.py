@@ -82,8 +82,8 @@ class _Splitter:
         self._plan, self._graph, self._assignment = plan, plan.graph, assignment
         self._readers = self._graph.readers()
         self._last = assignment[loss.node]
-        self._returned = [leaf for leaf in _leaves(self._graph) if isinstance(leaf, Value)]
-        self._inputs = [name for name, node in self._graph.nodes.items() if node.kind == INPUT]
+        self._returned = self._graph.returned
+        self._inputs = [node.name for node in self._graph.inputs]
         self._sent: dict[Value, tuple[int, Layout]] = {}  # the last stage that reads the tensor, its layout when sent
         for value, readers in self._readers.items():
             last = max((assignment[name] for name, _ in readers), default=-1)
@@ -99,7 +99,7 @@ class _Splitter:
         sent = [value for value, (last, _) in self._sent.items() if self._stage_of(value) <= stage < last]
         here = {value: Value(_name(value)) for value in received}
         graph, plan = self._part(stage, here, sent), self._plan
-        values = {Value(name, index) for name, node in graph.nodes.items() for index in range(len(node.outputs))}
+        values = {value for node in graph.nodes.values() for value in node.values}
         layouts = {value: layout for value, layout in plan.layouts.items() if value in values}
         layouts |= {new: self._sent[value][1] for value, new in here.items()}
         shared = {here.get(value, value): layout for value, layout in plan.shared_layouts.items()}

@@ -9,7 +9,7 @@ from torch import nn
 
 from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.planner.compute_cost import seconds
+from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.operator_strategy import named_nodes, path_matches
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -133,12 +133,9 @@ def _filled(graph: Graph, marked: Mapping[str, int]) -> dict[str, int]:
         before = [stages[value.node] for value in node.inputs if value.node in stages]
         if node.name not in stages and before:
             stages[node.name] = max(before)
-    readers: dict[str, list[str]] = {}
-    for node in calls:
-        for value in node.inputs:
-            readers.setdefault(value.node, []).append(node.name)
+    readers = graph.readers()
     for node in reversed(calls):
-        after = [stages[name] for name in readers.get(node.name, ())]
+        after = [stages[name] for value in node.values for name, _ in readers[value]]
         stages.setdefault(node.name, min(after, default=0))
     return {node.name: stages[node.name] for node in calls}
 

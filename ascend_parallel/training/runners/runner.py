@@ -1,9 +1,10 @@
-"""The protocol of runners of forward and backward, and functions that they share."""
+"""The base class of runners of forward and backward, and functions that they share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,32 +19,40 @@ from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import TrainingPlan, evaluation_mode, rows_of_part
 
 
-class Runner(Protocol):
-    """Runs forward and backward for a training step."""
+class Runner(ABC):
+    """Runs forward and backward for a training step.
 
-    @property
-    def unreduced(self) -> bool:
-        """Whether the optimizer sums gradients over its replicas itself."""
+    modules
+        This rank's part of the model.
+    unreduced
+        Whether the optimizer sums gradients over its replicas itself.
+    """
 
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """This rank's part of the model."""
+    modules: Sequence[nn.Module]
+    unreduced: bool
 
+    @abstractmethod
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add the gradients of ``factor * loss`` (of the sum if the loss counts). `last`: the last before a step."""
 
+    @abstractmethod
     def evaluate(self, batch: Sequence[Any]) -> torch.Tensor:
         """Return the loss in evaluation mode; gradients stay unchanged."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Sum the gradients that must be summed before the optimizer steps."""
 
     def clear(self) -> None:
         """Drop all gradients."""
+        for module in self.modules:
+            module.zero_grad(set_to_none=True)
 
+    @abstractmethod
     def targets(self) -> list[Target]:
         """Return this rank's parameters."""
 
+    @abstractmethod
     def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's shards of parameters and buffers."""
 

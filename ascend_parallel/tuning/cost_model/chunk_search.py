@@ -66,7 +66,7 @@ def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS) -> Best
 
 def _refined(sizes: Sizes, rows: int, seconds: Cost) -> Sizes:
     """Return better sizes: move tiles between two chunks, or merge neighbours, in ever smaller steps."""
-    best, step = _tiles(sizes), max(1, rows // ROW_TILE // 8)
+    best, step = tuple(size // ROW_TILE for size in sizes), max(1, rows // ROW_TILE // 8)
     while step:
         better = min(_neighbours(best, step), key=lambda tiles: seconds(_sizes(tiles, rows)), default=best)
         if seconds(_sizes(better, rows)) < seconds(_sizes(best, rows)) * (1 - LEAST_GAIN):
@@ -108,7 +108,3 @@ def _sizes(tiles: Tiles, rows: int) -> Sizes:
     """Return the rows of chunks of these tiles; the last chunk takes the remaining rows."""
     lengths = [ROW_TILE * count for count in tiles[:-1]]
     return (*lengths, rows - sum(lengths))
-
-
-def _tiles(sizes: Sizes) -> Tiles:
-    return tuple(size // ROW_TILE for size in sizes)

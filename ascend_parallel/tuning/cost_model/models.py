@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from math import inf
 from pathlib import Path
@@ -160,10 +160,7 @@ def layer_linears(model: Model, batch: Batch) -> list[Linear]:
 
     Heads and widths that the ranks do not divide are rounded up: the rank with the most work sets the pace.
     """
-
-    def linear(name: str, kind: str, k: int, n: int) -> Linear:
-        return _linear(batch, name, kind, k, n)
-
+    linear = partial(_linear, batch)
     heads = -(-model.heads // batch.tp)
     kv_heads = -(-model.kv_heads // batch.tp)
     ffn = -(-model.ffn // batch.tp)

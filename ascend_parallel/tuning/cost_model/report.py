@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -110,15 +111,8 @@ def show_sources(hardware: Hardware, console: Console) -> None:
 
 def sizes_in_words(sizes: tuple[int, ...]) -> str:
     """Return ``256x4`` for four chunks of 256 rows, ``512 256x2`` for one of 512 and two of 256."""
-    words: list[str] = []
-    start = 0
-    while start < len(sizes):
-        stop = start
-        while stop < len(sizes) and sizes[stop] == sizes[start]:
-            stop += 1
-        words.append(str(sizes[start]) if stop == start + 1 else f"{sizes[start]}x{stop - start}")
-        start = stop
-    return " ".join(words)
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return " ".join(str(size) if count == 1 else f"{size}x{count}" for size, count in runs)
 
 
 def _call(part: LinearPass) -> dict[str, Any]:

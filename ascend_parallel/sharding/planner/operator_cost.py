@@ -1,12 +1,16 @@
-"""The time in which a rank computes its part of an operator, forward and backward: for the objective "time"."""
+"""The time in which a rank computes its part of an operator, and the collectives that an operator runs itself."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from ascend_parallel.sharding.graph import OpCall, TensorMeta
-from ascend_parallel.sharding.layout import Layout, Shape, cuts
+from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, Shape, cuts
 from ascend_parallel.sharding.planner.options import Option
+from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts, sent
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
+from ascend_parallel.sharding.rules import own_reductions
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
 MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum")
@@ -52,3 +56,15 @@ def _matmuls(call: OpCall, inputs: list[Shape], outputs: list[Shape]) -> tuple[i
 def _local(meta: TensorMeta, layout: Layout, mesh_shape: tuple[int, ...]) -> Shape:
     counts = cuts(layout, mesh_shape, len(meta.shape))
     return tuple(size // count for size, count in zip(meta.shape, counts, strict=True))
+
+
+def op_collective_steps(call: OpCall, layouts: Sequence[Layout], costs: MeshCosts) -> tuple[RedistributeStep, ...]:
+    """Return the all-reduces that an operator runs in forward, with inputs in these layouts."""
+    reductions = own_reductions(call, layouts, costs.shape)
+    return tuple(all_reduce_step(reduction.mesh_dim, reduction.nbytes, reduction.op, costs) for reduction in reductions)
+
+
+def all_reduce_step(mesh_dim: int, nbytes: float, op: str, costs: MeshCosts) -> RedistributeStep:
+    """Return the step of an all-reduce along a mesh dimension, of `nbytes` on each rank."""
+    seconds, sent_bytes = costs.seconds(ALL_REDUCE, nbytes, mesh_dim), sent(ALL_REDUCE, nbytes, costs.shape[mesh_dim])
+    return RedistributeStep(ALL_REDUCE, mesh_dim, Placement("partial", op=op), REPLICATE, sent_bytes, seconds)
