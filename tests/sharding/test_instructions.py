@@ -23,7 +23,8 @@ from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.sharding import explain, propagate
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.runtime.compiler import compile_plan
-from ascend_parallel.sharding.runtime.instructions import Free, Recompute
+from ascend_parallel.sharding.runtime.compute_instructions import Recompute
+from ascend_parallel.sharding.runtime.instructions import Free
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.randomness import manual_seed
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank

@@ -33,6 +33,9 @@ from ascend_parallel.sharding.runtime.redistribute_autograd import Differentiabl
 from ascend_parallel.sharding.runtime.segments import Segment
 from ascend_parallel.text import size_of
 
+# Operators whose results share the memory of their input, as a rule.
+SHARING = frozenset(f"{VIEWS} flatten reshape".split())
+
 
 @dataclass(frozen=True)
 class ListedInstruction:
@@ -93,9 +96,17 @@ def instructions_as_text(listed: Sequence[ListedInstruction]) -> str:
 class _Listing:
     """Goes through a program and counts the bytes in use."""
 
-    def __init__(self, rank_plan: RankPlan, program: Program, kept: Mapping[tuple[Value, Layout], float]) -> None:
-        self._rank_plan, self._program, self._kept = rank_plan, program, kept
-        self._in_use = 0.0
+    def __init__(
+        self,
+        rank_plan: RankPlan,
+        program: Program,
+        kept: Mapping[tuple[Value, Layout], float],
+        lent: Sequence[int] = (),
+        in_use: float = 0.0,
+    ) -> None:
+        """Take a program; for the body of a recompute region the inputs, which the caller lends it, too."""
+        self._rank_plan, self._program, self._kept, self._lent = rank_plan, program, kept, frozenset(lent)
+        self._in_use = in_use
         self._owner: dict[int, int] = {}  # the register whose memory a view holds
         self._sharing = Counter[int]()  # how many views hold the memory of a register
 
@@ -107,12 +118,19 @@ class _Listing:
             self._in_use += entry.nbytes
             text = f"%{register} = input {graph.nodes[entry.value.node].source}: {_layout(entry)}"
             yield ListedInstruction(text, entry.nbytes, self._in_use)
+        yield from self._body("")
+
+    def _body(self, indent: str) -> Iterator[ListedInstruction]:
         for instruction in self._program.instructions:
-            change = self._change(instruction)
-            self._in_use += change
-            first, *inside = self._text(instruction, self._program)
-            yield ListedInstruction(first, change, self._in_use)
-            yield from (ListedInstruction(line, 0.0, self._in_use) for line in inside)
+            text, change = indent + self._text(instruction), self._change(instruction)
+            if isinstance(instruction, Recompute):
+                yield ListedInstruction(text, 0.0, self._in_use)
+                body = instruction.body
+                yield from _Listing(self._rank_plan, body, {}, body.inputs, self._in_use)._body(f"{indent}    ")
+                self._in_use += change
+            else:
+                self._in_use += change
+                yield ListedInstruction(text, change, self._in_use)
 
     def _change(self, instruction: Instruction) -> float:
         match instruction:
@@ -120,7 +138,7 @@ class _Listing:
                 return -sum(self._freed(register) for register in instruction.registers)
             case Wait() | SyncBoundary():
                 self._share(instruction.writes, instruction.reads)
-            case Run() if operator_name(instruction.node) in VIEWS.split():
+            case Run() if operator_name(instruction.node) in SHARING:
                 self._share(instruction.writes, instruction.reads[:1] * len(instruction.writes))
             case _:
                 return sum(self._allocated(register) for register in instruction.writes)
@@ -134,7 +152,7 @@ class _Listing:
 
     def _allocated(self, register: int) -> float:
         entry = self._program.registers[register]
-        return 0.0 if entry.held else entry.nbytes
+        return 0.0 if entry.held or register in self._lent else entry.nbytes
 
     def _freed(self, register: int) -> float:
         owner = self._owner.get(register, register)
@@ -145,8 +163,7 @@ class _Listing:
         saved = self._kept.get((entry.value, forward(entry.layout)), 0.0)
         return max(self._allocated(owner) - saved, 0.0)
 
-    def _text(self, instruction: Instruction, program: Program) -> list[str]:
-        """Return an instruction's line, and the lines of instructions inside it."""
+    def _text(self, instruction: Instruction) -> str:
         reads = ", ".join(f"%{register}" for register in instruction.reads)
         writes = ", ".join(f"%{register}" for register in instruction.writes)
         left = f"{writes} = " if writes else ""
@@ -154,38 +171,37 @@ class _Listing:
             case Load():
                 node = self._rank_plan.plan.graph.nodes[instruction.value.node]
                 summed = ", gradient summed" if instruction.summed else ""
-                return [f"{left}load {node.source}: {_layout(program.registers[instruction.writes[0]])}{summed}"]
+                return f"{left}load {node.source}: {_layout(self._program.registers[instruction.writes[0]])}{summed}"
             case Run():
                 name = f"{instruction.node.module} {operator_name(instruction.node)}".strip()
-                return [f"{left}run {name}({reads}) -> {self._outcome(instruction, program)}"]
+                return f"{left}run {name}({reads}) -> {self._outcome(instruction)}"
             case Segment():
                 names = ", ".join(operator_name(run.node) for run in instruction.runs)
-                return [f"{left}run compiled({reads}) -> {self._outcome(instruction, program)}: {names}"]
+                return f"{left}run compiled({reads}) -> {self._outcome(instruction)}: {names}"
             case RunKernel():
                 nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.nodes]
                 names = " and ".join(f"{node.module} {operator_name(node)}".strip() for node in nodes)
-                return [f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction, program)}"]
+                return f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction)}"
             case Redistribute():
-                return [f"{left}redistribute {reads}: {self._steps(instruction.redistribution)}"]
+                return f"{left}redistribute {reads}: {self._steps(instruction.redistribution)}"
             case Start():
-                return [f"start {reads}: {self._steps(instruction.redistributions[0])}"]
+                return f"start {reads}: {self._steps(instruction.redistributions[0])}"
             case Wait():
-                return [f"{left}wait: {_layout(program.registers[instruction.writes[0]])}"]
+                return f"{left}wait: {_layout(self._program.registers[instruction.writes[0]])}"
             case Store():
-                return [f"store {instruction.buffer}: {reads}"]
+                return f"store {instruction.buffer}: {reads}"
             case Free():
-                return [f"free {', '.join(self._freed_text(each, program) for each in instruction.registers)}"]
+                return f"free {', '.join(self._freed_text(each) for each in instruction.registers)}"
             case Recompute():
-                body = (line for each in instruction.body.instructions for line in self._text(each, instruction.body))
-                return [f"{left}recompute {instruction.module}({reads}):", *(f"    {line}" for line in body)]
-        return [f"{left}begin and end recomputation here({reads})"]
+                return f"{left}recompute {instruction.module}({reads}):"
+        return f"{left}begin and end recomputation here({reads})"
 
-    def _outcome(self, instruction: Instruction, program: Program) -> str:
-        return ", ".join(_layout(program.registers[register]) for register in instruction.writes)
+    def _outcome(self, instruction: Instruction) -> str:
+        return ", ".join(_layout(self._program.registers[register]) for register in instruction.writes)
 
-    def _freed_text(self, register: int, program: Program) -> str:
-        entry = program.registers[register]
-        is_saved = program is self._program and not entry.held and (entry.value, forward(entry.layout)) in self._kept
+    def _freed_text(self, register: int) -> str:
+        entry = self._program.registers[register]
+        is_saved = not entry.held and (entry.value, forward(entry.layout)) in self._kept
         return f"%{register} (kept for backward)" if is_saved else f"%{register}"
 
     def _steps(self, redistribution: DifferentiableRedistribution) -> str:
