@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,10 @@ class _Overlapped:
     def group(self) -> dist.ProcessGroup:
         """This rank's process group along `mesh_dim`."""
         return self.mesh.group(self.mesh_dim)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Overlapped:
+        """Return the same kernel for a copy of its module: it never changes, and a process group has no copy."""
+        return self
 
     def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
         return x.movedim(self.row_dim, 0) if self.row_dim else x
