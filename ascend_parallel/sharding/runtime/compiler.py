@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.utils import _pytree as pytree
-
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
 from ascend_parallel.sharding.rules import local_call, own_reductions
@@ -126,9 +124,7 @@ class _Compiler:
         """Store the buffers that the forward updated, and return the registers of the model's outputs."""
         plan, layouts = self._plan, self._schedule.layouts
         held = {node.source: layouts[Value(node.name)] for node in plan.graph.nodes.values() if node.kind == BUFFER}
-        leaves = pytree.tree_leaves(self._graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-        returned = [leaf for leaf in leaves if isinstance(leaf, Value)]
-        for value in (*self._graph.updates.values(), *returned):
+        for value in (*self._graph.updates.values(), *self._graph.returned):
             self._value(value)  # a buffer is loaded before the first store: readers get its old value
         for buffer, value in self._graph.updates.items():
             target = held.get(buffer, (REPLICATE,) * plan.mesh.ndim)
@@ -136,7 +132,7 @@ class _Compiler:
             self._instructions.append(Store((self._value(value),), (), buffer, redistribution))
         return [
             self._redistribute(self._value(value), value, "", "", layouts[value], plan.returned_layout(value))
-            for value in returned
+            for value in self._graph.returned
         ]
 
     def _register(self, value: Value, layout: Layout) -> int:

@@ -11,6 +11,7 @@ free          drops tensors after their last reader
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +24,7 @@ from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.runtime.async_redistribute import start
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
-from ascend_parallel.sharding.runtime.recompute_autograd import (
-    Results,
-)
+from ascend_parallel.sharding.runtime.recompute_autograd import Results
 from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 
 Registers = list[Any]
@@ -61,15 +60,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Instruction:
+class Instruction(ABC):
     """An entry of a program: the registers that it reads and writes."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
+    @abstractmethod
     def run(self, registers: Registers, step: Step) -> None:
         """Run on this rank."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,9 @@ def with_frees(instructions: Sequence[Instruction], outputs: Sequence[int]) -> t
     for place, instruction in enumerate(instructions):
         last |= dict.fromkeys((*instruction.reads, *instruction.writes), place)
     dying: dict[int, list[int]] = {}
+    returned = set(outputs)
     for register, place in last.items():
-        if register not in outputs:
+        if register not in returned:
             dying.setdefault(place, []).append(register)
     found: list[Instruction] = []
     for place, instruction in enumerate(instructions):

@@ -21,7 +21,7 @@ class Segment(Instruction):
     """Operators that run as one compiled function.
 
     torch.compile fuses them, so the bits of the results may differ from those of the single operators. The function is
-    traced and compiled when it runs first, for the shapes of the plan.
+    traced and compiled when it runs first, for the shapes of the plan and the dtype of autocast.
     """
 
     runs: tuple[Run, ...]
@@ -29,15 +29,18 @@ class Segment(Instruction):
     def run(self, registers: Registers, step: Step) -> None:
         """Run the compiled function."""
         inputs = [registers[register] for register in self.reads]
-        if "_compiled" not in vars(self):
+        device = inputs[0].device.type if inputs else "cpu"
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if autocast not in self._compiled:
             traced = make_fx(self._body, tracing_mode="fake")(*(tensor.detach() for tensor in inputs))
-            vars(self)["_compiled"] = torch.compile(traced, dynamic=False)
-        for register, output in zip(self.writes, self._compiled(*inputs), strict=True):
+            self._compiled[autocast] = torch.compile(traced, dynamic=False)
+        for register, output in zip(self.writes, self._compiled[autocast](*inputs), strict=True):
             registers[register] = output
 
     @cached_property
-    def _compiled(self) -> Callable[..., Any]:
-        raise AssertionError("set by the first run")
+    def _compiled(self) -> dict[torch.dtype | None, Callable[..., Any]]:
+        """The compiled function by the dtype of autocast; None: without autocast. A trace contains autocast's casts."""
+        return {}
 
     def _body(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the operators one by one."""
