@@ -69,13 +69,13 @@ class Run(Instruction):
             outputs = self._in_region(inputs, step.results, step.stream)
         elif self.gathers:
             with regather_in_backward([(inputs[each.place], each.again(registers)) for each in self.gathers]):
-                outputs = self.on(inputs, step.stream)
+                outputs = self.compute(inputs, step.stream)
         else:
-            outputs = self.on(inputs, step.stream)
+            outputs = self.compute(inputs, step.stream)
         for register, output in zip(self.writes, outputs, strict=True):
             registers[register] = output
 
-    def on(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
+    def compute(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
         """Return the outputs for these inputs; `stream` names the forward's random numbers."""
         names = f"{stream}/{self.node.name}" if self.local.draws else ""
         outputs = self.local(inputs, all_reduce or self.all_reduce, names)
@@ -85,7 +85,7 @@ class Run(Instruction):
 
     def _in_region(self, inputs: list[torch.Tensor], results: Results, stream: str) -> Tensors:
         all_reduce = None if self.all_reduce is None else results.reducing(self.all_reduce, keep=self.keep)
-        run = partial(self.on, inputs, stream, all_reduce)
+        run = partial(self.compute, inputs, stream, all_reduce)
         return results.operator(run) if self.keep and self.all_reduce is None else run()
 
 

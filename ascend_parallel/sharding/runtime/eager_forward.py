@@ -131,7 +131,7 @@ class EagerForward(TorchFunctionMode):
         for node in call.nodes:
             operator = self._eager.operator(node)
             inputs = [self._read(each, locals_.get(each.value)) for each in operator.conversions]
-            for value, output in zip(operator.values, operator.run.on(inputs, self._stream), strict=True):
+            for value, output in zip(operator.values, operator.run.compute(inputs, self._stream), strict=True):
                 locals_[value] = Local(value, output)
                 if value in self._eager.updated:
                     self._updates[value] = output

@@ -46,7 +46,7 @@ class Segment(Instruction):
         """Run the operators one by one."""
         known = dict(zip(self.reads, tensors, strict=True))
         for run in self.runs:
-            known |= zip(run.writes, run.on([known[register] for register in run.reads], ""), strict=True)
+            known |= zip(run.writes, run.compute([known[register] for register in run.reads], ""), strict=True)
         return tuple(known[register] for register in self.writes)
 
 
