@@ -29,5 +29,10 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's operations; None if its backend does not tell."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # torch_npu's transfer_to_npu reads "cuda" as "npu", for which a gloo group has no backend
+            continue
+        return getattr(getattr(backend, "options", None), "_timeout", None)
+    return None

@@ -154,6 +154,7 @@ def without_grad_and_modes() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.autocast("cpu", enabled=False))
-        if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:  # autocast of an absent one fails: torch_npu is installed where no NPU is
             stack.enter_context(torch.autocast(accelerator.type, enabled=False))
         yield
