@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint stress packages sanitize compat bench clean
+.PHONY: demo test test-all lint stress packages sanitize compat compat-mindspeed bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -49,6 +49,14 @@ compat-%: $(VENV)/ready
 	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/patches \
 		tests/diagnostics/test_verify.py tests/diagnostics/test_verify_faults.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
+
+# What MindSpeed imports; it is a checkout, which installs nothing.
+MINDSPEED_NEEDS := protobuf einops psutil pyyaml attrs decorator six regex
+compat-mindspeed: $(VENV)/ready  ## the real MindSpeed on the real Megatron-LM: give MINDSPEED=<checkout> MEGATRON=<checkout>
+	test -n "$(MINDSPEED)" && test -n "$(MEGATRON)" # checkouts of MindSpeed 26.1.0_core_r0.12.1 and Megatron-LM core_v0.12.1
+	test -d .compat/mindspeed || $(BIN)/python -m pip install --quiet --no-deps --target .compat/mindspeed $(MINDSPEED_NEEDS)
+	PYTHONPATH=.compat/mindspeed MINDSPEED=$(MINDSPEED) MEGATRON=$(MEGATRON) \
+		$(BIN)/python -m pytest tests/patches/test_mindspeed.py $(ARGS)
 
 bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (needs root for network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)

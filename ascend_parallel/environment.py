@@ -32,16 +32,18 @@ from ascend_parallel.settings import (
 from ascend_parallel.text import BLANKS, nearest, toml, whole
 
 
-def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-    """Return the settings from the configuration file, the environment and `overrides`.
+def read_settings(
+    environ: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None, **overrides: Any
+) -> Settings:
+    """Return the settings from `defaults`, the configuration file, the environment and `overrides`.
 
-    `overrides` override variables, and variables override the file: a variable exported for one run overrides the file
-    that many runs share. Raises `SettingsError` for a bad value, an unknown key, or a file that cannot be read;
-    warns of misspelt variables.
+    `overrides` override variables, variables the file, and the file `defaults`: a variable exported for one run
+    overrides the file that many runs share. Raises `SettingsError` for a bad value, an unknown key, or a file that
+    cannot be read; warns of misspelt variables.
     """
     environ = os.environ if environ is None else environ
     warn_of_near_misses(environ)
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     if CONFIG_VARIABLE in environ:
         values.update(_with_auto(read_file(environ[CONFIG_VARIABLE])))
     values.update(_with_auto(_read_variables(environ)))

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +29,12 @@ from ascend_parallel.diagnostics.verify import LEDGER, Verification
 from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm
+from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patches import megatron
-from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
+from ascend_parallel.patches.applied import ON_TOP, AppliedPatches
+from ascend_parallel.patches.base import PatchError, PatchStatus
+from ascend_parallel.patches.megatron.built_classes import replaced_classes
+from ascend_parallel.patches.mindspeed import take_over
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
@@ -71,9 +76,11 @@ class PatchControl:
 
     def __init__(self) -> None:
         """Start switched off."""
-        self._patches: PatchSet | None = None
+        self._patches: AppliedPatches | None = None
+        self._taken_over: dict[str, Any] = {}  # settings in MindSpeed's arguments
         self._variables: dict[str, str] = {}
         self._hooked = False
+        self._takes_over = False
         # The error of the environment's settings; this package's command reports it instead of the import.
         self.refused: SettingsError | None = None
         self._verifies = False
@@ -87,7 +94,7 @@ class PatchControl:
         """
         consistency.begin_configure()
         try:
-            settings = read_settings(environ, **overrides)
+            settings = read_settings(environ, self._taken_over, **overrides)
             if settings.timeline is not None:
                 require_writable(settings.timeline)
             self._put_in_force(settings)
@@ -109,6 +116,8 @@ class PatchControl:
         put_in_force(settings)
         try:
             self._log_level.follow(settings.log_level)
+            if settings.take_over:
+                self._take_over_once_imported()
             if settings.enabled:
                 self._apply_once_imported()
             self._timeline.follow(settings.timeline, settings.timeline_passes)
@@ -118,7 +127,7 @@ class PatchControl:
             self._patches = patches
             self._log_level.follow(before.log_level)
             if patches is not None:
-                patches.apply(megatron.installed_version())
+                patches.apply()
             self._timeline.follow(before.timeline, before.timeline_passes)
             raise
 
@@ -141,9 +150,7 @@ class PatchControl:
             )
         importlib.import_module(megatron.LAYERS)  # the import hook may apply the patches
         if self._patches is None:
-            patches = megatron.patch_set(current_settings())
-            patches.apply(megatron.installed_version())
-            self._patches = patches
+            self._patches = AppliedPatches(current_settings())
             if os.environ.get("RANK", "0") == "0":
                 log.info("%s", self.status().state)
 
@@ -192,10 +199,12 @@ class PatchControl:
         """Return the reason why no layer ran with overlap."""
         if self._patches is None:
             return self._state([])
+        if others := replaced_classes(self._patches.layers):
+            return others
         replaced = [patch for patch in self._patches.status() if not patch.applied]
         if replaced:
             return "; ".join(f"{patch.target} was {patch.reason}" for patch in replaced)
-        if "transformer_engine" in sys.modules:
+        if _real("transformer_engine"):
             return "TransformerEngine's layers are not covered: use --transformer-impl local"
         reason = "no layer of megatron-core with a tensor-parallel group of several ranks was called"
         if current_settings().auto or current_settings().tune:
@@ -209,6 +218,29 @@ class PatchControl:
             self._hooked = True
             atexit.register(self.warn_if_idle)
             wrapt.register_post_import_hook(self._imported, megatron.LAYERS)
+            for module in ON_TOP:
+                wrapt.register_post_import_hook(self._imported_on_top, module)
+
+    def _imported_on_top(self, _: ModuleType) -> None:
+        if self._patches is not None:
+            self._patches.extend()
+
+    def _take_over_once_imported(self) -> None:
+        take_over.refuse_late()
+        if not self._takes_over:
+            self._takes_over = True
+            for module in take_over.MODULES:
+                wrapt.register_post_import_hook(self._take_over_from, module)
+
+    def _take_over_from(self, module: ModuleType) -> None:
+        take_over.patch_set(module.__name__, self._take).apply("")
+
+    def _take(self, arguments: dict[str, Any]) -> None:
+        """Take the place of MindSpeed's CoC with its arguments; called when MindSpeed is about to put it in."""
+        self._taken_over = arguments
+        settings = self.configure(os.environ)
+        if os.environ.get("RANK", "0") == "0":
+            log.warning("in place of MindSpeed's CoC, with its arguments: %s", overlap_in_words(settings))
 
     def _imported(self, _: ModuleType) -> None:
         if current_settings().enabled:
@@ -226,8 +258,10 @@ class PatchControl:
         if self._patches is None:
             where = "" if _installed("megatron.core") else ", which is not installed"
             return f"waiting for the import of megatron-core{where}"
-        applied = sum(patch.applied for patch in patches)
-        return f"{applied} of {len(patches)} methods of megatron-core {megatron.installed_version()} replaced"
+        own = [patch.applied for patch in patches if patch.target.startswith("megatron.")]
+        text = f"{sum(own)} of {len(own)} methods of megatron-core {megatron.installed_version()} replaced"
+        others = [patch.applied for patch in patches[len(own) :]]
+        return f"{text}, and {sum(others)} of {len(others)} of MindSpeed" if others else text
 
     def _notes(self) -> list[str]:
         notes = [f"{name} is set, which nothing reads; {meant} is" for name, meant in near_misses(os.environ).items()]
@@ -249,6 +283,11 @@ def _kernels() -> dict[str, str]:
         "reference": "available",
         "ordered": "available",
     }
+
+
+def _real(name: str) -> bool:
+    """Tell whether an imported module has a file; MindSpeed's dummy modules name one that does not exist."""
+    return Path(getattr(sys.modules.get(name), "__file__", None) or "").is_file()
 
 
 def _installed(name: str) -> bool:

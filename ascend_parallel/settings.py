@@ -43,6 +43,7 @@ SWITCHES = (
     "deterministic",
     "strict",
     "auto",
+    "take_over",
 )
 
 # Field of Settings -> environment variable that sets it.
@@ -57,6 +58,7 @@ VARIABLES = {
     "tune": "COC_TUNE",
     "timeline": "COC_TIMELINE",
     "verify_every": "COC_VERIFY",
+    "take_over": "COC_TAKE_OVER",
     "log_level": "COC_LOG_LEVEL",
 }
 # Fields that affect no computation, so ranks may differ in them.
@@ -87,6 +89,8 @@ class Settings(OperatorSettings):
         own forward and backward; 0: no checks. COC_VERIFY.
     verify_limit
         Largest error of a check, relative to the largest magnitude; None: 2e-2 in 16 bits, else 1e-6.
+    take_over
+        Take the place of MindSpeed's CoC, with MindSpeed's arguments. COC_TAKE_OVER.
     log_level
         Level of the logger "ascend_parallel"; None: unchanged, which shows warnings. COC_LOG_LEVEL.
 
@@ -100,6 +104,7 @@ class Settings(OperatorSettings):
     timeline_passes: int = 4096
     verify_every: int = 0
     verify_limit: float | None = None
+    take_over: bool = False
     log_level: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +112,7 @@ class Settings(OperatorSettings):
         super().__post_init__()
         require_switch("enable_coc_in_column_backward", self.enable_coc_in_column_backward)
         require_switch("recompute_all_gather", self.recompute_all_gather)
+        require_switch("take_over", self.take_over)
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))
         every, error = self.verify_every, self.verify_limit
         require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)

@@ -49,14 +49,24 @@ class Patch:
         return f"{self.module}.{self.owner}.{self.method}"
 
     def holder(self) -> type:
-        """Import the module and return the class that holds the method."""
+        """Import the module and return the class that holds the method.
+
+        A framework may have given the class's name to a subclass, as MindSpeed's flags do. The class is then its base.
+        """
         try:
             found = getattr(importlib.import_module(self.module), self.owner, None)
         except ImportError as error:
             raise PatchError(f"{self.target}: {self.module} cannot be imported: {error}") from error
         if not isinstance(found, type):
             raise PatchError(f"{self.target}: expected a class, found {found!r}")
-        return found
+        for kind in found.__mro__:
+            if (kind.__module__, kind.__name__) == (self.module, self.owner):
+                return kind
+        raise PatchError(f"{self.target}: expected the class of that module, found {full_name(found)}")
+
+    def named(self) -> object:
+        """Return what the class's name stands for at present; None: the module has no such name."""
+        return getattr(sys.modules[self.module], self.owner, None)
 
     def check(self) -> None:
         """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
@@ -84,19 +94,28 @@ class PatchStatus:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Applied:
+    """An applied patch: the class, which another framework may rename later, and its two methods."""
+
+    holder: type
+    original: Function
+    replacement: Function
+
+
 class PatchSet:
     """A group of patches: either all are applied or none is."""
 
-    def __init__(self, framework: str, versions: str, patches: Sequence[Patch]) -> None:
-        """Hold patches for `framework` in the range `versions`, for example ``">=0.10,<0.17"``."""
+    def __init__(self, framework: str, versions: str | None, patches: Sequence[Patch]) -> None:
+        """Hold patches for `framework` in the range `versions`, such as ``">=0.10,<0.17"``; None: of any version."""
         self.framework = framework
         self.versions = versions
         self.patches = tuple(patches)
-        self._applied: dict[Patch, tuple[Function, Function]] = {}  # the original method and its replacement
+        self._applied: dict[Patch, _Applied] = {}
 
     def check(self, version: str) -> None:
         """Raise `PatchError` if `version` is out of range or a target is not as expected."""
-        if not in_range(version, self.versions):
+        if self.versions is not None and not in_range(version, self.versions):
             raise PatchError(f"{self.framework}: expected a version {self.versions}, found {version}")
         for patch in self.patches:
             patch.check()
@@ -107,21 +126,23 @@ class PatchSet:
             return
         self.check(version)
         for patch in self.patches:
-            original = vars(patch.holder())[patch.method]
-            self._applied[patch] = original, patch.replacement(original)
-            setattr(patch.holder(), patch.method, self._applied[patch][1])
+            holder = patch.holder()
+            original = vars(holder)[patch.method]
+            applied = _Applied(holder, original, patch.replacement(original))
+            setattr(holder, patch.method, applied.replacement)
+            self._applied[patch] = applied
 
     def revert(self) -> None:
         """Restore the original methods; raise `PatchError` if another patch was put on top."""
-        for patch, (_, replacement) in self._applied.items():
-            found = vars(patch.holder()).get(patch.method)
-            if found is not replacement:
+        for patch, applied in self._applied.items():
+            found = vars(applied.holder).get(patch.method)
+            if found is not applied.replacement:
                 raise PatchError(
                     f"{patch.target}: cannot be reverted, since {getattr(found, '__qualname__', found)} of "
                     f"{getattr(found, '__module__', 'an unknown module')} was put on top; remove that patch first"
                 )
-        for patch, (original, _) in self._applied.items():
-            setattr(patch.holder(), patch.method, original)
+        for patch, applied in self._applied.items():
+            setattr(applied.holder, patch.method, applied.original)
         self._applied.clear()
 
     def status(self) -> list[PatchStatus]:
@@ -129,12 +150,21 @@ class PatchSet:
         return [self._status(patch) for patch in self.patches]
 
     def _status(self, patch: Patch) -> PatchStatus:
-        if patch not in self._applied:
+        applied = self._applied.get(patch)
+        if applied is None:
             return PatchStatus(patch.target, False, "not applied")
-        found = vars(patch.holder()).get(patch.method)
-        if found is not self._applied[patch][1]:
+        found = vars(applied.holder).get(patch.method)
+        if found is not applied.replacement:
             return PatchStatus(patch.target, False, f"replaced in turn by {getattr(found, '__module__', found)}")
+        if getattr(patch.named(), patch.method, None) is not applied.replacement:
+            text = f"left unused: the name {patch.owner} was given to {full_name(patch.named())}, which has its own"
+            return PatchStatus(patch.target, False, text)
         return PatchStatus(patch.target, True, patch.reason)
+
+
+def full_name(kind: object) -> str:
+    """Return the module and name of a class."""
+    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
 
 
 def defined_in(function: object, module: ModuleType) -> bool:

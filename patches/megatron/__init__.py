@@ -3,6 +3,7 @@
 layers     the two replacements, and which calls they cover
 wgrad      Megatron's weight gradient accumulation
 conflicts  features that exclude overlap, and replaced functions of Megatron
+built_classes  other classes that a program builds in place of Megatron's
 coverage   the covered layers of a model
 """
 
@@ -25,9 +26,13 @@ def installed_version() -> str:
     return str(info.__version__)
 
 
-def patch_set(settings: Settings) -> PatchSet:
-    """Return the patches that make Megatron-core's layers run with `settings`."""
-    megatron = Megatron(importlib.import_module(LAYERS), version_tuple(installed_version()), settings)
+def installed(settings: Settings) -> Megatron:
+    """Return the imported Megatron-core, whose layers are to run with `settings`."""
+    return Megatron(importlib.import_module(LAYERS), version_tuple(installed_version()), settings)
+
+
+def patch_set(megatron: Megatron) -> PatchSet:
+    """Return the patches that overlap Megatron-core's layers."""
     return PatchSet(
         "megatron-core",
         VERSIONS,

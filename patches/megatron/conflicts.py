@@ -2,7 +2,7 @@
 
 A patched layer does the work of these functions without calling them. If another package replaced one of them (a
 quantiser, a pass that schedules the backward), a patched layer would silently train without the replacement. Every
-call compares the functions by identity; a new function is judged by the module of its code.
+call compares the functions by identity; a new function is judged by the module and name of its code.
 
 Sources: the incompatibilities that MindSpeed's CoC feature declares, and Megatron-core's ``tp_comm_overlap``;
 megatron/core/tensor_parallel/layers.py and mappings.py, 0.10 to 0.16.
@@ -10,6 +10,7 @@ megatron/core/tensor_parallel/layers.py and mappings.py, 0.10 to 0.16.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -17,6 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from ascend_parallel.patches.base import full_name
+from ascend_parallel.patches.megatron.built_classes import flag_of
+from ascend_parallel.settings import Settings
 
 # Name of a configuration field or command-line argument -> the feature.
 CONFLICTS = {
@@ -33,11 +38,11 @@ class ConflictError(RuntimeError):
     """Two enabled features cannot run together; the message names both."""
 
 
-def refuse_conflicts(config: Any) -> None:
-    """Raise `ConflictError` if a Megatron configuration or the program's arguments exclude overlap."""
+def refuse_conflicts(config: Any, settings: Settings) -> None:
+    """Raise `ConflictError` if a Megatron configuration or the program's arguments exclude overlap with `settings`."""
     for place, holder in (("config", config), ("argument", _arguments())):
         for name, what in CONFLICTS.items():
-            if getattr(holder, name, None):
+            if getattr(holder, name, None) and not (settings.take_over and name == "use_ascend_coc"):
                 raise ConflictError(
                     f"{place} {name}={getattr(holder, name)!r} ({what}) cannot be used together with overlapped linear "
                     f"layers: switch it off, or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
@@ -62,7 +67,9 @@ REACHED = (
 # Autograd functions of the layers' module and of the mappings' module; forward and backward are compared.
 AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
 REGIONS = ("_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion", "_ReduceScatterToSequenceParallelRegion")
-REGION_FUNCTIONS = ("_reduce", "_reduce_scatter_along_first_dim")
+REGION_FUNCTIONS = ("_reduce", "_gather_along_first_dim", "_reduce_scatter_along_first_dim")
+# Functions of torch.distributed and megatron.core.utils under names of both modules; tools may wrap them beforehand.
+FOREIGN_FUNCTIONS = ("dist_all_gather_func", "dist_reduce_scatter_func", "prepare_input_tensors_for_wgrad_compute")
 
 # Modules of the decorators that Megatron puts on its own functions.
 TRANSPARENT = ("torch.amp.autocast_mode", "torch.cuda.amp.autocast_mode")
@@ -78,49 +85,55 @@ HARMLESS = {
 
 @dataclass(frozen=True)
 class _Place:
-    """A name in a module or class, and the module that must define its function."""
+    """A name in a module or class.
+
+    holder, name
+        The namespace and the name; a namespace may lack it.
+    home
+        The module that must define the function; None: the function must be `first`.
+    first
+        The function at the time of patching.
+    """
 
     holder: Mapping[str, Any]
     name: str
-    home: ModuleType
+    home: ModuleType | None
     text: str
+    first: object = None
 
     def function(self) -> object:
         """Return the present function of that name."""
         return self.holder.get(self.name)
+
+    def replaced(self) -> bool:
+        """Tell whether the function is another package's."""
+        if self.home is None:
+            return self.function() is not self.first
+        return not _own(self.function(), self.home, self.name)
 
 
 class Originals:
     """The functions behind the layers: compared by identity, and inspected when an object has changed."""
 
     def __init__(self, layers: ModuleType) -> None:
-        """Collect the names to look at in `layers`, the module megatron.core.tensor_parallel.layers."""
-        mappings = importlib.import_module(MAPPINGS)
-        regions = [
-            _Place(vars(layers), name, layers if name in FUNCTIONALS else mappings, f"{layers.__name__}.{name}")
-            for name in REACHED
-        ]
-        regions += [_Place(vars(mappings), name, mappings, f"{MAPPINGS}.{name}") for name in REGION_FUNCTIONS]
-        for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
-            regions += [
-                _Place(vars(getattr(module, owner)), name, module, f"{module.__name__}.{owner}.{name}")
-                for owner in owners
-                for name in ("forward", "backward")
-            ]
-        self._places = tuple(regions)
+        """Look at the functions behind `layers`, the module megatron.core.tensor_parallel.layers."""
+        self._places = _places(layers)
         self._layers = layers
         self._seen: tuple[object, ...] = ()
         self._replacement: str | None = None
 
     def replaced(self, layer: Any) -> str | None:
-        """Return a text that names a replaced function behind `layer`, or None if all are Megatron's own."""
+        """Return a text that names what replaced a function behind `layer`, or None if all are Megatron's own."""
         functions = tuple(place.function() for place in self._places)
         if functions != self._seen:
-            foreign = (place for place in self._places if not _own(place.function(), place.home))
+            foreign = (place for place in self._places if place.replaced())
             texts = (f"{place.text} is {_origin(place.function())}" for place in foreign)
             self._replacement = next(texts, None)
             self._seen = functions
-        return self._replacement or self._replaced_impl(layer)
+        if flag := flag_of(type(layer)):
+            return f"the layer is MindSpeed's {type(layer).__name__} ({flag})"
+        text = self._replacement or self._replaced_impl(layer)
+        return f"what it computes was replaced: {text}" if text else None
 
     def _replaced_impl(self, layer: Any) -> str | None:
         """Check the layer's `_forward_impl`: an attribute set by the constructor below 0.14, a method since."""
@@ -129,17 +142,38 @@ class Originals:
             known = any(inner is getattr(self._layers, name) for name in FUNCTIONALS)
             return None if known else f"the layer's _forward_impl is {_origin(inner)}"
         method = getattr(type(layer), "_forward_impl", None)
-        own = method is None or _own(method, self._layers)
+        own = method is None or _own(method, self._layers, "_forward_impl")
         return None if own else f"the layer's _forward_impl is {_origin(method)}"
 
 
-def _own(attribute: object, home: ModuleType) -> bool:
-    """Tell whether a function was defined in `home`, under known wrappers only."""
+@functools.cache
+def _places(layers: ModuleType) -> tuple[_Place, ...]:
+    """Return the names to look at behind `layers`; called first right after the module was imported, if it can be."""
+    mappings = importlib.import_module(MAPPINGS)
+    regions = [
+        _Place(vars(layers), name, layers if name in FUNCTIONALS else mappings, f"{layers.__name__}.{name}")
+        for name in REACHED
+    ]
+    regions += [_Place(vars(mappings), name, mappings, f"{MAPPINGS}.{name}") for name in REGION_FUNCTIONS]
+    for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
+        regions += [
+            _Place(vars(getattr(module, owner)), name, module, f"{module.__name__}.{owner}.{name}")
+            for owner in owners
+            for name in ("forward", "backward")
+        ]
+    for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
+        names = [name for name in (*owners, *FOREIGN_FUNCTIONS) if name in vars(module)]
+        regions += [_Place(vars(module), name, None, f"{module.__name__}.{name}", vars(module)[name]) for name in names]
+    return tuple(regions)
+
+
+def _own(attribute: object, home: ModuleType, name: str) -> bool:
+    """Tell whether a function was defined in `home` under that name, with known wrappers only."""
     function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
     while inspect.isfunction(function):
         wrapped = getattr(function, "__wrapped__", None)
         if function.__globals__ is vars(home) and wrapped is None:
-            return True
+            return function.__code__.co_name == name
         written = str(function.__globals__.get("__name__"))
         if written not in TRANSPARENT and (written, function.__code__.co_name) not in HARMLESS:
             return False
@@ -148,6 +182,8 @@ def _own(attribute: object, home: ModuleType) -> bool:
 
 
 def _origin(attribute: object) -> str:
+    if isinstance(attribute, type):
+        return full_name(attribute)
     function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
     written = getattr(function, "__globals__", {}).get("__name__", "unknown origin")
     code = getattr(function, "__code__", None)

@@ -55,19 +55,26 @@ def coverage(model: torch.nn.Module) -> Coverage:
 
 
 def _uncovered(module: Any) -> str | None:
+    forward = type(module).forward
+    megatron = getattr(forward, "ascend_parallel", None)
+    if megatron is not None:
+        reason = getattr(forward, "uncovered", _reason)(module, megatron)
+        return None if reason is None else f"{type(module).__name__}: {reason}"
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
     kinds = (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
     if not isinstance(module, kinds):
         family = type(module).__module__.split(".")[0]
         name = "TransformerEngine's" if type(module).__name__.startswith("TE") else f"of {family}"
         return f"{name} {type(module).__name__}: not a layer of megatron-core's tensor_parallel"
-    megatron = getattr(type(module).forward, "ascend_parallel", None)
-    if megatron is None:
-        inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
-        own = "its own forward is overlapped only where it calls megatron-core's forward"
-        return f"{type(module).__name__}: {own if inherited else 'not patched'}"
-    reason = megatron.uncovered(module)
-    return None if reason is None else f"{type(module).__name__}: {reason}"
+    inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
+    own = "its own forward is overlapped only where it calls megatron-core's forward"
+    return f"{type(module).__name__}: {own if inherited else 'not patched'}"
+
+
+def _reason(layer: Any, megatron: Any) -> str | None:
+    """Return the reason why the original forward of a Megatron layer runs."""
+    reason: str | None = megatron.uncovered(layer)
+    return reason
 
 
 log = logging.getLogger("ascend_parallel")

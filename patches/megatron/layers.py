@@ -58,9 +58,9 @@ class Megatron:
         self._announced = False
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
-        """Return the tensor-parallel group of `layer`."""
-        held = self.groups_handed_down
-        group: dist.ProcessGroup = layer.tp_group if held else self.layers.get_tensor_model_parallel_group()
+        """Return the tensor-parallel group of `layer`; a layer of MindSpeed holds it under another name."""
+        held = getattr(layer, "tp_group" if self.groups_handed_down else "parallel_group", None)
+        group: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if held is None else held
         return group
 
     def region(self, name: str, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -89,8 +89,8 @@ class Megatron:
         if torch.compiler.is_compiling():
             return "it is being compiled, and a process group cannot be"
         if replaced := self._originals.replaced(layer):
-            return f"what it computes was replaced: {replaced}"
-        if layer.explicit_expert_comm:
+            return replaced
+        if getattr(layer, "explicit_expert_comm", False):
             return "expert layers communicate outside the layer"
         if not dist.is_initialized() or self.group_of(layer).size() == 1:
             return ONE_RANK
@@ -105,7 +105,7 @@ class Megatron:
     ) -> tuple[dist.ProcessGroup, Settings]:
         """Raise an error for features that exclude overlap; return the call's group and settings."""
         group = self.group_of(layer)
-        refuse_conflicts(layer.config)
+        refuse_conflicts(layer.config, self.settings)
         if group not in self._checked:
             refuse_foreign_plan(self.settings, group, x.device)
             self._checked.add(group)

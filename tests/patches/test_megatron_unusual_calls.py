@@ -105,6 +105,9 @@ def replaced_in_autograd(group):
         "forward": (linear, "forward", rounded),
         "backward": (linear, "backward", halved),
         "mapping": (reduce, "forward", staticmethod(negative)),
+        "collective": (module, "dist_reduce_scatter_func", lambda *_, **__: None),
+        "gather": (mappings, "_gather_along_first_dim", mappings._reduce),
+        "class": (module, AUTOGRAD, type(AUTOGRAD, (linear,), {})),
         "harmless": (linear, "forward", mindspeed["linear_forward_main_grad_wrapper"](forward)),
     }
     found = {}
@@ -133,6 +136,9 @@ def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
             ("forward", f"layers.{AUTOGRAD}.forward is rounded of test_megatron_unusual_calls"),
             ("backward", f"layers.{AUTOGRAD}.backward is halved of test_megatron_unusual_calls"),
             ("mapping", "mappings._ReduceFromModelParallelRegion.forward is negative of test_megatron_unusual_calls"),
+            ("collective", "layers.dist_reduce_scatter_func is <lambda> of test_megatron_unusual_calls"),
+            ("gather", "mappings._gather_along_first_dim is _reduce of megatron.core.tensor_parallel.mappings"),
+            ("class", f"layers.{AUTOGRAD} is test_megatron_unusual_calls.{AUTOGRAD}"),
         ):
             alike, ran, covered = found[name]
             assert alike == [True, True], name

@@ -301,9 +301,11 @@ def test_a_run_that_overlapped_nothing_says_so():
 def test_a_run_that_overlapped_nothing_says_so_where_it_helps():
     assert "linear layers" not in python("import megatron.core; 1 / 0", COC_PARALLEL_NUM="4", RANK="0").stderr
     assert "linear layers" not in python("import megatron.core", COC_PARALLEL_NUM="4").stderr
-    te = "import sys, types; sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
-    done = python("import megatron.core\n" + te, COC_PARALLEL_NUM="4", RANK="0")
-    assert "TransformerEngine's layers are not covered" in done.stderr
+    te = "import sys, types; sys.modules['transformer_engine'] = te = types.ModuleType('transformer_engine')\n"
+    for file, blamed in (("types.__file__", True), ("'a.dummy.module.py'", False)):
+        code = f"import megatron.core\n{te}te.__file__ = {file}"
+        done = python(code, COC_PARALLEL_NUM="4", RANK="0")
+        assert ("TransformerEngine's layers are not covered" in done.stderr) == blamed
     assert "linear layers" not in python("import megatron.core", COC_PARALLEL_NUM="4", RANK="1").stderr
 
 

@@ -1,0 +1,76 @@
+"""Notice, at the first call of a tensor-parallel layer, that the program builds other classes than the patched ones.
+
+MindSpeed's flags give the names ColumnParallelLinear and RowParallelLinear to its own subclasses, with their own
+forward. Nothing fails then, and no patched forward is ever called.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.patches.base import full_name
+
+log = logging.getLogger("ascend_parallel")
+
+NAMES = ("ColumnParallelLinear", "RowParallelLinear")
+
+# Package of a class -> the flag of MindSpeed that puts the class in place of Megatron-core's.
+FLAGS = {
+    "mindspeed.core.tensor_parallel.coc_feature": "--use-ascend-coc",
+    "mindspeed.core.tensor_parallel.mc2_feature": "--use-ascend-mc2",
+    "mindspeed.core.tensor_parallel.unaligned_layers": "--unaligned-linear",
+}
+COC = "--use-ascend-coc"
+
+
+class BuiltClasses:
+    """Looks at the modules that are called, until the first tensor-parallel layer has told its class."""
+
+    def __init__(self, layers: ModuleType, patched: tuple[type, ...], *, strict: bool) -> None:
+        """Watch for instances of `patched`, the patched classes of `layers`; raise instead of logging if `strict`."""
+        self._layers = layers
+        self._patched = patched
+        self._strict = strict
+        self._hook = register_module_forward_pre_hook(self._look)
+
+    def stop(self) -> None:
+        """Look no further."""
+        self._hook.remove()
+
+    def _look(self, module: Any, _: Any) -> None:
+        if not isinstance(module, self._patched):
+            return
+        self.stop()
+        text = replaced_classes(self._layers)
+        if text is not None:
+            if self._strict:
+                raise UnmetRequestError(f"COC_STRICT=1: {text}")
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log.warning("%s", text)
+
+
+def replaced_classes(layers: ModuleType) -> str | None:
+    """Return which classes stand under the names of Megatron-core's layers instead, and the flag; None: its own."""
+    built = [(name, getattr(layers, name, None)) for name in NAMES]
+    others = [kind for name, kind in built if full_name(kind) != f"{layers.__name__}.{name}"]
+    others = [kind for kind in others if not hasattr(getattr(kind, "forward", None), "ascend_parallel")]
+    if not others:
+        return None
+    texts = " and ".join(full_name(kind) for kind in others)
+    flag = flag_of(others[0])
+    if flag is None:
+        return f"overlap covers no layer of {texts}: another package put them in place of Megatron-core's layers"
+    advice = f"drop {flag}" + (", or export COC_TAKE_OVER=1 to run this package in its place" if flag == COC else "")
+    return f"{flag} put {texts} in place of Megatron-core's layers, and overlap covers none of them: {advice}"
+
+
+def flag_of(kind: object) -> str | None:
+    """Return the flag of MindSpeed that puts a class in place of Megatron-core's, or None."""
+    module = str(getattr(kind, "__module__", ""))
+    return next((flag for package, flag in FLAGS.items() if module.startswith(package)), None)

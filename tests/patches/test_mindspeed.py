@@ -1,0 +1,355 @@
+"""The real MindSpeed on the real Megatron-LM: its flags, its layer with a norm, its CoC taken over.
+
+Every test starts two processes, in which a function of this file runs after both were imported. The layers are compared
+with unsharded layers in float64, outputs and every gradient.
+"""
+
+import logging
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import mindspeed_world
+import npu_wheel
+import pytest
+import torch
+import torch.distributed as dist
+
+K, WIDTH, ROWS, BATCH = 1024, 1536, 128, 2
+ON = {"COC_PARALLEL_NUM": "4"}
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", ["", "--sequence-parallel"], ids=["all-reduce", "sequence"])
+ORDERS = pytest.mark.parametrize("late", [False, True], ids=["by import torch", "after MindSpeed"])
+
+
+@pytest.fixture(scope="module")
+def mindspeed(tmp_path_factory):
+    """Return ``run(function, flags, **options)``, which runs a function on 2 ranks, and returns rank 0's output."""
+    try:
+        environ = mindspeed_world.environment(tmp_path_factory.mktemp("stubs"))
+    except npu_wheel.Missing as reason:
+        pytest.skip(str(reason))
+
+    def run(function, flags="", fails=False, **options):
+        processes = mindspeed_world.run(environ, function, flags, **options)
+        for rank, finished in enumerate(processes):
+            text = f"rank {rank}:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
+            assert (finished.returncode != 0) == fails, text
+            assert fails or "every check was made" in finished.stdout
+        return processes[0].stdout + processes[0].stderr
+
+    return run
+
+
+def pair():
+    """Build a column and a row layer as the framework would: by name, with the configuration of the arguments."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.global_vars import get_args
+
+    shared = {"config": core_transformer_config_from_args(get_args()), "init_method": torch.nn.init.xavier_normal_}
+    column = layers.ColumnParallelLinear(K, WIDTH, gather_output=False, bias=True, **shared)
+    row = layers.RowParallelLinear(WIDTH, K, input_is_parallel=True, bias=True, skip_bias_add=False, **shared)
+    return torch.nn.ModuleDict({"column": column, "row": row})
+
+
+def gathered(part, dim):
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.detach().contiguous())
+    return torch.cat(parts, dim)
+
+
+def share(whole, dim):
+    return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def compare(model, weights=None, norm=None):
+    """Run forward and backward of the pair, and compare both with float64; return what differs.
+
+    weights  the whole weights of column and row that the layers should have used, if not their parameters
+    norm     the function of x and the norm's parameters that comes first
+    """
+    column, row = model["column"], model["row"]
+    sequence = row.sequence_parallel
+    generator = torch.Generator().manual_seed(3)
+    x_m, dz_m = (torch.randn((ROWS, BATCH, K), generator=generator) for _ in range(2))
+    with torch.no_grad():
+        for index, bias in enumerate((column.bias, row.bias)):
+            bias.copy_(torch.randn(bias.shape, generator=generator.manual_seed(4 + index)))  # equal on all ranks
+    x = (share(x_m, 0) if sequence else x_m).clone().requires_grad_()
+    z = row(column(x)[0])[0]
+    z.backward(share(dz_m, 0) if sequence else dz_m)
+
+    wholes = weights or (gathered(column.weight, 0), gathered(row.weight, 1))
+    norms = [p.detach() for name, p in column.named_parameters() if name.startswith("layer_norm")]
+    operands = [x_m, wholes[0], gathered(column.bias, 0), wholes[1], row.bias.detach(), *norms]
+    x64, w1, b1, w2, b2, *n64 = (operand.double().clone().requires_grad_() for operand in operands)
+    z64 = ((norm(x64, *n64) if norm else x64) @ w1.t() + b1) @ w2.t() + b2
+    z64.backward(dz_m.double())
+    rows = (lambda whole: share(whole, 0)) if sequence else (lambda whole: whole)
+    found = {"z": (z, rows(z64)), "dx": (x.grad, rows(x64.grad))}
+    found |= {"dw1": (column.weight.grad, share(w1.grad, 0)), "db1": (column.bias.grad, share(b1.grad, 0))}
+    found |= {"dw2": (row.weight.grad, share(w2.grad, 1))}
+    replicated = [("db2", row.bias, b2)]
+    replicated += list(
+        zip(("dgamma", "dbeta"), (p for n, p in column.named_parameters() if "layer_norm" in n), n64, strict=False)
+    )
+    for name, parameter, truth in replicated:
+        grad = parameter.grad.clone()
+        if sequence:  # of this rank's rows alone; Megatron sums these gradients after the backward
+            dist.all_reduce(grad)
+        found[name] = grad, truth.grad
+    return [name for name, (got, truth) in found.items() if not close(got, truth)]
+
+
+def close(got, truth):
+    return (got.double() - truth).abs().max().item() <= 2e-5 * truth.abs().max().item()
+
+
+@contextmanager
+def logged():
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ascend_parallel").addHandler(handler)
+    yield lines
+    logging.getLogger("ascend_parallel").removeHandler(handler)
+
+
+def overlapped_pair(group):
+    import ascend_parallel
+
+    model = pair()
+    assert compare(model) == []
+    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered"
+    counts = ascend_parallel.status().counts
+    assert sum(count["chunks"] for count in counts.values()) == 4 * sum(c["calls"] for c in counts.values()) > 0, counts
+    with torch.no_grad():
+        model["row"].weight[0, 0] += 1
+    spoiled = gathered(model["column"].weight, 0), gathered(model["row"].weight, 1)
+    with torch.no_grad():
+        model["row"].weight[0, 0] -= 1
+    assert compare(pair(), spoiled) != []  # the comparison can fail
+
+
+@ORDERS
+@SEQUENCE
+def test_at_default_flags_both_layers_are_overlapped(mindspeed, sequence_parallel, late):
+    mindspeed(overlapped_pair, sequence_parallel, late=late, **ON)
+
+
+@SEQUENCE
+def test_wrappers_that_keep_main_grad_are_harmless(mindspeed, sequence_parallel):
+    mindspeed(wrapped_pair, f"--swap-attention {sequence_parallel}", **ON)
+
+
+def wrapped_pair(group):
+    from megatron.core.tensor_parallel import layers
+
+    forward = vars(layers.LinearWithGradAccumulationAndAsyncCommunication)["forward"]
+    assert forward.__code__.co_name == "linear_forward_main_grad", forward  # otherwise nothing is tested
+    overlapped_pair(group)
+
+
+def quantised_pair(group):
+    """MindSpeed's QAT multiplies by quantised weights; a layer that is overlapped would not."""
+    from mindspeed.core.qat import layers as qat
+
+    import ascend_parallel
+
+    model = pair()
+    quantised = [qat.w8a16_fakequant_func(model[name].weight, [1, 32], False).detach() for name in ("column", "row")]
+    wholes = gathered(quantised[0], 0), gathered(quantised[1], 1)
+    assert not torch.equal(wholes[0], gathered(model["column"].weight, 0))
+    with logged() as lines:
+        assert compare(model, wholes) == []
+    covered = ascend_parallel.coverage(model)
+    assert covered.covered == 0 and "w8a16_forward of mindspeed.core.qat.layers" in str(covered)
+    assert dist.get_rank() != 0 or any("what it computes was replaced" in line for line in lines), lines
+    assert ascend_parallel.status().counts == {}
+    ascend_parallel.configure(strict=True)
+    with pytest.raises(ascend_parallel.UnmetRequestError, match="w8a16"):
+        compare(model, wholes)
+
+
+@ORDERS
+def test_quantisation_in_training_runs_as_it_is(mindspeed, late):
+    mindspeed(quantised_pair, "--qat-quant-engine --qat-scheme w8a16-mxfp8 --sequence-parallel", late=late, **ON)
+
+
+def replaced_pair(group):
+    import sys
+
+    from megatron.core.tensor_parallel import layers
+
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.built_classes import FLAGS
+
+    (flag,) = set(sys.argv) & set(FLAGS.values())
+    (own,) = (kind for kind in layers.ColumnParallelLinear.__mro__ if kind.__module__ == layers.__name__)
+    model = pair()
+    for strict in (False, True):
+        ascend_parallel.configure(strict=strict)
+        with logged() as lines:
+            error = None
+            try:
+                model["column"](torch.randn(ROWS, BATCH, K))
+            except ascend_parallel.UnmetRequestError as raised:
+                error = str(raised)
+            except RuntimeError as raised:  # MindSpeed's MC2 wants HCCL
+                assert "No backend type" in str(raised)
+        assert (error is not None and flag in error) == strict
+        warned = [line for line in lines if flag in line]
+        assert bool(warned) == (dist.get_rank() == 0 and not strict), lines
+    assert "was given to mindspeed." in ascend_parallel.status().patches[0].reason
+    assert hasattr(vars(own)["forward"], "ascend_parallel")
+    ascend_parallel.revert()
+    assert not hasattr(vars(own)["forward"], "ascend_parallel")
+
+
+@ORDERS
+@pytest.mark.parametrize("flag", ["--use-ascend-coc", "--use-ascend-mc2 --sequence-parallel", "--unaligned-linear"])
+def test_classes_in_place_of_megatrons_are_noticed_at_the_first_layer(mindspeed, flag, late):
+    output = mindspeed(replaced_pair, flag, late=late, **ON)
+    assert output.count("in place of Megatron-core's layers") >= 1
+
+
+def taken_over(group):
+    import os
+
+    import ascend_parallel
+
+    settings = ascend_parallel.status().settings
+    assert (settings.num_chunks, settings.fused) == (int(os.environ["EXPECTED"]), False)
+    model = pair()
+    assert compare(model) == []
+    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered"
+    chunks = [count["chunks"] / count["calls"] for count in ascend_parallel.status().counts.values()]
+    assert set(chunks) == {settings.num_chunks}, chunks
+    assert ascend_parallel.configure(verify_every=1).num_chunks == settings.num_chunks
+
+
+@SEQUENCE
+@pytest.mark.parametrize("variables", [{"EXPECTED": "2"}, {"EXPECTED": "4", "COC_PARALLEL_NUM": "4"}])
+def test_the_package_takes_the_place_of_mindspeeds_coc(mindspeed, sequence_parallel, variables):
+    flags = f"--use-ascend-coc --coc-parallel-num 2 {sequence_parallel}"
+    output = mindspeed(taken_over, flags, COC_TAKE_OVER="1", **variables)
+    assert "in place of MindSpeed's CoC, with its arguments: on" in output
+
+
+def taken_over_fused(group):
+    import ascend_parallel
+
+    assert ascend_parallel.status().settings.fused
+    assert compare(pair()) == []
+
+
+def test_taking_over_reads_the_fused_switch(mindspeed):
+    mindspeed(taken_over_fused, "--use-ascend-coc --coc-fused-kernel", COC_TAKE_OVER="1")
+
+
+def test_taking_over_too_late_is_an_error(mindspeed):
+    output = mindspeed(taken_over, "--use-ascend-coc", fails=True, late=True, COC_TAKE_OVER="1", **ON)
+    assert "COC_TAKE_OVER=1 came too late" in output
+
+
+FB_OVERLAP = (
+    "--moe-fb-overlap --num-experts 2 --moe-grouped-gemm --expert-model-parallel-size 2 --sequence-parallel "
+    "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --disable-bias-linear --bf16"
+)
+
+
+def detached_pair(group):
+    from megatron.training.global_vars import get_args
+
+    import ascend_parallel
+
+    get_args().params_dtype, get_args().bf16 = torch.float32, False  # the arguments' check wants bf16 for experts
+    model = pair()
+    assert compare(model) == []
+    covered = ascend_parallel.coverage(model)
+    assert covered.covered == 0 and "linear_backward_wgrad_detach" in str(covered), str(covered)
+
+
+def test_mindspeeds_own_overlap_of_moe_stays(mindspeed):
+    mindspeed(detached_pair, FB_OVERLAP, **ON)
+
+
+def pair_with_norm(group):
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.global_vars import get_args
+
+    import ascend_parallel
+
+    config = core_transformer_config_from_args(get_args())
+    shared = {"config": config, "bias": True, "is_expert": False, "init_method": torch.nn.init.xavier_normal_}
+    with mindspeed_world.NpuMeansCpu():
+        column = TELayerNormColumnParallelLinear(K, WIDTH, gather_output=False, skip_bias_add=False, **shared)
+        row = TERowParallelLinear(WIDTH, K, input_is_parallel=True, skip_bias_add=False, **shared)
+    model = torch.nn.ModuleDict({"column": column, "row": row})
+    with torch.no_grad():
+        for name, parameter in column.named_parameters():
+            if name.startswith("layer_norm"):
+                parameter.add_(torch.linspace(-0.5, 0.5, K))
+
+    def norm(x, gamma, beta=None):
+        if beta is not None:
+            return torch.nn.functional.layer_norm(x, [K], gamma, beta, config.layernorm_epsilon)
+        return torch.nn.functional.rms_norm(x, [K], gamma, config.layernorm_epsilon)
+
+    assert compare(model, norm=norm) == []
+    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered"
+    chunks = [count["chunks"] / count["calls"] for count in ascend_parallel.status().counts.values()]
+    assert set(chunks) == {4.0}, ascend_parallel.status().counts
+    ascend_parallel.configure(verify_every=1)
+    compare(model, norm=norm)
+    checked = ascend_parallel.verification()
+    assert len(checked.layers) == 2 and checked.passed, checked
+    config.fp8 = "e4m3"
+    assert "fp8" in str(ascend_parallel.coverage(model))
+
+
+@SEQUENCE
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_the_layer_with_a_norm_is_overlapped(mindspeed, sequence_parallel, normalization):
+    flags = f"--transformer-impl transformer_engine --normalization {normalization} {sequence_parallel}"
+    mindspeed(pair_with_norm, flags, **ON)
+
+
+def nothing(group):
+    pass
+
+
+def test_the_dummy_module_of_transformer_engine_is_not_blamed(mindspeed):
+    output = mindspeed(nothing, **ON)
+    assert "0 linear layers ran with it: no layer of megatron-core" in output
+    assert "use --transformer-impl local" not in output
+
+
+def taken_over_from_llm(group):
+    """Import the real file of MindSpeed-LLM's feature, without its packages, which need a dozen more libraries."""
+    import importlib
+    import os
+    import sys
+    import types
+
+    from megatron.core.tensor_parallel import layers
+    from megatron.training.global_vars import get_args
+
+    folder = os.environ["MINDSPEED_LLM"]
+    for name in ("mindspeed_llm", "mindspeed_llm.features_manager", "mindspeed_llm.features_manager.tensor_parallel"):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(Path(folder, *name.split(".")))]
+    module = importlib.import_module("mindspeed_llm.features_manager.tensor_parallel.coc")
+
+    manager = mock.Mock()
+    module.CoCFeature().register_patches(manager, get_args())
+    assert manager.mock_calls == []
+    assert layers.ColumnParallelLinear.__module__ == layers.__name__
+    assert module.CoCFeature.register_patches is not module.MindSpeedCoCFeature.register_patches
+
+
+def test_taking_over_knows_the_feature_of_mindspeed_llm(mindspeed):
+    if "MINDSPEED_LLM" not in os.environ:
+        pytest.skip("MINDSPEED_LLM names no checkout of MindSpeed-LLM")
+    mindspeed(taken_over_from_llm, "--use-ascend-coc --coc-parallel-num 2", COC_TAKE_OVER="1")
