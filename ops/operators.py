@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -181,7 +180,7 @@ def choice_for(
     if settings.fused and problem.device == "cpu":
         problem = shm.ask(problem, group, float(settings.time_limit))
     elif settings.fused and problem.device == "npu":
-        problem = replace(problem, soc=npu.soc_name())
+        problem = npu.ask(problem)
     return keep_bits(choose(problem, settings), group, device, layout)
 
 

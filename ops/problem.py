@@ -14,6 +14,9 @@ REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
+# Allowed values of the setting `fused_ranks`; the first is the default.
+FUSED_RANKS = (8, 16)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -31,6 +34,10 @@ class Problem:
         for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight.
     scale_dtype
         The dtype of these scales, or None.
+    comm_mode, fused_ranks
+        The settings of these names, which limit Ascend's fused operators.
+    arguments
+        The names of the arguments of the fused operator's installed schema; None if nobody has looked them up.
     shm
         Why the group cannot share memory, or None if it can; the same on all its ranks.
     """
@@ -48,6 +55,9 @@ class Problem:
     antiquant: str = ""
     group_size: int = 0
     scale_dtype: torch.dtype | None = None
+    comm_mode: str | None = None
+    fused_ranks: int = FUSED_RANKS[0]
+    arguments: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an int8 weight that the operator cannot take."""

@@ -72,7 +72,12 @@ def choose(problem: Problem, settings: OperatorSettings) -> Choice:
 
 @lru_cache(maxsize=4096)
 def _cached_choice(problem: Problem, settings: OperatorSettings) -> Choice:
-    problem = replace(problem, deterministic=settings.deterministic)
+    problem = replace(
+        problem,
+        deterministic=settings.deterministic,
+        comm_mode=settings.comm_mode,
+        fused_ranks=settings.fused_ranks,
+    )
     choice = _choose(problem, settings)
     if settings.strict and choice.unmet:
         raise UnmetRequestError(f"COC_STRICT=1: {name_of(problem)}: {choice.unmet}")

@@ -18,7 +18,7 @@ from test_npu import A2, BF16, DTYPES
 from truth import close
 
 from ascend_parallel import QuantisedWeight, Settings, column_linear, quantise_weight, quantised_row_linear, row_linear
-from ascend_parallel.ops import npu
+from ascend_parallel.ops import UnmetRequestError, npu, npu_limits
 
 GRAINS = [("tensor", 0), ("channel", 0), ("group", 32), ("group", 192)]
 MM_ALL_REDUCE = "npu_mm_all_reduce_base"
@@ -264,3 +264,26 @@ def comm_modes(kernels, group):
 @pytest.mark.slow
 def test_comm_mode_reaches_every_operator(with_torch_npu):
     with_torch_npu(comm_modes)
+
+
+def looked_up_schemas(kernels, group):
+    """The names of the arguments are the wheel's; without comm_mode a layer that asks for it is not fused."""
+    for operator, name in npu_limits.FUSED_OPERATORS.items():
+        names = npu.arguments(operator)
+        assert {"x2", "hcom", "comm_mode", *npu_wheel.ALLOWED[name]} <= names and "chunks" not in names, names
+    as_if_on_an_npu()
+    looked_up = npu.arguments
+    npu.arguments = lambda operator: looked_up(operator) - {"comm_mode"}
+    xs, ws, x, w = operands(group, 8, 256, 24, BF16)
+    fused = Settings(fused=True, comm_mode="aiv")
+    close(row_linear(x, w.t(), group=group, settings=fused), (xs @ ws).sum(0), BF16)
+    assert kernels.calls == []
+    with pytest.raises(UnmetRequestError, match="has no argument comm_mode"):
+        row_linear(x, w.t(), group=group, settings=replace(fused, strict=True))
+    close(row_linear(x, w.t(), group=group, settings=replace(fused, comm_mode=None)), (xs @ ws).sum(0), BF16)
+    assert [name for name, _ in kernels.calls] == [MM_ALL_REDUCE]
+
+
+@pytest.mark.slow
+def test_the_installed_schemas_decide(with_torch_npu):
+    with_torch_npu(looked_up_schemas)
