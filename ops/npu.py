@@ -28,6 +28,7 @@ from ascend_parallel.ops.npu_limits import FUSED_OPERATORS, supports
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
+from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.rows import Sizes
 
 __all__ = [
@@ -67,27 +68,29 @@ def matmul_all_reduce(
 
 
 def matmul_reduce_scatter(
-    x_m: torch.Tensor,
-    w: torch.Tensor,
+    x_m: Input,
+    w: Weight,
     group: dist.ProcessGroup,
     sizes: Sizes,
     after: Pending | None = None,
     *,
     comm_mode: str | None = None,
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N]; pending [M / R, N].
+    """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N], or both in int8; pending [M / R, N].
 
     Nothing is sent before `after` is done. `comm_mode`: "ai_cpu", "aiv", "ccu", or None for the operator's default.
     """
     if after is not None:
         after.wait()
+    left, right, scales = _int8_operands(x_m, w)
     y_shard_m = _torch_npu().npu_mm_reduce_scatter_base(
-        x_m.contiguous(),  # positional: the schema names it `input`, the documentation also x1
-        _weight(w),
+        left.contiguous(),  # positional: the schema names it `input`, the documentation also x1
+        _weight(right),
         hccl_name(group),
         group.size(),
         reduce_op="sum",
         comm_turn=0,
+        **scales,
         **_mode(comm_mode),
     )
     COUNTS.add(REDUCE_SCATTER, 1, 1)
@@ -95,8 +98,8 @@ def matmul_reduce_scatter(
 
 
 def all_gather_matmul(
-    x_shard_m: torch.Tensor,
-    w: torch.Tensor,
+    x_shard_m: Input,
+    w: Weight,
     group: dist.ProcessGroup,
     sizes: Sizes,
     *,
@@ -105,17 +108,20 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N].
 
-    With keep_gathered=False, for a column layer that gathers again in backward, the gathered rows are not stored:
-    the second result is None. `comm_mode`: "ai_cpu", "aiv", "ccu", or None for the operator's default.
+    x_shard_m and w may both be in int8: the operator gathers the scales too, and the second result is in int8. With
+    keep_gathered=False, for a column layer that gathers again in backward, the gathered rows are not stored: the
+    second result is None. `comm_mode`: "ai_cpu", "aiv", "ccu", or None for the operator's default.
     """
+    left, right, scales = _int8_operands(x_shard_m, w)
     y_m, gathered_m = _torch_npu().npu_all_gather_base_mm(
-        x_shard_m.contiguous(),
-        _weight(w),
+        left.contiguous(),
+        _weight(right),
         hccl_name(group),
         group.size(),
         gather_index=0,
         gather_output=keep_gathered,
         comm_turn=0,
+        **scales,
         **_mode(comm_mode),
     )
     COUNTS.add(ALL_GATHER, 1, 1)
@@ -178,6 +184,16 @@ def _scales(w: Weight) -> dict[str, Any]:
         return {}
     offset = {} if w.offset is None else {"antiquant_offset": w.offset.contiguous()}
     return {"antiquant_scale": w.scale.contiguous(), **offset, "antiquant_group_size": w.group_size}
+
+
+def _int8_operands(x_m: Input, w: Weight) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return both operands as tensors, and the arguments that describe them; none for plain operands."""
+    if not isinstance(x_m, QuantisedRows):
+        assert isinstance(w, torch.Tensor), "an int8 weight needs an int8 input here"
+        return x_m, w, {}
+    assert isinstance(w, QuantisedWeight), "an int8 input needs an int8 weight"
+    x2_scale = w.scale.float().reshape(-1).expand(w.shape[1]).reshape(1, -1).contiguous()
+    return x_m.values, w.values, {"x1_scale": x_m.scale.contiguous(), "x2_scale": x2_scale, "output_dtype": x_m.dtype}
 
 
 def _mode(comm_mode: str | None) -> dict[str, str]:

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 import torch
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
-from ascend_parallel.ops.soc import AIV_RANKS, COMM_MODES, GENERATIONS, LARGEST_SCATTER_950, RANKS
+from ascend_parallel.ops.soc import (
+    AIV_RANKS,
+    COMM_MODES,
+    GENERATIONS,
+    INT8_ENGINE,
+    INT8_GENERATIONS,
+    LARGEST_SCATTER_950,
+    RANKS,
+)
 
 # torch_npu's name of each operator.
 FUSED_OPERATORS = {
@@ -38,6 +46,11 @@ def supports(problem: Problem) -> str | None:
     backward contracts over another dimension and has its own check.
     """
     return next(_refusals(problem), None)
+
+
+def engine(problem: Problem) -> str | None:
+    """Return the engine of the communication that the call of `problem` names; None: it names none."""
+    return INT8_ENGINE if problem.int8_input and problem.comm_mode is None else problem.comm_mode
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
@@ -94,10 +107,14 @@ def _chip_refusals(problem: Problem) -> Iterator[str]:
 
 def _mode_refusals(problem: Problem, generation: str, where: str) -> Iterator[str]:
     """Refuse an engine of the communication that the chip does not have, or not for so many ranks."""
-    modes, mode = COMM_MODES[generation], problem.comm_mode
+    modes, mode = COMM_MODES[generation], engine(problem)
+    if problem.int8_input and generation not in INT8_GENERATIONS:
+        yield f"{problem.operator} on {where} is not documented for int8 by int8"
+    if problem.int8_input and mode != INT8_ENGINE:
+        yield f"{problem.operator} multiplies int8 by int8 only with comm_mode {INT8_ENGINE}, not {mode}"
     if mode is not None and mode not in modes:
         yield f"{problem.operator} on {where} takes comm_mode {' or '.join(modes)}, not {mode}"
-    if mode == "aiv" and problem.ranks > AIV_RANKS:
+    if mode == "aiv" and problem.operator != ALL_REDUCE and problem.ranks > AIV_RANKS:
         yield f"{problem.operator} with comm_mode=aiv takes up to {AIV_RANKS} ranks, not {problem.ranks}"
 
 
@@ -115,7 +132,9 @@ def _schema_refusals(problem: Problem) -> Iterator[str]:
 
 def _named_arguments(problem: Problem) -> set[str]:
     """Return the arguments, beyond those that every torch_npu has, that the call of `problem` gives."""
-    named = set() if problem.comm_mode is None else {"comm_mode"}
+    named = set() if engine(problem) is None else {"comm_mode"}
+    if problem.int8_input:
+        named |= {"x1_scale", "x2_scale", "output_dtype"}
     if problem.antiquant:
         named |= {"antiquant_scale", "antiquant_offset", "antiquant_group_size"}
     return named

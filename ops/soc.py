@@ -59,8 +59,9 @@ COMM_MODES = {"A2": ("ai_cpu", "aiv"), "A3": ("ai_cpu", "aiv"), "950": ("ai_cpu"
 # Most ranks under "aiv" [wheel], [vllm].
 AIV_RANKS = 8
 
-# Generations whose reduce-scatter and all-gather multiply int8 by int8: [docs], [master].
+# Generations whose reduce-scatter and all-gather multiply int8 by int8, and their engine for it: [docs], [master].
 INT8_GENERATIONS = ("A2", "A3")
+INT8_ENGINE = "aiv"
 
 # Most bytes of the product before a reduce-scatter on 950: [master], 16 x 256 MB.
 LARGEST_SCATTER_950 = 16 * 256 * 2**20

@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from npu_wheel import VERSION
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import Problem, UnmetRequestError, choose, npu, npu_limits
@@ -64,6 +66,18 @@ REFUSED = {
     "a product too large for 950": (
         {"soc": ASCEND_950, "m": 2**20, "n": 2048 + 1},
         "a product of up to 4294967296 bytes, not 4297064448",
+    ),
+    "int8 by int8, ai_cpu": ({"int8_input": True, "comm_mode": "ai_cpu"}, "int8 by int8 only with comm_mode aiv"),
+    "int8 by int8, 950": ({"int8_input": True, "soc": ASCEND_950}, "not documented for int8 by int8"),
+    "int8 by int8, 16 ranks": (
+        {"int8_input": True, "soc": A3, "ranks": 16, "fused_ranks": 16},
+        "comm_mode=aiv takes up to 8 ranks, not 16",
+    ),
+    "int8 by int8, K too small": ({"int8_input": True, "k": 255}, "K from 256 to 65534, not 255"),
+    "int8 by int8, products in fp32": ({"int8_input": True, "dtype": torch.float32}, "not torch.float32"),
+    "int8 by int8, an old torch_npu": (
+        {"int8_input": True, "arguments": frozenset({"comm_mode", "x2_scale"})},
+        "of the installed torch_npu has no argument output_dtype, x1_scale",
     ),
     "no operator": ({"arguments": frozenset()}, "torch_npu has no operator npu_mm_reduce_scatter_base"),
     "1 rank, reduce-scatter": ({"ranks": 1}, "not 1"),
@@ -152,6 +166,21 @@ def test_an_int8_weight_is_taken_as_documented(scales):
     assert npu.supports(problem(**scales)) is None
     half = {**scales, "dtype": torch.float16, "scale_dtype": torch.float16}
     assert npu.supports(problem(**half)) is None
+
+
+@pytest.mark.parametrize("operator", [REDUCE_SCATTER, ALL_GATHER])
+def test_int8_by_int8_is_taken_as_documented_and_names_its_engine(operator):
+    for soc, dtype, ranks in itertools.product((A2, A3), DTYPES, (2, 4, 8)):
+        call = problem(operator, soc=soc, dtype=dtype, ranks=ranks, int8_input=True)
+        for comm_mode in (None, "aiv"):
+            choice = choose(call, Settings(fused=True, comm_mode=comm_mode, strict=True))
+            assert (choice.kernel, choice.options) == ("npu", (("comm_mode", "aiv"),))
+
+
+def test_the_extra_installs_the_pair_that_is_tested():
+    minor = VERSION.rpartition(".")[0]
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'npu = ["torch=={minor}.*", "torch_npu=={minor}.*"]' in text
 
 
 def test_rank_order_and_row_tiles_leave_nothing_to_the_fused_operators():
