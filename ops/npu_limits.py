@@ -114,7 +114,7 @@ def _mode_refusals(problem: Problem, generation: str, where: str) -> Iterator[st
         yield f"{problem.operator} multiplies int8 by int8 only with comm_mode {INT8_ENGINE}, not {mode}"
     if mode is not None and mode not in modes:
         yield f"{problem.operator} on {where} takes comm_mode {' or '.join(modes)}, not {mode}"
-    if mode == "aiv" and problem.operator != ALL_REDUCE and problem.ranks > AIV_RANKS:
+    if mode == "aiv" and problem.ranks > AIV_RANKS:
         yield f"{problem.operator} with comm_mode=aiv takes up to {AIV_RANKS} ranks, not {problem.ranks}"
 
 

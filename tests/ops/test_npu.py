@@ -125,8 +125,9 @@ def test_limits_are_inclusive_where_documented():
             call = problem(operator, ranks=ranks, soc=A3, fused_ranks=16, comm_mode=comm_mode)
             assert npu.supports(call) is None
     for comm_mode, ranks in itertools.product((None, "ai_cpu", "ccu"), (2, 4, 8, 16)):
-        call = problem(ranks=ranks, soc=ASCEND_950, fused_ranks=16, comm_mode=comm_mode)
-        assert npu.supports(call) is None
+        wanted = Settings(fused=True, fused_ranks=16, comm_mode=comm_mode, strict=True)
+        choice = choose(problem(ranks=ranks, soc=ASCEND_950), wanted)
+        assert (choice.kernel, choice.options) == ("npu", (("comm_mode", comm_mode),) if comm_mode else ())
     assert npu.supports(problem(soc=ASCEND_950, m=2**20, n=2048)) is None
 
 
