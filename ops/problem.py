@@ -32,7 +32,7 @@ class Problem:
         Whether sums over ranks must run in rank order.
     antiquant, group_size
         The grain of an int8 weight's scales: "tensor", "channel", or "group" (of `group_size` elements of K); empty
-        for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight.
+        for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight with a floating input.
     scale_dtype
         The dtype of these scales, or None.
     int8_input
