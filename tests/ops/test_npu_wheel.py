@@ -4,7 +4,6 @@ Nothing here runs on an NPU. The tests show that this package's calls fit the wh
 limits, and that the layers are right if the operators match their documentation.
 """
 
-import gc
 import itertools
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ import npu_wheel
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
 from test_linear import part, whole_layer
 from test_npu import A2, BF16, DTYPES
 from truth import close
@@ -21,49 +19,14 @@ from ascend_parallel import (
     QuantisedWeight,
     Settings,
     column_linear,
-    int8_column_linear,
-    int8_row_linear,
     quantise_weight,
     quantised_row_linear,
     row_linear,
 )
 from ascend_parallel.ops import UnmetRequestError, npu, npu_limits
-from ascend_parallel.ops.quantised_rows import QuantisedRows, quantise_rows
 
 GRAINS = [("tensor", 0), ("channel", 0), ("group", 32), ("group", 192)]
 MM_ALL_REDUCE = "npu_mm_all_reduce_base"
-
-
-@pytest.fixture(scope="module")
-def with_torch_npu(tmp_path_factory):
-    """Return ``run(function)``, which runs a function of this file on 2 ranks with the real torch_npu."""
-    try:
-        environ = npu_wheel.environment(tmp_path_factory.mktemp("stubs"))
-    except npu_wheel.Missing as reason:
-        pytest.skip(str(reason))
-
-    def run(function):
-        code = f"import test_npu_wheel as tests; tests.on_a_rank(tests.{function.__name__})"
-        for rank, finished in enumerate(launch(code, [environ] * 2, fresh=True)):
-            assert finished.returncode == 0, f"rank {rank}:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
-            assert "every check was made" in finished.stdout
-
-    return run
-
-
-def on_a_rank(function):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    kernels = npu_wheel.CpuKernels()
-    kernels.groups["tensor parallel"] = dist.group.WORLD
-    npu.set_hccl_name(dist.group.WORLD, "tensor parallel")
-    function(kernels, dist.group.WORLD)
-    print("every check was made")
-    # A gloo group that lives on to the interpreter's end may abort the process, with torch_npu and without.
-    kernels.groups.clear()
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def operands(group, m, k, n, dtype):
@@ -205,75 +168,6 @@ def check_row(group, shape, dtype, settings, sequence_parallel):
 
 def test_all_four_layers_match_the_truth_forward_and_backward(with_torch_npu):
     with_torch_npu(layers)
-
-
-def int8_operands(group, grains, m, dtype, k=384, n=40):
-    """Every rank's int8 input and weight, and what they stand for in float64."""
-    xs, ws, _, _ = operands(group, m, k, n, dtype)
-    x = [quantise_rows(x.to(dtype), grains[0]) for x in xs]
-    w = [quantise_weight(w.to(dtype), grains[1]) for w in ws]
-    return x, w, [a.values.double() * a.scale.double() for a in x], [b.dequantise(torch.float64) for b in w]
-
-
-def int8_by_int8(kernels, group):
-    """The two operators on both layouts of the weight, and the two layers by their choice."""
-    as_if_on_an_npu()
-    ranks, rank = group.size(), group.rank()
-    grains = itertools.product(("token", "tensor"), ("tensor", "channel"))
-    for dtype, grain in itertools.product(DTYPES, grains):
-        x, w, xs, ws = int8_operands(group, grain, 6 * ranks, dtype)
-        total, y_gathered = sum(a @ b for a, b in zip(xs, ws, strict=True)), torch.cat(xs) @ ws[rank]
-        transposed = QuantisedWeight(w[rank].values.t().contiguous().t(), w[rank].scale)
-        for w_r in (w[rank], transposed):
-            close(
-                npu.matmul_reduce_scatter(x[rank], w_r, group, (), comm_mode="aiv").wait(),
-                total.chunk(ranks)[rank],
-                dtype,
-            )
-            y, gathered = npu.all_gather_matmul(x[rank], w_r, group, (), keep_gathered=False, comm_mode="aiv")
-            close(y, y_gathered, dtype)
-            assert gathered is None
-        x_meta = QuantisedRows(x[rank].values.to("meta"), x[rank].scale.to("meta"), dtype)
-        scattered = npu.matmul_reduce_scatter(x_meta, on_meta(w[rank]), group, (), comm_mode="aiv").wait()
-        assert (scattered.shape, scattered.dtype) == (total.chunk(ranks)[rank].shape, dtype)
-        y, _ = npu.all_gather_matmul(x_meta, on_meta(w[rank]), group, (), comm_mode="aiv")
-        assert (y.shape, y.dtype) == (y_gathered.shape, dtype)
-        int8_layers(kernels, group, grain, dtype)
-    kernels.wrong = True  # the same check notices one rank's missing part
-    wrong = npu.matmul_reduce_scatter(x[rank], w_r, group, (), comm_mode="aiv").wait()
-    with pytest.raises(AssertionError, match="relative error"):
-        close(wrong, total.chunk(ranks)[rank], dtype)
-
-
-def int8_layers(kernels, group, grain, dtype):
-    """Fused forward and backward; the input given here is already what int8 stands for, so it is the truth's."""
-    ranks, rank = group.size(), group.rank()
-    settings = Settings(fused=True, strict=True, enable_coc_in_column_backward=True)
-    x, w, xs, ws = int8_operands(group, grain, 6 * ranks, dtype, n=320)
-    inputs = [a.dequantise() for a in x]
-    again = [quantise_rows(a, grain[0]) for a in inputs]
-    xs = [a.values.double() * a.scale.double() for a in again]
-    for layer, truth in (
-        (int8_row_linear, sum(a @ b for a, b in zip(xs, ws, strict=True)).chunk(ranks)[rank]),
-        (int8_column_linear, torch.cat(xs) @ ws[rank]),
-    ):
-        kernels.calls.clear()
-        x_r = inputs[rank].clone().requires_grad_()
-        y = layer(x_r, w[rank], group=group, settings=settings, grain=grain[0])
-        y.sum().backward()
-        close(y.detach(), truth, dtype)
-        ones = torch.ones(x_r.shape[0], 320).double()
-        dx = ones @ ws[rank].t() if layer is int8_row_linear else sum(ones @ b.t() for b in ws)
-        close(x_r.grad, dx, dtype)
-        called = [(name, set(options) >= npu_wheel.INT8, options.get("comm_mode")) for name, options in kernels.calls]
-        scatter, gather = "npu_mm_reduce_scatter_base", "npu_all_gather_base_mm"
-        forward, backward = (scatter, gather) if layer is int8_row_linear else (gather, scatter)
-        assert called == [(forward, True, "aiv"), (backward, False, None)], called
-
-
-@pytest.mark.slow
-def test_int8_by_int8_reaches_the_operators(with_torch_npu):
-    with_torch_npu(int8_by_int8)
 
 
 def as_if_on_an_npu():

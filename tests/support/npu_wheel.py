@@ -9,6 +9,7 @@ neither there nor in anything this process, with torch, has loaded. Stubs with t
 arguments that they do not know.
 """
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from ascend_parallel.ops import npu
 
 VERSION = "2.13.0"
 INSTALL_LIMIT = 300  # seconds; the wheel has 44 MB
@@ -234,3 +237,19 @@ def dequantised(x1, x2, options):
     w = ((x2.float() + offset.float()) * scale.float()).to(x1.dtype)
     assert x2.is_contiguous() or x2.t().is_contiguous(), f"x2 with strides {x2.stride()}"
     return w if x2.is_contiguous() else w.t().contiguous().t()
+
+
+def on_a_rank(function):
+    """Run ``function(kernels, group)`` of a test on this rank, with CPU kernels for the default group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    kernels = CpuKernels()
+    kernels.groups["tensor parallel"] = dist.group.WORLD
+    npu.set_hccl_name(dist.group.WORLD, "tensor parallel")
+    function(kernels, dist.group.WORLD)
+    print("every check was made")
+    # A gloo group that lives on to the interpreter's end may abort the process, with torch_npu and without.
+    kernels.groups.clear()
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
