@@ -17,6 +17,7 @@ from ascend_parallel.diagnostics.verify import Verification, VerificationError
 from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.registry import explain as _explain
+from ascend_parallel.overlap.int8_linear import int8_column_linear, int8_row_linear
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import quantise_row_parallel, quantised_row_linear
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -49,6 +50,8 @@ __all__ = [
     "configure",
     "coverage",
     "explain",
+    "int8_column_linear",
+    "int8_row_linear",
     "ops",
     "quantise_row_parallel",
     "quantise_weight",

@@ -151,7 +151,7 @@ def final_of(lines: list[Line], measured: dict[str, Any]) -> Final:
     """Compare the second timings round by round."""
     again, by_name = measured["again"], {line.name: line for line in lines}
     names = [name for name in again if name != SERIAL]
-    best = min(names, key=lambda name: median(again[name]))
+    best = min(names, key=lambda name: median(again[name]), default=SERIAL)
     equal = next((name for name in names if is_equal(by_name[name])), None)
     uneven = next((name for name in names if not is_equal(by_name[name])), None)
     return Final(
@@ -198,23 +198,33 @@ def summary(lines: list[Line], finals: list[Final]) -> str:
     for rate in dict.fromkeys(line.rate for line in lines):
         own = median(abs(line.error) for line in lines if line.rate == rate)
         text.append(f"{rate}: median error {100 * own:.1f} %.")
-    kept = [final for final in finals if final.kept]
-    text.append(
-        f"Kept after the second timing: {len(kept)} of {len(finals)} passes are overlapped, from "
-        f"{min(final.over_serial for final in kept):.2f} to {max(final.over_serial for final in kept):.2f} times as "
-        "fast as one chunk; the others keep one chunk."
-    )
-    compared = [final.over_equal for final in finals if final.over_equal is not None]
-    text.append(
-        f"The best uneven chunks are faster than the best equal ones in {sum(gain > 1 for gain in compared)} of "
-        f"{len(compared)} passes, round by round; median {median(compared):.3f} times as fast."
-    )
+    text += [_kept(finals), _uneven(finals)]
     for low, high in ((2.0, 99.0), (1.5, 2.0), (0.9, 1.1)):
         best = [pair for pair in _best_e_bounds(lines) if low <= pair[0] < high]
         if best:
             middle = median(e_bound for _, e_bound in best)
             text.append(f"T_comm / T_mm from {low:g} to {high:g}: median E_bound {middle:.2f} over {len(best)} passes.")
     return "\n".join(f"- {line}" for line in text)
+
+
+def _kept(finals: list[Final]) -> str:
+    gains = [final.over_serial for final in finals if final.kept]
+    if not gains:
+        return f"Kept after the second timing: none of {len(finals)} passes is overlapped; all keep one chunk."
+    return (
+        f"Kept after the second timing: {len(gains)} of {len(finals)} passes are overlapped, from "
+        f"{min(gains):.2f} to {max(gains):.2f} times as fast as one chunk; the others keep one chunk."
+    )
+
+
+def _uneven(finals: list[Final]) -> str:
+    gains = [final.over_equal for final in finals if final.over_equal is not None]
+    if not gains:
+        return f"Uneven and equal chunks were timed together in none of {len(finals)} passes."
+    return (
+        f"The best uneven chunks are faster than the best equal ones in {sum(ratio > 1 for ratio in gains)} of "
+        f"{len(gains)} passes, round by round; median {median(gains):.3f} times as fast."
+    )
 
 
 def _best_e_bounds(lines: list[Line]) -> list[tuple[float, float]]:

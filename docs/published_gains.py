@@ -1,4 +1,4 @@
-"""Make the tables of docs/predict.md: published gains beside predictions.
+"""Make the tables of docs/predict.md that show what the predictions of `predict --published` depend on.
 
     python docs/published_gains.py                    print the tables
     python docs/published_gains.py docs/predict.md    write them between the file's marks
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,24 +20,22 @@ from ascend_parallel.tuning.cost_model.chunk_pipeline import makespan
 from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, MEGATRON, Schedule
-from ascend_parallel.tuning.cost_model.models import Batch, find_model
-from ascend_parallel.tuning.cost_model.report import gain
-from ascend_parallel.tuning.cost_model.step import Layout, step_time
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, Schedule
+from ascend_parallel.tuning.cost_model.models import find_model
+from ascend_parallel.tuning.cost_model.published import (
+    FUSED_BOUND,
+    PUBLISHED,
+    PUBLISHED_HARDWARE,
+    PUBLISHED_TP,
+    Assumptions,
+    percent,
+    step_gain,
+    with_fixed_cost,
+)
+from ascend_parallel.tuning.cost_model.step import Layout
 
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
-# MindSpeed, docs/features/communication-over-computation.md: end to end, fused operators, TP 8.
-PUBLISHED = {"bloom-7b": 0.0320, "bloom-176b": 0.0547, "llama2-70b": 0.0785}
-TP, HARDWARE = 8, "ascend-910b2"
-# Fused operators do not run in the column layer's backward unless enable_coc_in_column_backward is set.
-FUSED_BOUND = Schedule(name="bound", column_backward=False)
-COLUMNS: dict[str, Schedule] = {
-    **{f"{count} equal": Schedule(name=f"={count}") for count in (2, 4, 8)},
-    "best equal": EQUAL,
-    "best": BEST,
-    "bound": BOUND,
-    "bound, fused": FUSED_BOUND,
-}
+HARDWARE = PUBLISHED_HARDWARE
 # Matmul-all-reduce [5416, 6144, 1408] fp16 on 8 x 910B1 (PTO-ISA, kernels/manual/a2a3/gemm_ar), microseconds.
 OPERATOR = (5416, 6144, 1408)
 OPERATOR_MEASURED = {"matmul": 365, "collective": 375, "in turn": 743, "overlapped": 631}
@@ -71,8 +67,6 @@ def inserted(document: str, text: str) -> str:
 def tables() -> str:
     """Return all tables as Markdown."""
     parts = [
-        ("### End to end, as published and as predicted", _published()),
-        ("### Sensitivity to sequence and micro-batch", _shapes()),
         ("### Sensitivity to fixed costs", _fixed_costs()),
         ("### Sensitivity to the chip", _chips()),
         ("### Pieces that can be checked against measurements", _squares()),
@@ -82,51 +76,18 @@ def tables() -> str:
 
 
 @cache
-def step_gain(
-    model: str, hardware: Hardware, sequence: int, micro_batch: int, sequence_parallel: bool, schedule: Schedule
-) -> float:
+def model_gain(model: str, hardware: Hardware, sequence_parallel: bool, schedule: Schedule) -> float:
     """Return the predicted gain of a training step over Megatron-core's schedule."""
-    batch = Batch(sequence=sequence, micro_batch=micro_batch, tp=TP, sequence_parallel=sequence_parallel)
-    before, after = (
-        step_time(_costs(hardware), find_model(model), batch, Layout(micro_batches=8), timed).total
-        for timed in (MEGATRON, schedule)
+    layout = Layout(micro_batches=8)
+    batch = Assumptions(hardware=hardware, layout=layout, dtype=torch.bfloat16).batch(
+        find_model(model), sequence_parallel
     )
-    return gain(before, after)
+    return step_gain(_costs(hardware), find_model(model), batch, layout, schedule)
 
 
 @cache
 def _costs(hardware: Hardware) -> CostModel:
     return CostModel(hardware)
-
-
-def _published() -> str:
-    rows = []
-    for sequence_parallel in (False, True):
-        for name, published in PUBLISHED.items():
-            model = find_model(name)
-            gains = [
-                step_gain(name, find_hardware(HARDWARE), model.sequence, 1, sequence_parallel, schedule)
-                for schedule in COLUMNS.values()
-            ]
-            mode = "sequence" if sequence_parallel else "all-reduce"
-            rows.append([name, mode, str(model.sequence), _percent(published), *map(_percent, gains)])
-    return _table(["model", "mode", "sequence", "published", *COLUMNS], rows)
-
-
-def _shapes() -> str:
-    rows = []
-    for name in PUBLISHED:
-        for sequence_parallel in (False, True):
-            for micro_batch in (1, 4):
-                gains = [
-                    " / ".join(
-                        _percent(step_gain(name, find_hardware(HARDWARE), sequence, micro_batch, sequence_parallel, s))
-                        for s in (BEST, FUSED_BOUND)
-                    )
-                    for sequence in (1024, 2048, 4096, 8192)
-                ]
-                rows.append([name, "sequence" if sequence_parallel else "all-reduce", str(micro_batch), *gains])
-    return _table(["best / bound, fused", "mode", "micro-batch", "1024", "2048", "4096", "8192"], rows)
 
 
 def _fixed_costs() -> str:
@@ -136,7 +97,7 @@ def _fixed_costs() -> str:
     rows = []
     for words, hardware in variants.items():
         gains = [
-            _percent(step_gain(name, hardware, find_model(name).sequence, 1, sequence_parallel, schedule))
+            percent(model_gain(name, hardware, sequence_parallel, schedule))
             for name in PUBLISHED
             for sequence_parallel, schedule in ((False, Schedule(name="=4")), (False, BEST), (True, BEST))
         ]
@@ -145,27 +106,11 @@ def _fixed_costs() -> str:
     return _table(["", *heads], rows)
 
 
-def with_fixed_cost(hardware: Hardware, seconds: float) -> Hardware:
-    """Return the hardware with `seconds` added to every collective of any size."""
-    data = hardware.collectives
-    slower: dict[str, Any] = {
-        name: tuple((limit, fixed + seconds, *rest) for limit, fixed, *rest in getattr(data, name))
-        for name in ("all_reduce", "all_gather", "reduce_scatter")
-    }
-    if not data.all_gather:  # gather_share must not scale the added seconds
-        for name in ("all_gather", "reduce_scatter"):
-            slower[name] = tuple(
-                (limit, data.gather_share * fixed + seconds, *(data.gather_share * value for value in rest))
-                for limit, fixed, *rest in data.all_reduce
-            )
-    return replace(hardware, collectives=replace(data, **slower))
-
-
 def _chips() -> str:
     rows = []
     for chip in ("ascend-910b1", "ascend-910b2", "ascend-910b3", "ascend-910b4"):
         gains = [
-            _percent(step_gain(name, find_hardware(chip), find_model(name).sequence, 1, False, schedule))
+            percent(model_gain(name, find_hardware(chip), False, schedule))
             for name in PUBLISHED
             for schedule in (BEST, FUSED_BOUND)
         ]
@@ -185,7 +130,7 @@ def _squares() -> str:
 
 def _operator() -> str:
     costs = _costs(find_hardware("ascend-910b1"))
-    problem = Problem(ALL_REDUCE, *OPERATOR, torch.float16, "npu", TP)
+    problem = Problem(ALL_REDUCE, *OPERATOR, torch.float16, "npu", PUBLISHED_TP)
     whole = (problem.rows,)
 
     def seconds(sizes: tuple[int, ...]) -> float:
@@ -210,10 +155,6 @@ def _operator() -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-
-
-def _percent(share: float) -> str:
-    return f"{share:.2%}".replace("%", " %")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,8 +20,9 @@ from ascend_parallel.ops.bits import ANY, keep_bits
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
-from ascend_parallel.ops.quantised import Weight
-from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.quantised import Weight, whole
+from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
+from ascend_parallel.ops.record import BESIDE, RECORDING, compute
 from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, choose, name_of, usual_chunks
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
@@ -41,7 +41,7 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        device = next(arg.device.type for arg in args if isinstance(arg, (torch.Tensor, QuantisedRows)))
         if not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
@@ -65,15 +65,15 @@ def start_matmul_all_reduce(
 
 @without_autocast
 def start_matmul_reduce_scatter(
-    x: torch.Tensor,
-    w: torch.Tensor,
+    x: Input,
+    w: Weight,
     group: dist.ProcessGroup,
     settings: OperatorSettings,
     after: Pending | None = None,
     *,
     layout: str = ANY,
 ) -> Pending:
-    """Start ``reduce_scatter(x @ w)``: x [..., K], w [K, N]; pending [M / R, N].
+    """Start ``reduce_scatter(x @ w)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
 
     `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
     order; gloo runs them at the same time, so only gloo needs `after`. `layout` as in `start_matmul_all_reduce`.
@@ -87,8 +87,8 @@ def start_matmul_reduce_scatter(
 
 @without_autocast
 def run_all_gather_matmul(
-    x_shard: torch.Tensor,
-    w: torch.Tensor,
+    x_shard: Input,
+    w: Weight,
     group: dist.ProcessGroup,
     settings: OperatorSettings,
     keep_gathered: bool = True,
@@ -97,9 +97,10 @@ def run_all_gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K], finished: w [K, N].
 
-    With keep_gathered=False the second result may be None: fused kernels then need not store it. `layout` as in
-    `start_matmul_all_reduce`.
+    x_shard and w may both be in int8; keep_gathered is then False. With keep_gathered=False the second result may be
+    None: fused kernels then need not store it. `layout` as in `start_matmul_all_reduce`.
     """
+    assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
     x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings, layout)
     y_m, gathered_m = _run(choice, x_m, right, group, keep_gathered=keep_gathered)
     return y_m, gathered_m
@@ -139,7 +140,7 @@ def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]
     return (shape[0] // ranks, *shape[1:-1], last)
 
 
-def _run(choice: Choice, x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+def _run(choice: Choice, x_m: Input, w: Weight, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
     """Call the chosen kernel, and record the call if a recorder is active."""
     problem = choice.problem
     kernel = getattr(KERNELS[choice.kernel], problem.operator)
@@ -181,22 +182,30 @@ def choice_for(
     if settings.fused and problem.device == "cpu":
         problem = shm.ask(problem, group, float(settings.time_limit))
     elif settings.fused and problem.device == "npu":
-        problem = replace(problem, soc=npu.soc_name())
+        problem = npu.ask(problem)
     return keep_bits(choose(problem, settings), group, device, layout)
 
 
 def _prepare(
-    operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
-) -> tuple[torch.Tensor, Weight, Choice]:
+    operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
+) -> tuple[Input, Weight, Choice]:
     problem = problem_of(operator, x, w, group)
     choice = choice_for(problem, group, settings, x.device, layout)
     _log_once(choice)
+    if isinstance(x, QuantisedRows):
+        if choice.kernel == "npu":
+            return x.rows(), w, choice
+        x, w = compute(BESIDE, "dequantise", _dequantised, x, w)
     x_m = rows_of(x)
     # An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
     aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER
     if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice
+
+
+def _dequantised(x: QuantisedRows, w: Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.dequantise(), whole(w, x.dtype)
 
 
 def align_operands(

@@ -8,11 +8,15 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.quantised import GRAINS, QuantisedWeight, Weight, check_group_size
+from ascend_parallel.ops.quantised_rows import Input, QuantisedRows, check_int8_weight
 
 ALL_REDUCE = "matmul_all_reduce"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+
+# Allowed values of the setting `fused_ranks`; the first is the default.
+FUSED_RANKS = (8, 16)
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,15 @@ class Problem:
         Whether sums over ranks must run in rank order.
     antiquant, group_size
         The grain of an int8 weight's scales: "tensor", "channel", or "group" (of `group_size` elements of K); empty
-        for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight.
+        for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight with a floating input.
     scale_dtype
         The dtype of these scales, or None.
+    int8_input
+        Whether int8 is multiplied by int8, into products of `dtype`; not by matmul_all_reduce.
+    comm_mode, fused_ranks
+        The settings of these names, which limit Ascend's fused operators.
+    arguments
+        The names of the arguments of the fused operator's installed schema; None if nobody has looked them up.
     shm
         Why the group cannot share memory, or None if it can; the same on all its ranks.
     """
@@ -48,11 +58,17 @@ class Problem:
     antiquant: str = ""
     group_size: int = 0
     scale_dtype: torch.dtype | None = None
+    int8_input: bool = False
+    comm_mode: str | None = None
+    fused_ranks: int = FUSED_RANKS[0]
+    arguments: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an int8 weight that the operator cannot take."""
         if self.antiquant or self.group_size:
             _check_antiquant(self)
+        if self.int8_input and self.operator == ALL_REDUCE:
+            raise ValueError(f"{ALL_REDUCE} takes no int8 input: dequantise the input first")
 
     @property
     def rows(self) -> int:
@@ -65,10 +81,11 @@ class Problem:
         return self.n if self.antiquant else self.rows
 
 
-def problem_of(operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGroup) -> Problem:
+def problem_of(operator: str, x: Input, w: Weight, group: dist.ProcessGroup) -> Problem:
     """Check the operands of an operator and return the problem.
 
-    x [..., K] and w [K, N] must have the same device and, unless w is an int8 weight, the same floating dtype. The
+    x [..., K] and w [K, N] must have the same device and, unless w is an int8 weight, the same floating dtype. An int8
+    x needs an int8 w with scales per tensor or channel and no offset. The
     reduce-scatter and the all-gather run along the first dimension of x. Their operators need an x of two or more
     dimensions; for matmul_reduce_scatter the first dimension must be divisible by the number of ranks. Raises
     `ValueError` otherwise.
@@ -84,6 +101,9 @@ def problem_of(operator: str, x: torch.Tensor, w: Weight, group: dist.ProcessGro
         )
     m = x.shape[:-1].numel() * (ranks if operator == ALL_GATHER else 1)
     problem = Problem(operator, m, w.shape[0], w.shape[1], x.dtype, x.device.type, ranks)
+    if isinstance(x, QuantisedRows):
+        check_int8_weight(operator, w)
+        return replace(problem, int8_input=True)
     return with_scales(problem, w) if isinstance(w, QuantisedWeight) else problem
 
 
@@ -92,7 +112,7 @@ def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:
     return replace(problem, antiquant=w.grain, group_size=w.group_size, scale_dtype=w.scale.dtype)
 
 
-def check_operands(operator: str, x: torch.Tensor, w: Weight) -> None:
+def check_operands(operator: str, x: Input, w: Weight) -> None:
     """Raise `ValueError` unless x [..., K] and w [K, N] are local tensors of the same floating dtype and device.
 
     An int8 weight has no dtype to compare: it is dequantised to the dtype of x.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 
-from ascend_parallel.ops import chunked, npu, ordered, reference, shm
+from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
@@ -72,7 +72,12 @@ def choose(problem: Problem, settings: OperatorSettings) -> Choice:
 
 @lru_cache(maxsize=4096)
 def _cached_choice(problem: Problem, settings: OperatorSettings) -> Choice:
-    problem = replace(problem, deterministic=settings.deterministic)
+    problem = replace(
+        problem,
+        deterministic=settings.deterministic,
+        comm_mode=settings.comm_mode,
+        fused_ranks=settings.fused_ranks,
+    )
     choice = _choose(problem, settings)
     if settings.strict and choice.unmet:
         raise UnmetRequestError(f"COC_STRICT=1: {name_of(problem)}: {choice.unmet}")
@@ -83,6 +88,7 @@ def name_of(problem: Problem) -> str:
     """Return a problem in words: operator, matmul, dtype, ranks and device."""
     dtype = str(problem.dtype).removeprefix("torch.")
     weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
+    weight = " of int8 by int8" if problem.int8_input else weight
     shape = [problem.m, problem.k, problem.n]
     return f"{problem.operator} {shape} {dtype}{weight} on {problem.ranks} {problem.device} ranks"
 
@@ -97,7 +103,7 @@ def usual_chunks(settings: OperatorSettings) -> int:
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     tile = deterministic_tile(problem.m) if problem.deterministic else 0
     if problem.ranks == 1:
-        options = _options("reference", settings, tile)
+        options = _options("reference", problem, settings, tile)
         return Choice(
             problem, "reference", (problem.cut,), not tile, "one rank: nothing to communicate", "", False, options
         )
@@ -107,7 +113,7 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     for name, refusal in refusals.items():
         if refusal is None:
             sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
-            exact, options = _bit_exact(problem, name, len(sizes)), _options(name, settings, tile)
+            exact, options = _bit_exact(problem, name, len(sizes)), _options(name, problem, settings, tile)
             return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
     request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, tile or ROW_TILE)
     sizes, why = request.sizes, request.why
@@ -122,7 +128,7 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
         why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
     kernel = plain if refusal is None else "ordered"
     exact = _bit_exact(problem, kernel, len(sizes))
-    return Choice(problem, kernel, sizes, exact, why, unmet, request.given, _options(kernel, settings, tile))
+    return Choice(problem, kernel, sizes, exact, why, unmet, request.given, _options(kernel, problem, settings, tile))
 
 
 @dataclass(frozen=True)
@@ -187,10 +193,11 @@ def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str
     return chunks, f"COC_PARALLEL_NUM={chunks}", True
 
 
-def _options(name: str, settings: OperatorSettings, tile: int) -> tuple[tuple[str, object], ...]:
+def _options(name: str, problem: Problem, settings: OperatorSettings, tile: int) -> tuple[tuple[str, object], ...]:
     """Return a kernel's keyword arguments; `tile` is the row tile of the deterministic mode, or 0."""
     if name == "npu":
-        return () if settings.comm_mode is None else (("comm_mode", settings.comm_mode),)
+        mode = npu_limits.engine(problem)
+        return () if mode is None else (("comm_mode", mode),)
     tiled = (("row_tile", tile),) if tile else ()
     return (("time_limit", float(settings.time_limit)), *tiled) if name == "shm" else tiled
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ascend_parallel.ops.problem import FUSED_RANKS
 from ascend_parallel.ops.shape_table import Cut, SettingsError, Shape, ShapeTable, require, whole_number
 
 MODES = (-1, 0, 1, 2)
-COMM_MODES = ("ai_cpu", "aiv")
+COMM_MODES = ("ai_cpu", "aiv", "ccu")
 LONGEST = 86400
 
 
@@ -59,8 +60,11 @@ class OperatorSettings:
         Seconds for which the shared-memory kernel waits for a rank. Collectives of a backend have their group's
         time limit instead. COC_TIME_LIMIT.
     comm_mode
-        Engine that drives the communication of Ascend's fused operators: "ai_cpu", "aiv", or None for
-        torch_npu's default.
+        Engine that drives the communication of Ascend's fused operators: "ai_cpu", "aiv" (A2 and A3), "ccu" (950),
+        or None for torch_npu's default. A call whose chip or torch_npu does not know the engine is not fused.
+    fused_ranks
+        Largest group on which Ascend's fused reduce-scatter and all-gather run: 8, or 16 on request, because the
+        sources disagree about 16 ranks (docs/npu.md).
 
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
@@ -79,6 +83,7 @@ class OperatorSettings:
     strict: bool = False
     time_limit: int = 300
     comm_mode: str | None = None
+    fused_ranks: int = FUSED_RANKS[0]
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that is not allowed."""
@@ -88,6 +93,8 @@ class OperatorSettings:
         require("mode", self.mode, type(self.mode) is int and self.mode in MODES, "-1, 0, 1 or 2")
         allowed = self.comm_mode is None or self.comm_mode in COMM_MODES
         require("comm_mode", self.comm_mode, allowed, " or ".join(COMM_MODES))
+        allowed = type(self.fused_ranks) is int and self.fused_ranks in FUSED_RANKS
+        require("fused_ranks", self.fused_ranks, allowed, " or ".join(map(str, FUSED_RANKS)))
         limit = self.time_limit
         require("time_limit", limit, type(limit) is int and 1 <= limit <= LONGEST, f"whole seconds from 1 to {LONGEST}")
         for name in ("k_min", "k_max"):

@@ -2,12 +2,18 @@
 
 Sources, none of them tried on a chip by this project:
 
-[names]  the chip names in torch_npu 2.13.0 (libtorch_npu, ``SocVersion`` in NpuVariables.h)
+[names]  the chip names in torch_npu 2.13.0 and 2.14.0 (libtorch_npu; ``SocVersion`` in NpuVariables.h)
 [docs]   op-plugin 7.3.0, docs/context/torch_npu-npu_{mm_all_reduce_base,mm_reduce_scatter_base,all_gather_base_mm}.md
+[master] op-plugin's repository, docs/zh/custom_APIs/torch_npu: the same pages, read at commit 09fca6f6; the page of
+         npu_mm_reduce_scatter_base lists Ascend 950, the other two do not
 [aclnn]  CANN 8.3: aclnnMatmulAllReduceV2, aclnnMatmulReduceScatter, aclnnAllGatherMatmul; 8.5: aclnnMatmulReduceScatter
+[wheel]  the docstrings inside torch_npu 2.13.0 and 2.14.0 (_op_plugin_docs.py)
+[vllm]   vllm-ascend, pull requests 6167 and 6168: npu_mm_reduce_scatter_base (called with "aiv") raises on 16 ranks,
+         and the operator's developers confirm that it does not work there
 
-The docstrings inside torch_npu 2.13.0 differ: at most 16 ranks on A3. [docs] and [aclnn] say 32, and the
-operators' C++ admits 32.
+The sources disagree about more than 8 ranks: [docs], [master] and [aclnn] allow 32 on A3 (950: 64), [wheel] allows 16
+on A3 under "ai_cpu" and 8 elsewhere, [vllm] saw 16 fail. So 8 ranks are the default, 16 are taken on request
+(`fused_ranks`) but not under "aiv", and more are never taken.
 """
 
 from __future__ import annotations
@@ -16,28 +22,21 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 # Full names, no prefixes: plain "Ascend910B" is a chip of the first generation, which has none of the operators.
 _NAMES = {
-    "A2": (
-        "Ascend910B1",
-        "Ascend910B2",
-        "Ascend910B2C",
-        "Ascend910B3",
-        "Ascend910B4",
-        "Ascend910B4-1",
-    ),
-    "A3": (
-        "Ascend910_9362",
-        "Ascend910_9363",
-        "Ascend910_9372",
-        "Ascend910_9381",
-        "Ascend910_9382",
-        "Ascend910_9391",
-        "Ascend910_9392",
+    "A2": "Ascend910B1 Ascend910B2 Ascend910B2C Ascend910B3 Ascend910B4 Ascend910B4-1",
+    "A3": "Ascend910_9362 Ascend910_9363 Ascend910_9372 Ascend910_9381 Ascend910_9382 Ascend910_9391 Ascend910_9392",
+    "950": (
+        "Ascend950DT_950x Ascend950DT_950y Ascend950DT_9571 Ascend950DT_9572 Ascend950DT_9573 Ascend950DT_9574 "
+        "Ascend950DT_9575 Ascend950DT_9576 Ascend950DT_9577 Ascend950DT_9578 Ascend950DT_9581 Ascend950DT_9582 "
+        "Ascend950DT_9582x Ascend950DT_9583 Ascend950DT_9584 Ascend950DT_9585 Ascend950DT_9586 Ascend950DT_9587 "
+        "Ascend950DT_9588 Ascend950DT_9591 Ascend950DT_9592 Ascend950DT_9595 Ascend950DT_9596 Ascend950DT_95A1 "
+        "Ascend950DT_95A2 Ascend950PR_950z Ascend950PR_9579 Ascend950PR_957b Ascend950PR_957bx Ascend950PR_957c "
+        "Ascend950PR_957d Ascend950PR_9589 Ascend950PR_958b Ascend950PR_9599"
     ),
 }
-GENERATIONS = {name: generation for generation, names in _NAMES.items() for name in names}
+GENERATIONS = {name: generation for generation, names in _NAMES.items() for name in names.split()}
 
 # Rank counts by generation and operator; a generation lacks the operators that are not listed.
-# A2: [docs] full mesh of HCCS links. A3: [docs] double ring; [aclnn] marks all-reduce unsupported.
+# A2: [docs] full mesh of HCCS links. A3: [docs] double ring; [aclnn] marks all-reduce unsupported. 950: [master].
 RANKS: dict[str, dict[str, tuple[int, ...]]] = {
     "A2": {
         ALL_REDUCE: (1, 2, 4, 8),
@@ -45,7 +44,24 @@ RANKS: dict[str, dict[str, tuple[int, ...]]] = {
         ALL_GATHER: (2, 4, 8),
     },
     "A3": {
-        REDUCE_SCATTER: (2, 4, 8, 16, 32),
-        ALL_GATHER: (2, 4, 8, 16, 32),
+        REDUCE_SCATTER: (2, 4, 8, 16),
+        ALL_GATHER: (2, 4, 8, 16),
+    },
+    "950": {
+        REDUCE_SCATTER: (2, 4, 8, 16),
     },
 }
+
+# Engines of the communication by generation. A2 and A3: [docs]. 950: [master]; vllm-ascend's pull request 12689 reports
+# that newer CANN refuses "aiv" there.
+COMM_MODES = {"A2": ("ai_cpu", "aiv"), "A3": ("ai_cpu", "aiv"), "950": ("ai_cpu", "ccu")}
+
+# Most ranks under "aiv" [wheel], [vllm].
+AIV_RANKS = 8
+
+# Generations whose reduce-scatter and all-gather multiply int8 by int8, and their engine for it: [docs], [master].
+INT8_GENERATIONS = ("A2", "A3")
+INT8_ENGINE = "aiv"
+
+# Most bytes of the product before a reduce-scatter on 950: [master], 16 x 256 MB.
+LARGEST_SCATTER_950 = 16 * 256 * 2**20

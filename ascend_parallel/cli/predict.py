@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,7 +13,9 @@ from rich.console import Console
 from ascend_parallel.cli.output import console, errors
 from ascend_parallel.tuning.cost_model.hardware import Hardware, all_hardware, find_hardware, read_hardware
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
-from ascend_parallel.tuning.cost_model.models import Batch, Model, all_models, find_model, read_model
+from ascend_parallel.tuning.cost_model.models import Model, all_models, find_model, read_model
+from ascend_parallel.tuning.cost_model.published import PUBLISHED, PUBLISHED_HARDWARE, Assumptions, compare
+from ascend_parallel.tuning.cost_model.published_report import show_published
 from ascend_parallel.tuning.cost_model.report import predict as predicted
 from ascend_parallel.tuning.cost_model.report import show, show_sources
 from ascend_parallel.tuning.cost_model.step import Layout
@@ -32,45 +34,78 @@ Examples:
 
   ascend-parallel predict --model llama2-7b --tp 2 --hardware cpu-gloo --link 1gbit --seq 1024
 
+  ascend-parallel predict --published
+
   ascend-parallel predict --list
 
   ascend-parallel predict --hardware 910b --sources
 """
 
 
+ModelName = Annotated[str | None, typer.Option("--model", help="A preset; --list shows them.")]
+ModelFile = Annotated[Path | None, typer.Option(help="TOML file with layers, hidden, ffn, heads, vocab ...")]
+HardwareName = Annotated[str | None, typer.Option("--hardware", help="A preset; --list shows them.")]
+HardwareFile = Annotated[Path | None, typer.Option(help="TOML file with a hardware's numbers.")]
+LinkRate = Annotated[str | None, typer.Option(help="Rate of each rank's link, such as 1gbit; cpu-gloo only.")]
+TensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel ranks.")]
+Replicas = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel replicas.")]
+Stages = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Pipeline stages.")]
+Sequence = Annotated[
+    int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequence length; default: the model's, or 4096.")
+]
+MicroBatch = Annotated[int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequences per micro-batch; default: 1.")]
+MicroBatches = Annotated[
+    int | None, typer.Option(min=1, max=MOST_ROWS, help="Micro-batches per step and replica; default: 8 per stage.")
+]
+SequenceParallel = Annotated[
+    bool | None,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="All-gather and reduce-scatter, or all-reduce; default: the first, with --published both.",
+    ),
+]
+Recompute = Annotated[str, typer.Option(help=f"Activation recompute: {', '.join(RECOMPUTE)}.")]
+Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: the hardware's.")]
+LaunchTime = Annotated[float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")]
+ListAll = Annotated[bool, typer.Option("--list", help="List models and hardware.")]
+Sources = Annotated[bool, typer.Option("--sources", help="Print every number of the hardware with its source.")]
+Published = Annotated[
+    bool,
+    typer.Option(
+        "--published",
+        help=f"Compare the gains that MindSpeed publishes with predictions; hardware by default: {PUBLISHED_HARDWARE}.",
+    ),
+]
+
+
 def predict(
-    model: Annotated[str | None, typer.Option(help="A preset; --list shows them.")] = None,
-    model_file: Annotated[
-        Path | None, typer.Option(help="TOML file with layers, hidden, ffn, heads, vocab ...")
-    ] = None,
-    hardware: Annotated[str | None, typer.Option(help="A preset; --list shows them.")] = None,
-    hardware_file: Annotated[Path | None, typer.Option(help="TOML file with a hardware's numbers.")] = None,
-    link: Annotated[str | None, typer.Option(help="Rate of each rank's link, such as 1gbit; cpu-gloo only.")] = None,
-    tp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel ranks.")] = 8,
-    dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel replicas.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Pipeline stages.")] = 1,
-    seq: Annotated[
-        int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequence length; default: the model's, or 4096.")
-    ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Sequences per micro-batch.")] = 1,
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, max=MOST_ROWS, help="Micro-batches per step and replica; default: 8 per stage.")
-    ] = None,
-    sequence_parallel: Annotated[bool, typer.Option(help="All-gather and reduce-scatter, or all-reduce.")] = True,
-    recompute: Annotated[str, typer.Option(help=f"Activation recompute: {', '.join(RECOMPUTE)}.")] = "none",
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: the hardware's.")] = None,
-    launch_us: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List models and hardware.")] = False,
-    sources: Annotated[
-        bool, typer.Option("--sources", help="Print every number of the hardware with its source.")
-    ] = False,
+    model: ModelName = None,
+    model_file: ModelFile = None,
+    hardware: HardwareName = None,
+    hardware_file: HardwareFile = None,
+    link: LinkRate = None,
+    tp: TensorRanks = 8,
+    dp: Replicas = 1,
+    pp: Stages = 1,
+    seq: Sequence = None,
+    micro_batch: MicroBatch = None,
+    micro_batches: MicroBatches = None,
+    sequence_parallel: SequenceParallel = None,
+    recompute: Recompute = "none",
+    dtype: Dtype = None,
+    launch_us: LaunchTime = None,
+    as_json: AsJson = False,
+    list_all: ListAll = False,
+    sources: Sources = False,
+    published: Published = False,
 ) -> None:
     """Run the command; the help text is `EXAMPLES`."""
     out = console(WIDTH)
     with errors("predict", ArithmeticError):  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
+        if published:
+            _refuse_beside_published(model, model_file, list_all, sources)
+            hardware = PUBLISHED_HARDWARE if hardware is None and hardware_file is None else hardware
         if list_all:
             _list(out)
             return
@@ -78,22 +113,34 @@ def predict(
         if sources:
             show_sources(machine, out)
             return
-        chosen = _model(model, model_file)
-        batch = Batch(
-            sequence=seq if seq is not None else chosen.sequence or 4096,
-            micro_batch=micro_batch,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
+        work = Assumptions(
+            hardware=machine,
+            layout=Layout(dp=dp, pp=pp, micro_batches=micro_batches or 8 * pp, recompute=recompute),
             dtype=lookup("--dtype", dtype or machine.dtype, DTYPES),
-            device=machine.device,
+            tp=tp,
+            sequence=seq,
+            micro_batch=micro_batch,
+            sequence_parallel=sequence_parallel,
         )
-        count = micro_batches if micro_batches is not None else 8 * pp
-        layout = Layout(dp=dp, pp=pp, micro_batches=count, recompute=recompute)
-        result = predicted(chosen, batch, layout, machine)
+        result = compare(work) if published else _predicted(_model(model, model_file), work)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
+    elif published:
+        show_published(result, out)
     else:
         show(result, out)
+
+
+def _predicted(model: Model, work: Assumptions) -> dict[str, Any]:
+    batch = work.batch(model, work.sequence_parallel is not False)
+    return predicted(model, batch, work.layout, work.hardware)
+
+
+def _refuse_beside_published(model: str | None, model_file: Path | None, list_all: bool, sources: bool) -> None:
+    others = {"--model": model, "--model-file": model_file, "--list": list_all, "--sources": sources}
+    for option, value in others.items():
+        if value:
+            raise PlanningError(f"{option} is not allowed with --published, which predicts {', '.join(PUBLISHED)}")
 
 
 def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:

@@ -1,8 +1,8 @@
 """Row-parallel layers with a frozen int8 weight, for inference and for fine-tuning of the other layers.
 
 Forward runs matmul_all_reduce with the int8 weight; backward dequantises the weight for dx. There is no weight
-gradient. With sequence parallelism no operator takes an int8 weight, so each call dequantises the whole weight and
-frees the copy.
+gradient. With sequence parallelism no operator multiplies a floating input by an int8 weight, so each call dequantises
+the whole weight and frees the copy; the layers of int8_linear.py round the input too.
 """
 
 from __future__ import annotations

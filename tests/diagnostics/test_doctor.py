@@ -45,6 +45,25 @@ def test_a_misspelt_variable_is_bad_and_said_in_words():
     assert "1 thing to fix: variables" in ended.stdout
 
 
+@pytest.mark.parametrize("suffix", ["", ".post8", "rc1"])
+@pytest.mark.parametrize("matches", [True, False])
+def test_a_torch_npu_of_another_torch_is_bad(tmp_path, suffix, matches):
+    release = torch.__version__.split("+")[0]
+    if not matches:
+        *first, patch = release.split(".")
+        release = ".".join([*first, str(int(patch) + 1)])
+    package = tmp_path / f"torch_npu-{release}{suffix}.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {release}{suffix}\n")
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    report = json.loads(doctor("--json", PYTHONPATH=os.pathsep.join(paths)).stdout)
+    found = [f for f in report["findings"] if f["name"] == "torch_npu"]
+    assert found[0]["found"] == release + suffix
+    advice = [f["advice"] for f in found if f["verdict"] == "bad"]
+    of_this = f"install torch_npu {torch.__version__.split('+')[0]}, or its post-release"
+    assert advice == ([] if matches else [f"this torch is {torch.__version__}: {of_this}"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "message"),

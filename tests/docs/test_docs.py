@@ -57,18 +57,24 @@ def test_every_promise_names_a_test_that_is_there():
             assert f"def {function}(" in text if function else text, (file, function)
 
 
-def test_the_listing_of_instructions_is_what_the_command_prints(monkeypatch):
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        (
+            "architecture.md",
+            "ascend-parallel propagate examples/sharding/mlp.py:small --mesh mp=2"
+            " --config examples/sharding/mlp.toml --instructions",
+        ),
+        ("predict.md", "ascend-parallel predict --published"),
+    ],
+)
+def test_a_listing_is_what_the_command_prints(monkeypatch, page, command):
     monkeypatch.chdir(DOCS.parent)
-    command = "ascend-parallel propagate examples/sharding/mlp.py:small --mesh mp=2"
-    command += " --config examples/sharding/mlp.toml --instructions"
-    (shown,) = re.findall(
-        rf"^```\w*\n\$ {re.escape(command)}\n(.*?)^```$",
-        (DOCS / "architecture.md").read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
+    listing = rf"^```\w*\n\$ {re.escape(command)}\n(.*?)^```$"
+    (shown,) = re.findall(listing, (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     printed = CliRunner().invoke(app, command.split()[1:])
     assert printed.exit_code == 0, printed.output
-    assert printed.stdout.splitlines() == shown.splitlines()
+    assert [line.rstrip() for line in printed.stdout.splitlines()] == shown.splitlines()
 
 
 def test_the_table_and_the_picture_of_rooms_are_those_of_the_code():

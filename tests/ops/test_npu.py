@@ -5,16 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from npu_wheel import VERSION
 
 from ascend_parallel import Settings
-from ascend_parallel.ops import Problem, choose, npu
+from ascend_parallel.ops import Problem, UnmetRequestError, choose, npu, npu_limits
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER
 
 BF16 = torch.bfloat16
-A2, A3 = "Ascend910B1", "Ascend910_9391"
+A2, A3, ASCEND_950 = "Ascend910B1", "Ascend910_9391", "Ascend950PR_9599"
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -48,7 +50,36 @@ REFUSED = {
     "all-reduce on A3": ({"operator": ALL_REDUCE, "soc": A3}, "not documented for Ascend910_9391 .generation A3"),
     "3 ranks": ({"ranks": 3, "m": 4095}, "2, 4, 8 ranks, not 3"),
     "16 ranks on A2": ({"ranks": 16}, "2, 4, 8 ranks, not 16"),
-    "64 ranks on A3": ({"ranks": 64, "soc": A3}, "2, 4, 8, 16, 32 ranks, not 64"),
+    "32 ranks on A3": ({"ranks": 32, "soc": A3, "fused_ranks": 16}, "2, 4, 8, 16 ranks, not 32"),
+    "16 ranks on A3, not requested": ({"ranks": 16, "soc": A3}, "on 16 ranks only with fused_ranks=16"),
+    "16 ranks on A3, aiv": (
+        {"ranks": 16, "soc": A3, "fused_ranks": 16, "comm_mode": "aiv"},
+        "comm_mode=aiv takes up to 8 ranks, not 16",
+    ),
+    "16 ranks on A2, requested": ({"ranks": 16, "fused_ranks": 16}, "2, 4, 8 ranks, not 16"),
+    "ccu on A2": ({"comm_mode": "ccu"}, "takes comm_mode ai_cpu or aiv, not ccu"),
+    "ccu on A3": ({"comm_mode": "ccu", "soc": A3}, "takes comm_mode ai_cpu or aiv, not ccu"),
+    "aiv on 950": ({"comm_mode": "aiv", "soc": ASCEND_950}, "takes comm_mode ai_cpu or ccu, not aiv"),
+    "all-reduce on 950": ({"operator": ALL_REDUCE, "soc": ASCEND_950}, "not documented for .* .generation 950"),
+    "all-gather on 950": ({"operator": ALL_GATHER, "soc": ASCEND_950}, "not documented for .* .generation 950"),
+    "950 without its number": ({"soc": "Ascend950"}, "no fused operator is documented for the chip Ascend950"),
+    "a product too large for 950": (
+        {"soc": ASCEND_950, "m": 2**20, "n": 2048 + 1},
+        "a product of up to 4294967296 bytes, not 4297064448",
+    ),
+    "int8 by int8, ai_cpu": ({"int8_input": True, "comm_mode": "ai_cpu"}, "int8 by int8 only with comm_mode aiv"),
+    "int8 by int8, 950": ({"int8_input": True, "soc": ASCEND_950}, "not documented for int8 by int8"),
+    "int8 by int8, 16 ranks": (
+        {"int8_input": True, "soc": A3, "ranks": 16, "fused_ranks": 16},
+        "comm_mode=aiv takes up to 8 ranks, not 16",
+    ),
+    "int8 by int8, K too small": ({"int8_input": True, "k": 255}, "K from 256 to 65534, not 255"),
+    "int8 by int8, products in fp32": ({"int8_input": True, "dtype": torch.float32}, "not torch.float32"),
+    "int8 by int8, an old torch_npu": (
+        {"int8_input": True, "arguments": frozenset({"comm_mode", "x2_scale"})},
+        "of the installed torch_npu has no argument output_dtype, x1_scale",
+    ),
+    "no operator": ({"arguments": frozenset()}, "torch_npu has no operator npu_mm_reduce_scatter_base"),
     "1 rank, reduce-scatter": ({"ranks": 1}, "not 1"),
     "16 ranks, all-reduce": ({"operator": ALL_REDUCE, "ranks": 16}, "1, 2, 4, 8 ranks, not 16"),
     "K too small, reduce-scatter": ({"k": 255}, "K from 256 to 65534, not 255"),
@@ -84,13 +115,49 @@ def test_each_limit_refuses_before_the_operator_is_reached(case):
 
 
 def test_limits_are_inclusive_where_documented():
-    for operator, (smallest, largest) in npu.K_RANGE.items():
+    for operator, (smallest, largest) in npu_limits.K_RANGE.items():
         assert npu.supports(problem(operator, k=smallest)) is None
         assert npu.supports(problem(operator, k=largest)) is None
     assert npu.supports(problem(ALL_REDUCE, m=1, n=2**31 - 1, ranks=1)) is None
     assert npu.supports(problem(ALL_REDUCE, m=4095)) is None  # its rows need not be divisible
-    for operator, ranks in itertools.product((REDUCE_SCATTER, ALL_GATHER), (2, 4, 8, 16, 32)):
-        assert npu.supports(problem(operator, ranks=ranks, soc=A3)) is None
+    for operator, ranks in itertools.product((REDUCE_SCATTER, ALL_GATHER), (2, 4, 8, 16)):
+        for comm_mode in (None, "ai_cpu", *(("aiv",) if ranks <= 8 else ())):
+            call = problem(operator, ranks=ranks, soc=A3, fused_ranks=16, comm_mode=comm_mode)
+            assert npu.supports(call) is None
+    for comm_mode, ranks in itertools.product((None, "ai_cpu", "ccu"), (2, 4, 8, 16)):
+        wanted = Settings(fused=True, fused_ranks=16, comm_mode=comm_mode, strict=True)
+        choice = choose(problem(ranks=ranks, soc=ASCEND_950), wanted)
+        assert (choice.kernel, choice.options) == ("npu", (("comm_mode", comm_mode),) if comm_mode else ())
+    assert npu.supports(problem(soc=ASCEND_950, m=2**20, n=2048)) is None
+
+
+# From libtorch_npu of plain torch_npu 2.7.1. The schema of 2.7.1.post8 ends with `str? comm_mode=None`.
+ALL_REDUCE_2_7_1 = (
+    "npu_mm_all_reduce_base(Tensor x1, Tensor x2, str hcom, *, str reduce_op='sum', Tensor? bias=None, "
+    "Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? x3=None, Tensor? dequant_scale=None, "
+    "Tensor? pertoken_scale=None, Tensor? comm_quant_scale_1=None, Tensor? comm_quant_scale_2=None, "
+    "int antiquant_group_size=0, int comm_turn=0) -> Tensor"
+)
+
+
+def test_a_request_that_the_installed_torch_npu_cannot_meet_is_refused_before_the_first_call():
+    known = frozenset(argument.name for argument in torch._C.parse_schema(ALL_REDUCE_2_7_1).arguments)
+    call = problem(ALL_REDUCE, arguments=known)
+    assert choose(call, Settings(fused=True)).kernel == "npu"
+    assert npu.supports(problem(**int8(arguments=known))) is None
+    choice = choose(call, Settings(fused=True, comm_mode="aiv"))
+    reason = "npu_mm_all_reduce_base of the installed torch_npu has no argument comm_mode"
+    assert choice.kernel == "chunked" and reason in choice.unmet
+    with pytest.raises(UnmetRequestError, match=reason):
+        choose(call, Settings(fused=True, comm_mode="aiv", strict=True))
+    newer = problem(ALL_REDUCE, arguments=known | {"comm_mode"})
+    assert choose(newer, Settings(fused=True, comm_mode="aiv", strict=True)).options == (("comm_mode", "aiv"),)
+
+
+def test_sixteen_ranks_are_fused_on_request():
+    call = problem(ranks=16, soc=A3)
+    assert choose(call, Settings(fused=True)).kernel == "chunked"
+    assert choose(call, Settings(fused=True, fused_ranks=16)).kernel == "npu"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +167,21 @@ def test_an_int8_weight_is_taken_as_documented(scales):
     assert npu.supports(problem(**scales)) is None
     half = {**scales, "dtype": torch.float16, "scale_dtype": torch.float16}
     assert npu.supports(problem(**half)) is None
+
+
+@pytest.mark.parametrize("operator", [REDUCE_SCATTER, ALL_GATHER])
+def test_int8_by_int8_is_taken_as_documented_and_names_its_engine(operator):
+    for soc, dtype, ranks in itertools.product((A2, A3), DTYPES, (2, 4, 8)):
+        call = problem(operator, soc=soc, dtype=dtype, ranks=ranks, int8_input=True)
+        for comm_mode in (None, "aiv"):
+            choice = choose(call, Settings(fused=True, comm_mode=comm_mode, strict=True))
+            assert (choice.kernel, choice.options) == ("npu", (("comm_mode", "aiv"),))
+
+
+def test_the_extra_installs_the_pair_that_is_tested():
+    minor = VERSION.rpartition(".")[0]
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'npu = ["torch=={minor}.*", "torch_npu=={minor}.*"]' in text
 
 
 def test_rank_order_and_row_tiles_leave_nothing_to_the_fused_operators():

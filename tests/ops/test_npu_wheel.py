@@ -4,7 +4,6 @@ Nothing here runs on an NPU. The tests show that this package's calls fit the wh
 limits, and that the layers are right if the operators match their documentation.
 """
 
-import gc
 import itertools
 from dataclasses import replace
 
@@ -12,48 +11,22 @@ import npu_wheel
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
 from test_linear import part, whole_layer
 from test_npu import A2, BF16, DTYPES
 from truth import close
 
-from ascend_parallel import QuantisedWeight, Settings, column_linear, quantise_weight, quantised_row_linear, row_linear
-from ascend_parallel.ops import npu
+from ascend_parallel import (
+    QuantisedWeight,
+    Settings,
+    column_linear,
+    quantise_weight,
+    quantised_row_linear,
+    row_linear,
+)
+from ascend_parallel.ops import UnmetRequestError, npu, npu_limits
 
 GRAINS = [("tensor", 0), ("channel", 0), ("group", 32), ("group", 192)]
 MM_ALL_REDUCE = "npu_mm_all_reduce_base"
-
-
-@pytest.fixture(scope="module")
-def with_torch_npu(tmp_path_factory):
-    """Return ``run(function)``, which runs a function of this file on 2 ranks with the real torch_npu."""
-    try:
-        environ = npu_wheel.environment(tmp_path_factory.mktemp("stubs"))
-    except npu_wheel.Missing as reason:
-        pytest.skip(str(reason))
-
-    def run(function):
-        code = f"import test_npu_wheel as tests; tests.on_a_rank(tests.{function.__name__})"
-        for rank, finished in enumerate(launch(code, [environ] * 2, fresh=True)):
-            assert finished.returncode == 0, f"rank {rank}:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
-            assert "every check was made" in finished.stdout
-
-    return run
-
-
-def on_a_rank(function):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    kernels = npu_wheel.CpuKernels()
-    kernels.groups["tensor parallel"] = dist.group.WORLD
-    npu.set_hccl_name(dist.group.WORLD, "tensor parallel")
-    function(kernels, dist.group.WORLD)
-    print("every check was made")
-    # A gloo group that lives on to the interpreter's end may abort the process, with torch_npu and without.
-    kernels.groups.clear()
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def operands(group, m, k, n, dtype):
@@ -264,3 +237,26 @@ def comm_modes(kernels, group):
 @pytest.mark.slow
 def test_comm_mode_reaches_every_operator(with_torch_npu):
     with_torch_npu(comm_modes)
+
+
+def looked_up_schemas(kernels, group):
+    """The names of the arguments are the wheel's; without comm_mode a layer that asks for it is not fused."""
+    for operator, name in npu_limits.FUSED_OPERATORS.items():
+        names = npu.arguments(operator)
+        assert {"x2", "hcom", "comm_mode", *npu_wheel.ALLOWED[name]} <= names and "chunks" not in names, names
+    as_if_on_an_npu()
+    looked_up = npu.arguments
+    npu.arguments = lambda operator: looked_up(operator) - {"comm_mode"}
+    xs, ws, x, w = operands(group, 8, 256, 24, BF16)
+    fused = Settings(fused=True, comm_mode="aiv")
+    close(row_linear(x, w.t(), group=group, settings=fused), (xs @ ws).sum(0), BF16)
+    assert kernels.calls == []
+    with pytest.raises(UnmetRequestError, match="has no argument comm_mode"):
+        row_linear(x, w.t(), group=group, settings=replace(fused, strict=True))
+    close(row_linear(x, w.t(), group=group, settings=replace(fused, comm_mode=None)), (xs @ ws).sum(0), BF16)
+    assert [name for name, _ in kernels.calls] == [MM_ALL_REDUCE]
+
+
+@pytest.mark.slow
+def test_the_installed_schemas_decide(with_torch_npu):
+    with_torch_npu(looked_up_schemas)

@@ -9,6 +9,7 @@ neither there nor in anything this process, with torch, has loaded. Stubs with t
 arguments that they do not know.
 """
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from ascend_parallel.ops import npu
 
 VERSION = "2.13.0"
 INSTALL_LIMIT = 300  # seconds; the wheel has 44 MB
@@ -120,10 +123,11 @@ def needed(elves):
 
 # Arguments that may be given by name.
 ANTIQUANT = {"antiquant_scale", "antiquant_offset", "antiquant_group_size"}
+INT8 = {"x1_scale", "x2_scale", "output_dtype"}
 ALLOWED = {
     "npu_mm_all_reduce_base": {"reduce_op", "comm_turn", "comm_mode", *ANTIQUANT},
-    "npu_mm_reduce_scatter_base": {"reduce_op", "comm_turn", "comm_mode"},
-    "npu_all_gather_base_mm": {"gather_index", "gather_output", "comm_turn", "comm_mode"},
+    "npu_mm_reduce_scatter_base": {"reduce_op", "comm_turn", "comm_mode", *INT8},
+    "npu_all_gather_base_mm": {"gather_index", "gather_output", "comm_turn", "comm_mode", *INT8},
 }
 
 
@@ -153,14 +157,20 @@ class CpuKernels:
     def npu_mm_reduce_scatter_base(self, x1, x2, hcom, world_size, **options):
         self._check("npu_mm_reduce_scatter_base", x1, x2, world_size, hcom, options)
         assert x1.shape[0] % world_size == 0, "M not divisible by the ranks"
-        return self._sum(x1, x2, hcom).chunk(world_size)[self.groups[hcom].rank()].to(x1.dtype)
+        total = self._sum(x1, x2, hcom, *scales(options))
+        return total.chunk(world_size)[self.groups[hcom].rank()].to(result_dtype(x1, options))
 
     def npu_all_gather_base_mm(self, x1, x2, hcom, world_size, **options):
         self._check("npu_all_gather_base_mm", x1, x2, world_size, hcom, options)
         parts = [torch.empty_like(x1) for _ in range(world_size)]
         dist.all_gather(parts, x1, group=self.groups[hcom])
         gathered = torch.cat(parts)
-        y = (gathered.float() @ x2.float()).to(x1.dtype)
+        x1_scale, x2_scale = scales(options)
+        if x2_scale is not None:  # the operator gathers the scales of every rank's rows
+            parts = [torch.empty_like(x1_scale) for _ in range(world_size)]
+            dist.all_gather(parts, x1_scale, group=self.groups[hcom])
+            x1_scale = torch.cat(parts)
+        y = scaled_product(gathered, x2, x1_scale, x2_scale).to(result_dtype(x1, options))
         return y, gathered if options.get("gather_output", True) else x1.new_empty(0)
 
     def _check(self, operator, x1, x2, world_size, hcom, options):
@@ -169,19 +179,47 @@ class CpuKernels:
         assert set(options) <= ALLOWED[operator], f"unexpected {set(options) - ALLOWED[operator]}"
         assert options.get("reduce_op", "sum") == "sum"
         assert not options.get("comm_turn") and not options.get("gather_index")
-        assert x1.dtype == x2.dtype and x1.dtype in (torch.float16, torch.bfloat16), x1.dtype
+        if x1.dtype == torch.int8:
+            check_int8(x1, x2, options)
+        else:
+            assert x1.dtype in (torch.float16, torch.bfloat16) and not INT8 & set(options), (x1.dtype, set(options))
+        assert x1.dtype == x2.dtype, (x1.dtype, x2.dtype)
         assert x1.dim() == x2.dim() == 2 and x1.shape[1] == x2.shape[0], (x1.shape, x2.shape)
         assert x1.is_contiguous(), f"x1 with strides {x1.stride()}"
         assert x2.is_contiguous() or x2.t().is_contiguous(), f"x2 with strides {x2.stride()}"
         assert operator == "npu_mm_all_reduce_base" or 256 <= x1.shape[1] < 65535, f"K is {x1.shape[1]}"
 
-    def _sum(self, x1, x2, hcom):
+    def _sum(self, x1, x2, hcom, x1_scale=None, x2_scale=None):
         group = self.groups[hcom]
-        product = x1.float() @ x2.float()
+        product = scaled_product(x1, x2, x1_scale, x2_scale)
         if self.wrong and group.rank() == group.size() - 1:
             product.zero_()
         dist.all_reduce(product, group=group)
         return product
+
+
+def scales(options):
+    return options.get("x1_scale"), options.get("x2_scale")
+
+
+def result_dtype(x1, options):
+    return options.get("output_dtype", torch.bfloat16) if x1.dtype == torch.int8 else x1.dtype
+
+
+def scaled_product(x1, x2, x1_scale, x2_scale):
+    """What the pages of the reduce-scatter and the all-gather compute: int8 is multiplied exactly, then scaled."""
+    if x2_scale is None:
+        return x1.float() @ x2.float()
+    return (x1.int() @ x2.int()).float() * x1_scale * x2_scale
+
+
+def check_int8(x1, x2, options):
+    """Check a product of int8 by int8 as the pages of the reduce-scatter and the all-gather ask for it."""
+    assert options.get("comm_mode") == "aiv", options.get("comm_mode")
+    assert options.get("output_dtype", torch.bfloat16) in (torch.float16, torch.bfloat16)
+    for given, shape in zip(scales(options), [(x1.shape[0], 1), (1, x2.shape[1])], strict=True):
+        assert given.dtype == torch.float32 and tuple(given.shape) == shape, (given.dtype, given.shape, shape)
+        assert given.is_contiguous(), f"strides {given.stride()}"
 
 
 def dequantised(x1, x2, options):
@@ -199,3 +237,19 @@ def dequantised(x1, x2, options):
     w = ((x2.float() + offset.float()) * scale.float()).to(x1.dtype)
     assert x2.is_contiguous() or x2.t().is_contiguous(), f"x2 with strides {x2.stride()}"
     return w if x2.is_contiguous() else w.t().contiguous().t()
+
+
+def on_a_rank(function):
+    """Run ``function(kernels, group)`` of a test on this rank, with CPU kernels for the default group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    kernels = CpuKernels()
+    kernels.groups["tensor parallel"] = dist.group.WORLD
+    npu.set_hccl_name(dist.group.WORLD, "tensor parallel")
+    function(kernels, dist.group.WORLD)
+    print("every check was made")
+    # A gloo group that lives on to the interpreter's end may abort the process, with torch_npu and without.
+    kernels.groups.clear()
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()

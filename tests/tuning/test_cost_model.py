@@ -18,6 +18,7 @@ from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, layer_linears
+from ascend_parallel.tuning.cost_model.published import with_fixed_cost
 from ascend_parallel.tuning.cost_model.step import pipeline_time
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
@@ -286,6 +287,17 @@ def test_a_slower_link_takes_longer_and_other_hardware_has_none():
         find_hardware("910b").with_link("1gbit")
     with pytest.raises(PlanningError, match="--link='1 furlong' is not allowed"):
         find_hardware("cpu-gloo").with_link("1 furlong")
+
+
+@pytest.mark.parametrize("name", ["ascend-910b2", "ascend-950", "h100-nvlink", "cpu-gloo"])
+@pytest.mark.parametrize("kind", [ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER])
+def test_a_fixed_cost_is_added_to_every_collective(name, kind):
+    hardware = find_hardware(name)
+    slower = CostModel(with_fixed_cost(hardware, 200e-6))
+    for size in (1 << 10, 1 << 20, 1 << 28):
+        ranks = hardware.collectives.fitted_ranks
+        before, after = (costs.collective(kind, size, ranks, whole=False) for costs in (COSTS[name], slower))
+        assert after - before == pytest.approx(200e-6)
 
 
 def test_equal_sizes_are_equal_up_to_one_tile():

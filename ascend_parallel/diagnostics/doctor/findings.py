@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -125,8 +126,11 @@ def _versions() -> Iterator[Finding]:
     yield _optional("megatron-core", _version("megatron-core"), advice)
     npu, cann = _version("torch_npu"), _cann()
     yield _optional("torch_npu", npu, "needed on NPUs")
-    if npu and npu.split(".")[:2] != torch.__version__.split(".")[:2]:
-        yield Finding(section, "torch_npu", npu, BAD, f"install the torch_npu of torch {torch.__version__}")
+    if npu and _release(npu) != _release(torch.__version__):
+        advice = (
+            f"this torch is {torch.__version__}: install torch_npu {_release(torch.__version__)}, or its post-release"
+        )
+        yield Finding(section, "torch_npu", npu, BAD, advice)
     if npu or cann:
         yield _optional("CANN", cann, "source set_env.sh", "not found", BAD)
     yield _optional("compiler", _compiler(), "needed to build the shared-memory kernel", "none")
@@ -144,6 +148,12 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _release(version: str) -> str:
+    """Return the three numbers that torch_npu's wheels require to equal torch's: 2.7.1 of 2.7.1.post8 and 2.7.1+cpu."""
+    numbers = re.match(r"\d+(\.\d+){0,2}", version)
+    return numbers.group() if numbers else version
 
 
 def _cann() -> str | None:

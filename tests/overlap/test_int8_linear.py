@@ -1,0 +1,92 @@
+"""Layers of int8 by int8: outputs and input gradients against the unsharded truth in float64."""
+
+import itertools
+
+import pytest
+import torch
+from int8 import DTYPES, exact
+from truth import LIMIT, close
+
+from ascend_parallel import Settings, int8_column_linear, int8_row_linear, quantise_weight
+from ascend_parallel.ops.quantised_rows import INPUT_GRAINS, quantise_rows
+
+GRAINS = list(itertools.product(INPUT_GRAINS, ("tensor", "channel")))
+
+
+def drawn(group, column, shape, grains, dtype, n=24, k=70):
+    """Every rank's input and weight; what they stand for in float64, per rank; and dy of the whole output."""
+    ranks, generator = group.size(), torch.Generator().manual_seed(5)
+
+    def of(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    inputs = [of(*shape, k) for _ in range(ranks)]
+    weights = [quantise_weight(of(k, n), grains[1]) for _ in range(ranks)]
+    rounded = [quantise_rows(x, grains[0]) for x in inputs]
+    stands_for = [x.values.double() * x.scale.double() for x in rounded]
+    dy = of(shape[0] * ranks if column else shape[0], *shape[1:], n).double()
+    return inputs, weights, stands_for, dy
+
+
+def column(group, shape, grains, dtype, settings):
+    ranks, rank = group.size(), group.rank()
+    inputs, weights, xs, _ = drawn(group, True, shape, grains, dtype)
+    dys = [
+        torch.randn(shape[0] * ranks, *shape[1:], 24, generator=torch.Generator().manual_seed(r)) for r in range(ranks)
+    ]
+    dys = [dy.to(dtype).double() for dy in dys]
+    x = inputs[rank].clone().requires_grad_()
+    y = int8_column_linear(x, weights[rank], group=group, settings=settings, grain=grains[0])
+    close(y.detach(), torch.cat(xs) @ exact(weights[rank]), dtype)
+    y.backward(dys[rank].to(dtype))
+    dx = sum(dy @ exact(w).t() for dy, w in zip(dys, weights, strict=True))
+    close(x.grad, dx.chunk(ranks)[rank], dtype)
+    return y, torch.cat(inputs).double() @ exact(weights[rank])
+
+
+def row(group, shape, grains, dtype, settings):
+    ranks, rank = group.size(), group.rank()
+    shape = (shape[0] * ranks, *shape[1:])
+    inputs, weights, xs, dy = drawn(group, False, shape, grains, dtype)
+    x = inputs[rank].clone().requires_grad_()
+    y = int8_row_linear(x, weights[rank], group=group, settings=settings, grain=grains[0])
+    total = sum(a @ exact(w) for a, w in zip(xs, weights, strict=True))
+    close(y.detach(), total.chunk(ranks)[rank], dtype)
+    y.backward(dy.chunk(ranks)[rank].to(dtype))
+    close(x.grad, dy @ exact(weights[rank]).t(), dtype)
+    unrounded = sum(a.double() @ exact(w) for a, w in zip(inputs, weights, strict=True))
+    return y, unrounded.chunk(ranks)[rank]
+
+
+def layers(group, dtype):
+    for layer, shape, grains, chunks in itertools.product((column, row), ((12,), (5, 3)), GRAINS, (1, 3)):
+        y, unrounded = layer(group, shape, grains, dtype, Settings(num_chunks=chunks, mode=2))
+        # The input was rounded: in a dtype finer than int8 the result is not that of the unrounded input.
+        error = (y.detach().double() - unrounded).abs().max() / unrounded.abs().max()
+        assert error < 0.05 and (LIMIT[dtype] > 1e-3 or error > 1e-3), error
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_layers_match_the_truth(ranks, count, dtype):
+    ranks(count).run(layers, dtype)
+
+
+def under_autocast(group):
+    weight = quantise_weight(torch.randn(70, 24), "channel")
+    x = torch.randn(4 * group.size(), 70, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = int8_row_linear(x, weight, group=group, settings=Settings(num_chunks=2))
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
+    weight.scale.requires_grad_()
+    for layer in (int8_row_linear, int8_column_linear):
+        with pytest.raises(ValueError, match="the scale of an int8 weight requires a gradient"):
+            layer(x, weight, group=group, settings=Settings(num_chunks=2))
+        with pytest.raises(ValueError, match="grain='row' is not allowed for an input"), torch.no_grad():
+            layer(x, weight, group=group, settings=Settings(num_chunks=2), grain="row")
+
+
+def test_autocast_and_refusals(ranks):
+    ranks(2).run(under_autocast)
