@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
-from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -99,9 +99,15 @@ class _Overlapped:
     settings: Settings
 
     @cached_property
-    def group(self) -> dist.ProcessGroup:
-        """This rank's process group along `mesh_dim`."""
-        return self.mesh.group(self.mesh_dim)
+    def layer(self) -> Layer:
+        """The options of every call, with this rank's process group along `mesh_dim`."""
+        group = self.mesh.group(self.mesh_dim)
+        return Layer(group=group, settings=self.settings, sequence_parallel=self.row_dim is not None)
+
+    def _layer(self, forward_wrapper: ForwardWrapper) -> Layer:
+        if forward_wrapper is run_directly:
+            return self.layer
+        return replace(self.layer, forward_wrapper=forward_wrapper)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Overlapped:
         """Return the same kernel for a copy of its module: it never changes, and a process group has no copy."""
@@ -131,17 +137,9 @@ class ColumnKernel(_Overlapped):
         pairs = list(zip(self.matmuls, inputs, strict=True))
         weights = [_weight(matmul, tensors) for matmul, tensors in pairs]
         biases = [tensors[matmul.bias] for matmul, tensors in pairs if matmul.bias is not None]
-        y = column_linear(
-            self._rows_first(inputs[0][self.matmuls[0].x]),
-            _joined(weights),
-            _joined(biases) if biases else None,
-            group=self.group,
-            settings=self.settings,
-            sequence_parallel=self.row_dim is not None,
-            forward_wrapper=forward_wrapper,
-        )
-        y = self._back(y)
-        return list(torch.split_with_sizes(y, [len(weight) for weight in weights], dim=-1))
+        x, bias = self._rows_first(inputs[0][self.matmuls[0].x]), _joined(biases) if biases else None
+        y = self._back(run_column(x, _joined(weights), bias, self._layer(forward_wrapper)))
+        return [y] if len(weights) == 1 else list(torch.split_with_sizes(y, [w.shape[0] for w in weights], dim=-1))
 
 
 class RowKernel(_Overlapped):
@@ -155,15 +153,8 @@ class RowKernel(_Overlapped):
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y [..., N]`` of the node, with its bias added."""
         (tensors,), (matmul,) = inputs, self.matmuls
-        y = row_linear(
-            self._rows_first(tensors[matmul.x]),
-            _weight(matmul, tensors),
-            group=self.group,
-            settings=self.settings,
-            sequence_parallel=self.row_dim is not None,
-            forward_wrapper=forward_wrapper,
-        )
-        y = self._back(y)
+        x, weight = self._rows_first(tensors[matmul.x]), _weight(matmul, tensors)
+        y = self._back(run_row(x, weight, self._layer(forward_wrapper)))
         return [y if matmul.bias is None else y + tensors[matmul.bias]]
 
 
