@@ -8,7 +8,7 @@ in their own order, the same on all ranks: all ranks run the same graph, and tor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -117,10 +117,11 @@ class GradientReducer:
     def reduce(self, dims: Sequence[str]) -> None:
         """Sum the deferred gradients over these mesh dimensions, or over all."""
         chosen = frozenset([self._mesh.dim(name) for name in dims or self._mesh.dim_names])
-        deferred = chosen, tuple([self._deferred_dims(param, self._leaf(param)) for param in self._summed])
+        leaves = {param.name: self._leaf(param) for param in self._summed}
+        deferred = chosen, tuple([self._deferred_dims(name, leaf) for name, leaf in leaves.items()])
         if self._last_reduced is None or self._last_reduced[0] != deferred:
             self._last_reduced = deferred, self._deferred_buckets(*deferred)
-        finish_all([self._sum_deferred(bucket) for bucket in self._last_reduced[1]])
+        finish_all([self._sum_deferred(bucket, leaves) for bucket in self._last_reduced[1]])
 
     def _deferred_buckets(self, chosen: frozenset[int], deferred: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...]:
         """Return the buckets of the deferred gradients; `deferred` are the dimensions of each in `self._summed`."""
@@ -189,14 +190,17 @@ class GradientReducer:
             self._start_sum(total, dim, param.value).wait()
         return total
 
-    def _deferred_dims(self, param: SummedGradient, leaf: torch.Tensor) -> tuple[int, ...]:
+    def _deferred_dims(self, name: str, leaf: torch.Tensor) -> tuple[int, ...]:
         """Return the mesh dimensions over which a parameter's gradient must still be summed."""
+        if name not in self._deferred:
+            return ()
         if leaf.grad is None:  # the user has cleared it
-            self._deferred.pop(param.name, None)
-        return self._deferred.get(param.name, ())
+            del self._deferred[name]
+            return ()
+        return self._deferred[name]
 
     def _defer(self, param: SummedGradient, leaf: torch.Tensor, dims: tuple[int, ...]) -> None:
-        held = self._deferred_dims(param, leaf)
+        held = self._deferred_dims(param.name, leaf)
         if leaf.grad is not None and held != dims:
             before, now = (", ".join(self._mesh.dim_names[dim] for dim in some) for some in (held, dims))
             raise RuntimeError(
@@ -208,28 +212,27 @@ class GradientReducer:
 
     def _with_deferred(self, param: SummedGradient, leaf: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
         """Return the term plus the deferred gradient. A gradient deferred over other mesh dimensions is summed now."""
-        held = self._deferred_dims(param, leaf)
+        held = self._deferred_dims(param.name, leaf)
         if held and held == param.dims:
             assert leaf.grad is not None, "a deferred sum without a gradient"
             term = term + leaf.grad
             leaf.grad = None
             del self._deferred[param.name]
         elif held:
-            finish_all([self._sum_deferred(Bucket((replace(param, dims=held),)))])
+            finish_all([self._sum_deferred(Bucket((replace(param, dims=held),)), {param.name: leaf})])
         return term
 
-    def _sum_deferred(self, bucket: Bucket) -> BucketSum:
+    def _sum_deferred(self, bucket: Bucket, leaves: Mapping[str, torch.Tensor]) -> BucketSum:
         """Take the deferred gradients from the parameters and start their sum."""
-        terms = []
+        terms, dims = [], bucket.dims
         for param in bucket.members:
-            leaf = self._leaf(param)
+            leaf, held = leaves[param.name], self._deferred.pop(param.name)
             assert leaf.grad is not None, "a deferred sum without a gradient"
             terms.append(Term(param.value, leaf, leaf.grad))
             leaf.grad = None
-            held = self._deferred.pop(param.name)
-            if held != bucket.dims:
-                self._deferred[param.name] = tuple(dim for dim in held if dim not in bucket.dims)
-        return BucketSum(terms, bucket.dims, self._start_sum)
+            if held != dims:
+                self._deferred[param.name] = tuple(dim for dim in held if dim not in dims)
+        return BucketSum(terms, dims, self._start_sum)
 
 
 class _Read(torch.autograd.Function):

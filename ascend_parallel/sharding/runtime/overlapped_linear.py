@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -104,20 +104,22 @@ class _Overlapped:
         group = self.mesh.group(self.mesh_dim)
         return Layer(group=group, settings=self.settings, sequence_parallel=self.row_dim is not None)
 
-    def _layer(self, forward_wrapper: ForwardWrapper) -> Layer:
-        if forward_wrapper is run_directly:
-            return self.layer
-        return replace(self.layer, forward_wrapper=forward_wrapper)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> _Overlapped:
         """Return the same kernel for a copy of its module: it never changes, and a process group has no copy."""
         return self
 
-    def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
-        return x.movedim(self.row_dim, 0) if self.row_dim else x
-
-    def _back(self, y: torch.Tensor) -> torch.Tensor:
-        return y.movedim(0, self.row_dim) if self.row_dim else y
+    def _call(
+        self,
+        function: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        *operands: torch.Tensor | None,
+        forward_wrapper: ForwardWrapper,
+    ) -> torch.Tensor:
+        """Return ``function(x, *operands, layer)`` with the rows in the first dimension, and back in their own."""
+        layer = self.layer if forward_wrapper is run_directly else replace(self.layer, forward_wrapper=forward_wrapper)
+        if not self.row_dim:
+            return function(x, *operands, layer)
+        return function(x.movedim(self.row_dim, 0), *operands, layer).movedim(0, self.row_dim)
 
 
 class ColumnKernel(_Overlapped):
@@ -137,8 +139,8 @@ class ColumnKernel(_Overlapped):
         pairs = list(zip(self.matmuls, inputs, strict=True))
         weights = [_weight(matmul, tensors) for matmul, tensors in pairs]
         biases = [tensors[matmul.bias] for matmul, tensors in pairs if matmul.bias is not None]
-        x, bias = self._rows_first(inputs[0][self.matmuls[0].x]), _joined(biases) if biases else None
-        y = self._back(run_column(x, _joined(weights), bias, self._layer(forward_wrapper)))
+        x, bias = inputs[0][self.matmuls[0].x], _joined(biases) if biases else None
+        y = self._call(run_column, x, _joined(weights), bias, forward_wrapper=forward_wrapper)
         return [y] if len(weights) == 1 else list(torch.split_with_sizes(y, [w.shape[0] for w in weights], dim=-1))
 
 
@@ -153,8 +155,7 @@ class RowKernel(_Overlapped):
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y [..., N]`` of the node, with its bias added."""
         (tensors,), (matmul,) = inputs, self.matmuls
-        x, weight = self._rows_first(tensors[matmul.x]), _weight(matmul, tensors)
-        y = self._back(run_row(x, weight, self._layer(forward_wrapper)))
+        y = self._call(run_row, tensors[matmul.x], _weight(matmul, tensors), forward_wrapper=forward_wrapper)
         return [y if matmul.bias is None else y + tensors[matmul.bias]]
 
 
