@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,10 @@ T = TypeVar("T")
 LINE_BYTES = 512
 BLOCK_BYTES = 32
 
+# A group's choices to keep: shapes can vary without end.
+MOST_CHOICES = 4096
+_CHOICES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Choice]] = WeakKeyDictionary()
+
 log = logging.getLogger("ascend_parallel")
 
 
@@ -41,7 +46,10 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        device = next(arg.device.type for arg in args if isinstance(arg, (torch.Tensor, QuantisedRows)))
+        for arg in args:
+            if isinstance(arg, (torch.Tensor, QuantisedRows)):
+                device = arg.device.type
+                break
         if not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
@@ -117,7 +125,9 @@ def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """Return x [..., K] as rows [M, K]: a view unless the strides of x forbid a view."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if x.ndim == 2:
+        return x
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
 
 
 def shaped(y_m: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -186,17 +196,46 @@ def choice_for(
     return keep_bits(choose(problem, settings), group, device, layout)
 
 
+def _new_choice(
+    operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
+) -> Choice:
+    """Check the operands, and choose kernel and chunks."""
+    choice = choice_for(problem_of(operator, x, w, group), group, settings, x.device, layout)
+    _log_once(choice)
+    return choice
+
+
+def _choice_of_operands(
+    operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
+) -> Choice:
+    """Return `_new_choice`, kept for later calls with such operands: the checks and the choice depend on the key alone.
+
+    The choices of int8 weights, and of fused kernels, which may open shared memory, are not kept here.
+    """
+    if settings.fused or not isinstance(w, torch.Tensor):
+        return _new_choice(operator, x, w, group, settings, layout)
+    kept = _CHOICES.get(group)
+    if kept is None:
+        kept = _CHOICES[group] = {}
+    key = (operator, type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device, settings, layout)
+    choice = kept.get(key)
+    if choice is None:
+        choice = _new_choice(operator, x, w, group, settings, layout)
+        if len(kept) == MOST_CHOICES:
+            kept.clear()
+        kept[key] = choice
+    return choice
+
+
 def _prepare(
     operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
 ) -> tuple[Input, Weight, Choice]:
-    problem = problem_of(operator, x, w, group)
-    choice = choice_for(problem, group, settings, x.device, layout)
-    _log_once(choice)
+    choice = _choice_of_operands(operator, x, w, group, settings, layout)
     if isinstance(x, QuantisedRows):
         if choice.kernel == "npu":
             return x.rows(), w, choice
         x, w = compute(BESIDE, "dequantise", _dequantised, x, w)
-    x_m = rows_of(x)
+    problem, x_m = choice.problem, rows_of(x)
     # An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
     aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER
     if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):

@@ -82,7 +82,7 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""
-        for index in range(len(self._works)):
+        for index, _ in enumerate(self._works):
             self.wait_for(index)
         self._works.clear()
         return self._tensor
@@ -102,6 +102,8 @@ class Pending:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the remaining collectives."""
+        if not self._works:
+            return
         if kind is None:
             self.wait()
         else:

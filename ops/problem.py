@@ -117,9 +117,9 @@ def check_operands(operator: str, x: Input, w: Weight) -> None:
 
     An int8 weight has no dtype to compare: it is dequantised to the dtype of x.
     """
-    if any(type(operand).__name__ == "DTensor" for operand in (x, w)):
+    if "DTensor" in (type(x).__name__, type(w).__name__):
         raise ValueError(f"{operator}: an operand is a DTensor; give its local shard, to_local()")
-    if len(w.shape) != 2 or x.dim() < 1 or x.shape[-1] != w.shape[0]:
+    if len(w.shape) != 2 or len(x.shape) < 1 or x.shape[-1] != w.shape[0]:
         shapes = f"x {list(x.shape)} times w {list(w.shape)}"
         raise ValueError(f"{operator}: {shapes} is not a matmul of [..., K] and [K, N]")
     w_dtype = x.dtype if isinstance(w, QuantisedWeight) else w.dtype

@@ -28,7 +28,7 @@ def matmul_all_reduce(
     pending = Pending(y_m, ALL_REDUCE, group)
     communicates = group.size() > 1 and x_m.shape[0] > 0
     if communicates:
-        pending.launch(dist.all_reduce, pending.tensor, group=group, async_op=True)
+        pending.launch(dist.all_reduce, y_m, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, 1, int(communicates))
     return pending
 

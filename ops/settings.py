@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from ascend_parallel.ops.problem import FUSED_RANKS
@@ -115,11 +116,11 @@ class OperatorSettings:
 
     def __hash__(self) -> int:
         """Return the hash of the fields, cached: every call of an operator looks it up."""
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
-            object.__setattr__(self, "_hash", known)
-        return known
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without the cached hash, which differs between processes."""

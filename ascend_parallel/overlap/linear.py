@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ascend_parallel.ops.bits import ANY, ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.operators import (
@@ -33,32 +31,16 @@ from ascend_parallel.ops.operators import (
     start_gather_rows,
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
-    without_autocast,
 )
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
-from ascend_parallel.overlap.choices import backward_settings, cast_by_autocast, column_backward_settings
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute
+from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
+from ascend_parallel.overlap.layer import Layer, layer_backward, layer_forward
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    group: dist.ProcessGroup
-    settings: Settings
-    sequence_parallel: bool
-    reduce_input_grad: bool = False
-    weight_gradient: WeightGradient = field(default_factory=WeightGradient)
-    before_communicating: Callable[[], None] | None = None
-    forward_wrapper: ForwardWrapper = run_directly
-
-    def about_to_communicate(self) -> None:
-        if self.before_communicating is not None:
-            self.before_communicating()
 
 
 def column_linear(
@@ -88,7 +70,7 @@ def column_linear(
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
     """
-    layer = _Layer(
+    layer = Layer(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -97,9 +79,16 @@ def column_linear(
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
     )
-    y: torch.Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x), cast_by_autocast(weight_shard_n), bias_shard_n, layer
-    )
+    return run_column(x, weight_shard_n, bias_shard_n, layer)
+
+
+def run_column(
+    x: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: Layer
+) -> torch.Tensor:
+    """Run `column_linear` with the options of `layer`."""
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight_shard_n = cast_by_autocast(x), cast_by_autocast(weight_shard_n)
+    y: torch.Tensor = _ColumnLinear.apply(x, weight_shard_n, bias_shard_n, layer)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -122,7 +111,7 @@ def row_linear(
 
     The caller adds the bias to the result. Options and errors as in `column_linear`.
     """
-    layer = _Layer(
+    layer = Layer(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -130,18 +119,24 @@ def row_linear(
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
     )
-    weight = weight_shard_k if isinstance(weight_shard_k, QuantisedWeight) else cast_by_autocast(weight_shard_k)
-    y: torch.Tensor = _RowLinear.apply(cast_by_autocast(x_shard_k), weight, layer)  # type: ignore[no-untyped-call]
+    return run_row(x_shard_k, weight_shard_k, layer)
+
+
+def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: Layer) -> torch.Tensor:
+    """Run `row_linear` with the options of `layer`."""
+    if torch.is_autocast_enabled(x_shard_k.device.type):
+        x_shard_k = cast_by_autocast(x_shard_k)
+        if isinstance(weight_shard_k, torch.Tensor):
+            weight_shard_k = cast_by_autocast(weight_shard_k)
+    y: torch.Tensor = _RowLinear.apply(x_shard_k, weight_shard_k, layer)  # type: ignore[no-untyped-call]
     return y
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    @hidden_from_selective_checkpoint
-    @recorded_layer("column", "forward")
-    @without_autocast
+    @layer_forward("column")
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
     ) -> torch.Tensor:
         keep = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
         y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
@@ -149,16 +144,13 @@ class _ColumnLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    @recorded_layer("column", "backward")
-    @without_autocast
+    @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        layer: _Layer = ctx.layer
+        layer: Layer = ctx.layer.in_column_backward
         kept, weight = ctx.saved_tensors
         layer.weight_gradient.begin(kept, weight)
         db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
-        layer = replace(layer, settings=column_backward_settings(layer.settings))
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
         placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
         if postponed:
@@ -178,20 +170,16 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    @hidden_from_selective_checkpoint
-    @recorded_layer("row", "forward")
-    @without_autocast
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor:
+    @layer_forward("row")
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
         y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         return y
 
     @staticmethod
-    @once_differentiable
-    @recorded_layer("row", "backward")
-    @without_autocast
+    @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        layer: _Layer = ctx.layer
+        layer: Layer = ctx.layer.in_row_backward
         x, weight, *scales = ctx.saved_tensors
         dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR
         if scales:  # an int8 weight
@@ -199,7 +187,6 @@ class _RowLinear(torch.autograd.Function):
             weight, layout = compute(BESIDE, "dequantise", dequantise, ctx.x_dtype).t(), ANY
             dy = rows_of(dy)
         layer.weight_gradient.begin(x, weight)
-        layer = replace(layer, settings=backward_settings(layer.settings))
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
@@ -211,7 +198,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _column_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer, keep: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer, keep: bool
 ) -> Products:
     """Return y with the bias added; with `keep` and sequence parallelism also the gathered rows of x."""
     gathered_m = None
@@ -220,14 +207,15 @@ def _column_forward(
         y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keep, layout=TRANSPOSED)
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
     else:
-        check_operands("column_linear", x, weight.t())
-        y = compute(MATMUL, "matmul", torch.matmul, x, weight.t())
+        w = weight.t()
+        check_operands("column_linear", x, w)
+        y = compute(MATMUL, "matmul", torch.matmul, x, w)
     if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
         y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
     return y, gathered_m if keep else None
 
 
-def _row_forward(x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor:
+def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
     w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
@@ -240,7 +228,7 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor
 
 
 def _column_sequence_backward(
-    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
 
@@ -271,14 +259,14 @@ def _column_sequence_backward(
 
 
 def _local_backward(
-    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: _Layer
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication."""
     dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
     return dx, _weight_gradient(layer, x, dy)
 
 
-def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+def _weight_gradient(layer: Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
     """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
     if x is None:
         return None
@@ -286,11 +274,13 @@ def _weight_gradient(layer: _Layer, x: torch.Tensor | None, dy: torch.Tensor) ->
     return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
 
 
-def _save(ctx: Any, layer: _Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:
+def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
-    parts: list[torch.Tensor | None] = [weight] if isinstance(weight, torch.Tensor) else []
+    parts: list[torch.Tensor | None]
     if isinstance(weight, QuantisedWeight):
         parts, ctx.group_size = [weight.values, weight.scale, weight.offset], weight.group_size
+    else:
+        parts = [weight]
     ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype

@@ -11,6 +11,7 @@ from truth import LIMIT, close
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import operators, shm
+from ascend_parallel.ops.bits import ANY, TRANSPOSED
 from ascend_parallel.ops.registry import KERNELS
 
 SETTINGS = {
@@ -27,20 +28,19 @@ KINDS = [
 
 
 class Taken(set):
-    """Record the kernels that the operators look up."""
+    """Record the kernels that the operators run."""
 
     def __enter__(self):
-        self._kept = operators.choose
-        operators.choose = self._choose
+        self._kept = operators._run
+        operators._run = self._run
         return self
 
     def __exit__(self, *_):
-        operators.choose = self._kept
+        operators._run = self._kept
 
-    def _choose(self, problem, settings):
-        choice = self._kept(problem, settings)
+    def _run(self, choice, *args, **options):
         self.add(choice.kernel)
-        return choice
+        return self._kept(choice, *args, **options)
 
 
 def run_all_reduce(x, w, group, settings):
@@ -87,6 +87,46 @@ def test_the_matrix(ranks, count, dtype, name):
     for taken, worst in ranks(count).run(matrix, name, dtype):
         assert name in taken or (name == "ordered" and count == 2)  # sums of two ranks have only one order
         assert worst <= LIMIT[dtype]
+
+
+def kept_choices(group):
+    """Return how often each call, made twice, describes a new problem; a shape that no other test has."""
+    described, problem_of = [], operators.problem_of
+    operators.problem_of = lambda *call: described.append(call) or problem_of(*call)
+    x, w, two = torch.randn(89, 56), torch.randn(56, 24), Settings(num_chunks=2)
+    calls = {
+        "the same": (x, w, two, ANY),
+        "more rows": (torch.randn(90, 56), w, two, ANY),
+        "more columns": (x, torch.randn(56, 25), two, ANY),
+        "a dtype": (x.double(), w.double(), two, ANY),
+        "settings": (x, w, Settings(num_chunks=3), ANY),
+        "a layout": (x, w.t().contiguous().t(), two, TRANSPOSED),
+        "fused": (x, w, Settings(fused=True), ANY),
+    }
+    found = {}
+    try:
+        for name, (left, right, settings, layout) in calls.items():
+            before = len(described)
+            for _ in range(2):
+                y = operators.start_matmul_all_reduce(left, right, group, settings, layout=layout).wait()
+            close(y, sum_over(group, left.double() @ right.double()), left.dtype)
+            found[name] = len(described) - before
+        for left, right in ((x.double(), w), (x, w.double()), (x[:, 1:], w), (x.int(), w.int())):
+            with pytest.raises(ValueError, match="matmul_all_reduce: x"):
+                operators.start_matmul_all_reduce(left, right, group, two)
+    finally:
+        operators.problem_of = problem_of
+    return found
+
+
+def sum_over(group, term):
+    torch.distributed.all_reduce(term, group=group)
+    return term
+
+
+def test_a_choice_is_kept_for_operands_alike(ranks):
+    names = ("the same", "more rows", "more columns", "a dtype", "settings", "a layout")
+    assert ranks(2).run(kept_choices) == [dict.fromkeys(names, 1) | {"fused": 2}] * 2
 
 
 def test_the_extension_is_there_where_a_compiler_is():

@@ -187,6 +187,79 @@ def test_terms_of_a_deferred_gradient_sum_to_the_gradient(ranks, count):
     ranks(count).run(terms)
 
 
+def functions(loss):
+    """Return the names of the autograd functions behind a loss."""
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        function = waiting.pop()
+        if function is not None and function not in found:
+            found.add(function)
+            waiting += [before for before, _ in function.next_functions]
+    return {function.name() for function in found}
+
+
+def same_gradients(first, second):
+    mine, others = gradients(first), gradients(second)
+    assert {name for name, gradient in mine.items() if gradient is None} == {
+        name for name, gradient in others.items() if gradient is None
+    }
+    return all(torch.equal(gradient, others[name]) for name, gradient in mine.items() if gradient is not None)
+
+
+def steps(group):
+    """no_sync_of_step has the bits of no_sync, and notices what the parameters are when it begins."""
+    whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
+    plan = planned("GPT", trace(whole, batch), mesh_of((2, 2)))
+    first, second = (ShardedModule(whole, plan, bucket_bytes=SMALL) for _ in range(2))
+    name = first.buckets[0].members[0].name
+    path, _, last = name.rpartition(".")
+
+    def step():
+        with first.no_sync():
+            assert "_ReadBackward" in functions(first(*batch))
+            for _ in range(3):
+                first(*batch).backward()
+        with second.gradients.no_sync_of_step():
+            losses = [second(*batch) for _ in range(3)]
+            assert "_ReadBackward" not in functions(losses[0])
+            for loss in losses:
+                loss.backward()
+        assert same_gradients(first, second)
+
+    step()
+    step()  # gradients of two steps add up
+    for module in (first, second):
+        module.reduce_gradients("dp")
+        module.reduce_gradients()
+    assert same_gradients(first, second)
+    with torch.no_grad(), second.gradients.no_sync_of_step():  # trains nothing, so summed gradients may be there
+        assert torch.equal(second(*batch), first(*batch))
+    assert same_gradients(first, second)
+    refused = pytest.raises(RuntimeError, match=r"has a gradient that is summed.*zero_grad\(set_to_none=True\)")
+    with refused, second.gradients.no_sync_of_step():
+        pass
+    for module in (first, second):
+        module.zero_grad()
+        setattr(module.get_submodule(path), last, nn.Parameter(2 * module.get_parameter(name).detach()))
+    step()
+    assert second.get_parameter(name).grad is not None
+    for module in (first, second):
+        module.zero_grad()
+        module.get_parameter(name).requires_grad_(False)
+    step()
+    assert second.get_parameter(name).grad is None
+    second.zero_grad()
+    second.get_parameter(name).requires_grad_(True).register_hook(lambda gradient: gradient * 0)
+    refused = pytest.raises(RuntimeError, match=r"has a hook on its gradient.*bucket_bytes=0")
+    with refused, second.gradients.no_sync_of_step():
+        pass
+    assert "_ReadBackward" in functions(second(*batch))
+
+
+def test_a_step_that_defers_all_sums(ranks):
+    ranks(4).run(steps)
+
+
 def partly(group):
     """Backward from an output, then from the other; twice from the same output; from two forwards at once."""
     model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))

@@ -68,12 +68,14 @@ class LocalCall:
         An in-place operator writes to a copy: a graph's values are immutable.
         """
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
-        for into, place, fill in self._tensors:
-            value = inputs[fill] if isinstance(fill, int) else fill(inputs)
-            (args if into == "args" else kwargs)[place] = value  # type: ignore[index]
-        for name, value in (changed or {}).items():
-            place = self._places[name]
-            (args if isinstance(place, int) else kwargs)[place] = value  # type: ignore[index]
+        for position, index in self._inputs_in_args:
+            args[position] = inputs[index]
+        for into, place, fill in self._other_tensors:
+            (args if into == "args" else kwargs)[place] = fill(inputs)  # type: ignore[index]
+        if changed:
+            for name, value in changed.items():
+                place = self._places[name]
+                (args if isinstance(place, int) else kwargs)[place] = value  # type: ignore[index]
         return self.call.target(*args, **kwargs)
 
     @cached_property
@@ -140,20 +142,33 @@ class LocalCall:
         return schema.arguments if schema is not None else ()
 
     @cached_property
-    def _tensors(self) -> tuple[tuple[str, int | str, int | Callable[[Sequence[torch.Tensor]], Any]], ...]:
-        """The arguments that hold tensors: "args" or "kwargs", the place there, and the input or how to fill it."""
-        written = {
+    def _inputs_in_args(self) -> tuple[tuple[int, int], ...]:
+        """The arguments among `args` that are inputs: the place there, and the input's index."""
+        written, args = self._written, enumerate(self.call.args)
+        return tuple(
+            (place, argument.index) for place, argument in args if isinstance(argument, Ref) and place not in written
+        )
+
+    @cached_property
+    def _other_tensors(self) -> tuple[tuple[str, int | str, Callable[[Sequence[torch.Tensor]], Any]], ...]:
+        """The other arguments that hold tensors: "args" or "kwargs", the place there, and how to fill it."""
+        direct = {place for place, _ in self._inputs_in_args}
+        given = [("args", place, argument) for place, argument in enumerate(self.call.args) if place not in direct]
+        given += [("kwargs", name, argument) for name, argument in self.call.kwargs.items()]  # type: ignore[misc]
+        return tuple(
+            (into, place, _filler(argument, copied=place in self._written))
+            for into, place, argument in given
+            if any(isinstance(leaf, Ref) for leaf in pytree.tree_leaves(argument))
+        )
+
+    @cached_property
+    def _written(self) -> set[int | str]:
+        """The places of the arguments that the operator writes to."""
+        return {
             self._places[argument.name]
             for argument in self._schema_arguments
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out"
         }
-        given = [("args", place, argument) for place, argument in enumerate(self.call.args)]
-        given += [("kwargs", name, argument) for name, argument in self.call.kwargs.items()]  # type: ignore[misc]
-        return tuple(
-            (into, place, _filler(argument, copied=place in written))
-            for into, place, argument in given
-            if any(isinstance(leaf, Ref) for leaf in pytree.tree_leaves(argument))
-        )
 
 
 @dataclass(frozen=True)
@@ -239,10 +254,8 @@ def _generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-def _filler(argument: Any, copied: bool) -> int | Callable[[Sequence[torch.Tensor]], Any]:
-    """Return the function that replaces an argument's `Ref`s by tensors or copies of them; for a `Ref` its index."""
-    if isinstance(argument, Ref) and not copied:
-        return argument.index
+def _filler(argument: Any, copied: bool) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """Return the function that replaces an argument's `Ref`s by tensors or copies of them."""
 
     def tensor(leaf: Any, inputs: Sequence[torch.Tensor]) -> Any:
         if not isinstance(leaf, Ref):

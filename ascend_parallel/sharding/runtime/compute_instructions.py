@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -64,7 +64,7 @@ class Run(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the operator."""
-        inputs = [registers[register] for register in self.reads[: len(self.node.inputs)]]
+        inputs = [registers[register] for register in self._inputs]
         if step.results is not None:
             outputs = self._in_region(inputs, step.results, step.stream)
         elif self.gathers:
@@ -74,6 +74,11 @@ class Run(Instruction):
             outputs = self.compute(inputs, step.stream)
         for register, output in zip(self.writes, outputs, strict=True):
             registers[register] = output
+
+    @cached_property
+    def _inputs(self) -> tuple[int, ...]:
+        """The registers of the operator's inputs."""
+        return self.reads[: len(self.node.inputs)]
 
     def compute(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
         """Return the outputs for these inputs; `stream` names the forward's random numbers."""

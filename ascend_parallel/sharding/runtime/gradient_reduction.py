@@ -8,7 +8,7 @@ in their own order, the same on all ranks: all ranks run the same graph, and tor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,9 +28,16 @@ from ascend_parallel.sharding.runtime.gradient_buckets import BackwardBuckets, B
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, SummedGradient, buckets
 from ascend_parallel.sharding.runtime.local_parameters import tensor_at
 
+_Deferred = tuple[frozenset[int], tuple[tuple[int, ...], ...]]
+"""The mesh dimensions to sum over, and for each parameter the dimensions over which its gradient is deferred."""
+
 
 class GradientReducer:
-    """Sums the gradients of a rank's parameters over ranks."""
+    """Sums the gradients of a rank's parameters over ranks.
+
+    leaves
+        In `no_sync_of_step`, the replicated parameters by name; else empty.
+    """
 
     def __init__(
         self,
@@ -50,6 +57,8 @@ class GradientReducer:
         self._deferred: dict[str, tuple[int, ...]] = {}  # by the parameter's name
         self._known_dims: dict[tuple[str, frozenset[int]], tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
         self._paths = {param.name: param.name.split(".") for param in summed}
+        self.leaves: dict[str, torch.nn.Parameter] = {}
+        self._last_reduced: tuple[_Deferred, tuple[Bucket, ...]] | None = None
         # By backward. torch's queue of end-of-backward callbacks owns the buckets, and drops them if backward fails.
         self._running: WeakValueDictionary[int, BackwardBuckets] = WeakValueDictionary()
 
@@ -74,25 +83,57 @@ class GradientReducer:
         finally:
             self._suspended = before
 
+    @contextmanager
+    def no_sync_of_step(self) -> Iterator[None]:
+        """Defer all sums, as `no_sync`, of forwards whose backward also runs inside.
+
+        Readers then get the parameters in `leaves`, and no autograd function runs for a parameter. What `take_term`
+        does for each term runs here once: the checks before the first forward, the zeros after the last backward.
+        """
+        with self.no_sync(()):
+            self.leaves = {param.name: self._leaf(param) for param in self._summed}
+            try:
+                elsewhere = self._defer_all() if torch.is_grad_enabled() else []
+                yield
+            finally:
+                self.leaves = {}
+            for leaf in elsewhere:
+                if leaf.grad is not None:
+                    leaf.grad = torch.zeros_like(leaf.grad)
+
+    def _defer_all(self) -> list[torch.nn.Parameter]:
+        """Defer the gradients to come; return the parameters whose full gradient another rank adds."""
+        elsewhere = []
+        for param in self._summed:
+            leaf = self.leaves[param.name]
+            if leaf.requires_grad:
+                _refuse_hooks(param, leaf)
+                _, later, is_first = self._dims(param)
+                self._defer(param, leaf, later)
+                if not is_first:
+                    elsewhere.append(leaf)
+        return elsewhere
+
     def reduce(self, dims: Sequence[str]) -> None:
         """Sum the deferred gradients over these mesh dimensions, or over all."""
-        chosen = {self._mesh.dim(name) for name in dims or self._mesh.dim_names}
-        found = []
-        for param in self._summed:
-            over = tuple(dim for dim in self._deferred_dims(param, self._leaf(param)) if dim in chosen)
-            if over:
-                found.append(replace(param, dims=over))
-        finish_all([self._sum_deferred(bucket) for bucket in buckets(found, self._bucket_bytes)])
+        chosen = frozenset([self._mesh.dim(name) for name in dims or self._mesh.dim_names])
+        leaves = {param.name: self._leaf(param) for param in self._summed}
+        deferred = chosen, tuple([self._deferred_dims(name, leaf) for name, leaf in leaves.items()])
+        if self._last_reduced is None or self._last_reduced[0] != deferred:
+            self._last_reduced = deferred, self._deferred_buckets(*deferred)
+        finish_all([self._sum_deferred(bucket, leaves) for bucket in self._last_reduced[1]])
+
+    def _deferred_buckets(self, chosen: frozenset[int], deferred: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...]:
+        """Return the buckets of the deferred gradients; `deferred` are the dimensions of each in `self._summed`."""
+        overs = [tuple(dim for dim in held if dim in chosen) for held in deferred]
+        found = [replace(param, dims=over) for param, over in zip(self._summed, overs, strict=True) if over]
+        return buckets(found, self._bucket_bytes)
 
     def take_term(self, param: SummedGradient, leaf: torch.Tensor, term: torch.Tensor) -> torch.Tensor | None:
         """Take a gradient term from backward; return the parameter's gradient, or None if a bucket takes the term."""
         if torch.is_grad_enabled():
             raise RuntimeError(f"{param.name}: a sharded model differentiates once: call backward without create_graph")
-        if _has_hooks(leaf):
-            raise RuntimeError(
-                f"{param.name} has a hook on its gradient, and the gradient is summed over ranks after hooks have run: "
-                "give bucket_bytes=0"
-            )
+        _refuse_hooks(param, leaf)
         now, later, is_first = self._dims(param)
         if later:
             self._defer(param, leaf, later)
@@ -149,14 +190,17 @@ class GradientReducer:
             self._start_sum(total, dim, param.value).wait()
         return total
 
-    def _deferred_dims(self, param: SummedGradient, leaf: torch.Tensor) -> tuple[int, ...]:
+    def _deferred_dims(self, name: str, leaf: torch.Tensor) -> tuple[int, ...]:
         """Return the mesh dimensions over which a parameter's gradient must still be summed."""
+        if name not in self._deferred:
+            return ()
         if leaf.grad is None:  # the user has cleared it
-            self._deferred.pop(param.name, None)
-        return self._deferred.get(param.name, ())
+            del self._deferred[name]
+            return ()
+        return self._deferred[name]
 
     def _defer(self, param: SummedGradient, leaf: torch.Tensor, dims: tuple[int, ...]) -> None:
-        held = self._deferred_dims(param, leaf)
+        held = self._deferred_dims(param.name, leaf)
         if leaf.grad is not None and held != dims:
             before, now = (", ".join(self._mesh.dim_names[dim] for dim in some) for some in (held, dims))
             raise RuntimeError(
@@ -168,27 +212,27 @@ class GradientReducer:
 
     def _with_deferred(self, param: SummedGradient, leaf: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
         """Return the term plus the deferred gradient. A gradient deferred over other mesh dimensions is summed now."""
-        held = self._deferred_dims(param, leaf)
+        held = self._deferred_dims(param.name, leaf)
         if held and held == param.dims:
             assert leaf.grad is not None, "a deferred sum without a gradient"
             term = term + leaf.grad
             leaf.grad = None
             del self._deferred[param.name]
         elif held:
-            finish_all([self._sum_deferred(Bucket((replace(param, dims=held),)))])
+            finish_all([self._sum_deferred(Bucket((replace(param, dims=held),)), {param.name: leaf})])
         return term
 
-    def _sum_deferred(self, bucket: Bucket) -> BucketSum:
+    def _sum_deferred(self, bucket: Bucket, leaves: Mapping[str, torch.Tensor]) -> BucketSum:
         """Take the deferred gradients from the parameters and start their sum."""
-        terms = []
+        terms, dims = [], bucket.dims
         for param in bucket.members:
-            leaf = self._leaf(param)
+            leaf, held = leaves[param.name], self._deferred.pop(param.name)
             assert leaf.grad is not None, "a deferred sum without a gradient"
             terms.append(Term(param.value, leaf, leaf.grad))
             leaf.grad = None
-            left = tuple(dim for dim in self._deferred.pop(param.name) if dim not in bucket.dims)
-            self._deferred |= {param.name: left} if left else {}
-        return BucketSum(terms, bucket.dims, self._start_sum)
+            if held != dims:
+                self._deferred[param.name] = tuple(dim for dim in held if dim not in dims)
+        return BucketSum(terms, dims, self._start_sum)
 
 
 class _Read(torch.autograd.Function):
@@ -204,12 +248,16 @@ class _Read(torch.autograd.Function):
         return ctx.gradients.take_term(ctx.param, ctx.leaf, term), None, None
 
 
-def _has_hooks(leaf: torch.Tensor) -> bool:
-    """Tell whether the gradient has a hook that does not declare `takes_terms`: the hook would see a rank's term."""
+def _refuse_hooks(param: SummedGradient, leaf: torch.Tensor) -> None:
+    """Raise `RuntimeError` for a hook on the gradient, unless it declares `takes_terms`: it would see a rank's term."""
     if not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks:
-        return False
+        return
     after = (leaf._post_accumulate_grad_hooks or {}).values()
-    return bool(leaf._backward_hooks) or not all(getattr(hook, "takes_terms", False) for hook in after)
+    if leaf._backward_hooks or not all(getattr(hook, "takes_terms", False) for hook in after):
+        raise RuntimeError(
+            f"{param.name} has a hook on its gradient, and the gradient is summed over ranks after hooks have run: "
+            "give bucket_bytes=0"
+        )
 
 
 def _accumulates(leaf: torch.Tensor) -> bool:

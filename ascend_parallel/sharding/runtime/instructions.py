@@ -125,8 +125,12 @@ class Load(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Read the tensor that the rank holds now."""
+        summed, gradients = self.summed, step.holder.gradients
+        if summed is not None and summed.name in gradients.leaves:
+            registers[self.writes[0]] = gradients.leaves[summed.name]
+            return
         held = step.holder.local_tensor(self.value.node)
-        registers[self.writes[0]] = held if self.summed is None else step.holder.gradients.read(self.summed, held)
+        registers[self.writes[0]] = held if summed is None else gradients.read(summed, held)
 
 
 @dataclass(frozen=True)

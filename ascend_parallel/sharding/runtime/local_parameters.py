@@ -47,8 +47,17 @@ def tensor_at(module: torch.nn.Module, path: Sequence[str]) -> torch.Tensor:
         child = module._modules[owner]
         assert child is not None
         module = child
-    tensor: torch.Tensor = getattr(module, name)
-    return tensor
+    tensor = module._parameters.get(name)
+    return getattr(module, name) if tensor is None else tensor  # a buffer, a constant, or a parametrized weight
+
+
+def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that a module and its submodules hold now; a tied parameter several times."""
+    found = [parameter for parameter in module._parameters.values() if parameter is not None]
+    for child in module._modules.values():
+        if child is not None:
+            found += parameters_of(child)
+    return found
 
 
 def check_model(model: torch.nn.Module, nodes: Sequence[Node]) -> None:

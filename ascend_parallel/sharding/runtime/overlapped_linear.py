@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
-from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -99,19 +99,27 @@ class _Overlapped:
     settings: Settings
 
     @cached_property
-    def group(self) -> dist.ProcessGroup:
-        """This rank's process group along `mesh_dim`."""
-        return self.mesh.group(self.mesh_dim)
+    def layer(self) -> Layer:
+        """The options of every call, with this rank's process group along `mesh_dim`."""
+        group = self.mesh.group(self.mesh_dim)
+        return Layer(group=group, settings=self.settings, sequence_parallel=self.row_dim is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Overlapped:
         """Return the same kernel for a copy of its module: it never changes, and a process group has no copy."""
         return self
 
-    def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
-        return x.movedim(self.row_dim, 0) if self.row_dim else x
-
-    def _back(self, y: torch.Tensor) -> torch.Tensor:
-        return y.movedim(0, self.row_dim) if self.row_dim else y
+    def _call(
+        self,
+        function: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        *operands: torch.Tensor | None,
+        forward_wrapper: ForwardWrapper,
+    ) -> torch.Tensor:
+        """Return ``function(x, *operands, layer)`` with the rows in the first dimension, and back in their own."""
+        layer = self.layer if forward_wrapper is run_directly else replace(self.layer, forward_wrapper=forward_wrapper)
+        if not self.row_dim:
+            return function(x, *operands, layer)
+        return function(x.movedim(self.row_dim, 0), *operands, layer).movedim(0, self.row_dim)
 
 
 class ColumnKernel(_Overlapped):
@@ -131,17 +139,9 @@ class ColumnKernel(_Overlapped):
         pairs = list(zip(self.matmuls, inputs, strict=True))
         weights = [_weight(matmul, tensors) for matmul, tensors in pairs]
         biases = [tensors[matmul.bias] for matmul, tensors in pairs if matmul.bias is not None]
-        y = column_linear(
-            self._rows_first(inputs[0][self.matmuls[0].x]),
-            _joined(weights),
-            _joined(biases) if biases else None,
-            group=self.group,
-            settings=self.settings,
-            sequence_parallel=self.row_dim is not None,
-            forward_wrapper=forward_wrapper,
-        )
-        y = self._back(y)
-        return list(torch.split_with_sizes(y, [len(weight) for weight in weights], dim=-1))
+        x, bias = inputs[0][self.matmuls[0].x], _joined(biases) if biases else None
+        y = self._call(run_column, x, _joined(weights), bias, forward_wrapper=forward_wrapper)
+        return [y] if len(weights) == 1 else list(torch.split_with_sizes(y, [w.shape[0] for w in weights], dim=-1))
 
 
 class RowKernel(_Overlapped):
@@ -155,15 +155,7 @@ class RowKernel(_Overlapped):
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y [..., N]`` of the node, with its bias added."""
         (tensors,), (matmul,) = inputs, self.matmuls
-        y = row_linear(
-            self._rows_first(tensors[matmul.x]),
-            _weight(matmul, tensors),
-            group=self.group,
-            settings=self.settings,
-            sequence_parallel=self.row_dim is not None,
-            forward_wrapper=forward_wrapper,
-        )
-        y = self._back(y)
+        y = self._call(run_row, tensors[matmul.x], _weight(matmul, tensors), forward_wrapper=forward_wrapper)
         return [y if matmul.bias is None else y + tensors[matmul.bias]]
 
 

@@ -81,6 +81,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         self._options, self._factory, self.loss_scale = options, factory, loss_scale
         self._shares = share(targets, zero_stage, partition_by, master_dtype)
         self._owned = [owned for _, _, owned in self._shares if owned is not None]
+        self._masters = [owned for owned in self._owned if owned.is_master]
         self._inner = factory.make(self._by_group((owned.target.name, owned.inner) for owned in self._owned))
         parameters = self._by_group((target.name, target.parameter) for target in targets)
         groups = [
@@ -163,15 +164,14 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, for the same layout; `tensor_shards` and `plain_state` fit any layout."""
         self._push()
-        masters = [owned.inner for owned in self._owned if owned.is_master]
+        masters = [owned.inner for owned in self._masters]
         return {"optimizer": self._inner.state_dict(), "masters": masters, **self.plain_state()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on the same rank of the same layout."""
         self._inner.load_state_dict(state_dict["optimizer"])
-        masters = [owned for owned in self._owned if owned.is_master]
-        for owned, tensor in zip(masters, state_dict["masters"], strict=True):
+        for owned, tensor in zip(self._masters, state_dict["masters"], strict=True):
             owned.refresh()
             owned.inner.copy_(tensor)
         self.load_plain_state(state_dict)
@@ -251,7 +251,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         self._inner.step()
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update({key: value for key, value in inner.items() if key not in _NO_SETTINGS})
-        for owned in self._owned:
+        for owned in self._masters:
             owned.write_back()
         if self._options.zero_stage:
             gather_updates(self._shares, self._options.bucket_bytes)

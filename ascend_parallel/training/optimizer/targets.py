@@ -100,11 +100,12 @@ class OwnedShard:
     def __init__(self, target: Target, bounds: ShardBounds, num_owners: int, master_dtype: torch.dtype | None) -> None:
         """Take the bounds within the target; make master weights if `master_dtype` is not the parameter's dtype."""
         self.target, self.bounds, self.num_owners = target, bounds, num_owners
+        self._is_whole = bounds.shape == tuple(target.parameter.shape)
         view = self.view
         self.is_master = master_dtype is not None and view.dtype != master_dtype
         self.inner = view.to(master_dtype, copy=True) if self.is_master else view
-        self._seen_version = self._version()
         self._wide_sum: torch.Tensor | None = None
+        self.done()
 
     @property
     def view(self) -> torch.Tensor:
@@ -118,7 +119,8 @@ class OwnedShard:
 
     def refresh(self) -> None:
         """Read the parameter again if anything but `write_back` has changed it (loaded, moved) since `done`."""
-        if self._seen_version == self._version():
+        parameter = self.target.parameter
+        if self._seen_version == (parameter.data_ptr(), parameter._version):
             return
         if self.is_master:
             self.inner.copy_(self.view)
@@ -127,12 +129,14 @@ class OwnedShard:
         self.done()
 
     def done(self) -> None:
-        """Record the parameter's current version."""
-        self._seen_version = self._version()
+        """Record the parameter's current memory and version."""
+        parameter = self.target.parameter
+        self._seen_version = parameter.data_ptr(), parameter._version
 
     def take(self, gradient: torch.Tensor) -> None:
         """Set the inner optimizer's gradient to this part of the parameter's gradient."""
-        self.inner.grad = self.bounds.of(gradient.detach()).to(self.inner.dtype)
+        part = gradient.detach() if self._is_whole else self.bounds.of(gradient.detach())
+        self.inner.grad = part if part.dtype == self.inner.dtype else part.to(self.inner.dtype)
 
     def accumulate(self, summed: torch.Tensor) -> None:
         """Add to the gradient, in the dtype of the first sum; `settle` gives the total to the inner optimizer."""
@@ -156,6 +160,3 @@ class OwnedShard:
         """Copy the master weights into the parameter."""
         if self.is_master:
             self.view.copy_(self.inner)
-
-    def _version(self) -> tuple[int, int]:
-        return self.target.parameter.data_ptr(), self.target.parameter._version

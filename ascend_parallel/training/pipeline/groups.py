@@ -6,7 +6,7 @@ added in the order of the meshes, so the copies stay bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.runtime.local_parameters import parameters_of
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.training.pipeline.split_plan import StagePlan, shared_parameters
 from ascend_parallel.training.pipeline.stage_assignment import StageError
@@ -121,13 +122,15 @@ class SharedGradients:
         self.repeated = frozenset(copy for copies in self._copies.values() for copy in copies[1:])
         self.due = self._summed = False
 
-    def check_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise `RuntimeError` if a step would add to gradients that were summed."""
-        if self._summed and any(parameter.grad is not None for parameter in parameters):
-            raise RuntimeError(
-                "the gradients are summed over ranks, and a step would add unsummed gradients to them: call "
-                "zero_grad(set_to_none=True) before, or reduce_gradients() after the last of several steps"
-            )
+    def check_cleared(self, modules: Sequence[nn.Module]) -> None:
+        """Raise `RuntimeError` if a step would add to gradients of these modules that were summed."""
+        held = [parameter for module in modules for parameter in parameters_of(module)] if self._summed else []
+        for parameter in held:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    "the gradients are summed over ranks, and a step would add unsummed gradients to them: call "
+                    "zero_grad(set_to_none=True) before, or reduce_gradients() after the last of several steps"
+                )
         self._summed = False
 
     def sum(self) -> None:

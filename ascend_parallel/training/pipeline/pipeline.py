@@ -20,6 +20,7 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.local_parameters import parameters_of
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard
@@ -138,7 +139,7 @@ class Pipeline:
         Raises `ValueError` for a batch that does not match the traced batch, `PipelineError` if a stage fails or waits
         too long.
         """
-        self.shared.check_cleared(self.parameters())
+        self.shared.check_cleared(self.modules)
         loss = self._run(self._torch_schedule.step, args, kwargs)
         self.shared.due = True
         return loss.mean
@@ -172,7 +173,8 @@ class Pipeline:
     def zero_grad(self) -> None:
         """Set all gradients to None."""
         for module in self.modules:
-            module.zero_grad(set_to_none=True)
+            for parameter in parameters_of(module):
+                parameter.grad = None
 
     def tensor_shards(self) -> dict[str, TensorShard]:
         """Return this rank's shards of parameters and persistent buffers, by the model's names."""
@@ -202,15 +204,15 @@ class Pipeline:
         self._executed.clear()
         self._losses = Losses(self.micro_batches, self.factor)
         start = perf_counter()
-        with ExitStack() as stack:
-            for wrapped, module in zip(self._wrapped, self.modules, strict=True):
-                wrapped.broadcast_inputs = broadcast_inputs
-                stack.enter_context(module.no_sync())
-            try:
+        try:
+            with ExitStack() as stack:
+                for wrapped, module in zip(self._wrapped, self.modules, strict=True):
+                    wrapped.broadcast_inputs = broadcast_inputs
+                    stack.enter_context(module.gradients.no_sync_of_step())
                 schedule(target=torch.zeros(self.micro_batches), return_outputs=False, **cut_inputs)
-                loss = self._broadcast_loss()
-            except RuntimeError as error:
-                raise PipelineError(self._failure(error)) from error
+            loss = self._broadcast_loss()
+        except RuntimeError as error:
+            raise PipelineError(self._failure(error)) from error
         self._seconds, self.count = perf_counter() - start, loss.count
         return loss
 

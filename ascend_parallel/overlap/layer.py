@@ -1,0 +1,93 @@
+"""The options of an overlapped layer, which all its calls share, and the wrappers of its forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ascend_parallel.ops.operators import without_autocast
+from ascend_parallel.ops.record import RECORDING, recorded_layer
+from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
+from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
+from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
+from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.settings import Settings
+
+Pass = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The options of a linear layer, as of `column_linear`. A caller with many calls makes the layer once."""
+
+    group: dist.ProcessGroup
+    settings: Settings
+    sequence_parallel: bool = False
+    reduce_input_grad: bool = True
+    weight_gradient: WeightGradient = field(default_factory=WeightGradient)
+    before_communicating: Callable[[], None] | None = None
+    forward_wrapper: ForwardWrapper = run_directly
+
+    @cached_property
+    def in_column_backward(self) -> Layer:
+        """The layer with the settings of a column layer's backward."""
+        return replace(self, settings=column_backward_settings(self.settings))
+
+    @cached_property
+    def in_row_backward(self) -> Layer:
+        """The layer with the settings of a row layer's backward."""
+        return replace(self, settings=backward_settings(self.settings))
+
+    def about_to_communicate(self) -> None:
+        """Run `before_communicating`."""
+        if self.before_communicating is not None:
+            self.before_communicating()
+
+
+def layer_forward(kind: str) -> Callable[[Pass], Pass]:
+    """Run an autograd function's ``forward(ctx, x, ...)`` recorded, without autocast and selective checkpoints.
+
+    Operands are cast before. In the usual case, none of the three is active, and forward runs at once.
+    """
+
+    def decorate(forward: Pass) -> Pass:
+        guarded = hidden_from_selective_checkpoint(recorded_layer(kind, "forward")(without_autocast(forward)))
+
+        @functools.wraps(forward)
+        def run(ctx: Any, x: torch.Tensor, *args: Any) -> Any:
+            active = RECORDING.recorder is not None or torch._C._len_torch_dispatch_stack()
+            if active or torch.is_autocast_enabled(x.device.type):
+                return guarded(ctx, x, *args)
+            return forward(ctx, x, *args)
+
+        return run
+
+    return decorate
+
+
+def layer_backward(kind: str) -> Callable[[Pass], Pass]:
+    """Run an autograd function's ``backward(ctx, dy)`` without autocast, recorded, and not differentiable again.
+
+    In the usual case, none of the three is active: autograd builds no graph of backward. Backward then runs at once.
+    """
+
+    def decorate(backward: Pass) -> Pass:
+        guarded = once_differentiable(recorded_layer(kind, "backward")(without_autocast(backward)))
+
+        @functools.wraps(backward)
+        def run(ctx: Any, dy: torch.Tensor) -> Any:
+            active = RECORDING.recorder is not None or torch.is_grad_enabled()
+            if active or torch.is_autocast_enabled(dy.device.type):
+                return guarded(ctx, dy)
+            return backward(ctx, dy)
+
+        return run
+
+    return decorate
