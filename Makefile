@@ -41,7 +41,7 @@ sanitize:  ## the shared-memory kernel under the address, undefined-behaviour an
 	! build/sanitize/threads planted 2> build/sanitize/planted.txt
 	grep -q "ThreadSanitizer: data race" build/sanitize/planted.txt
 
-MEGATRON_VERSIONS ?= 0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1
+MEGATRON_VERSIONS ?= 0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2
 compat: $(MEGATRON_VERSIONS:%=compat-%)  ## the Megatron tests on every supported megatron-core
 
 compat-%: $(VENV)/ready
