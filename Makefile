@@ -41,11 +41,13 @@ sanitize:  ## the shared-memory kernel under the address, undefined-behaviour an
 	! build/sanitize/threads planted 2> build/sanitize/planted.txt
 	grep -q "ThreadSanitizer: data race" build/sanitize/planted.txt
 
-MEGATRON_VERSIONS ?= 0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1
+MEGATRON_VERSIONS ?= 0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2
 compat: $(MEGATRON_VERSIONS:%=compat-%)  ## the Megatron tests on every supported megatron-core
 
+# Packages of 0.17 and later ask for Python 3.12; their layers run on 3.11. 0.18 and later import triton on a CPU too.
 compat-%: $(VENV)/ready
-	test -d .compat/$* || $(BIN)/python -m pip install --quiet --no-deps --target .compat/$* megatron-core==$*
+	test -d .compat/$* || $(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python \
+		--target .compat/$* megatron-core==$* $(if $(filter 0.18.% 0.19.%,$*),triton==3.4.0)
 	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/patches \
 		tests/diagnostics/test_verify.py tests/diagnostics/test_verify_faults.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3

@@ -85,6 +85,35 @@ class Patch:
             raise PatchError(f"{self.target}: {expected}, found {', '.join(parameters)}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RepeatedFunction:
+    """A function of the framework whose work the replacements repeat without calling it.
+
+    A version of the framework that adds a parameter to the function may pass what the replacements would ignore.
+
+    module, name
+        The function: ``module.name``.
+    parameters
+        All parameters that the replacements know, of all versions.
+    """
+
+    module: str
+    name: str
+    parameters: frozenset[str]
+
+    def check(self) -> None:
+        """Raise `PatchError` if the framework's own function has an unknown parameter; ignore a replaced function."""
+        module = importlib.import_module(self.module)
+        found = vars(module).get(self.name)
+        if not callable(found) or not defined_in(found, module):
+            return
+        if unknown := [name for name in inspect.signature(found).parameters if name not in self.parameters]:
+            raise PatchError(
+                f"{self.module}.{self.name}: unknown parameters {', '.join(unknown)}; a replacement would ignore them; "
+                f"known: {', '.join(sorted(self.parameters))}"
+            )
+
+
 @dataclass(frozen=True)
 class PatchStatus:
     """Whether a patch is applied, with its reason, or the reason why it is not in force."""
@@ -106,19 +135,44 @@ class _Applied:
 class PatchSet:
     """A group of patches: either all are applied or none is."""
 
-    def __init__(self, framework: str, versions: str | None, patches: Sequence[Patch]) -> None:
-        """Hold patches for `framework` in the range `versions`, such as ``">=0.10,<0.17"``; None: of any version."""
+    def __init__(
+        self,
+        framework: str,
+        versions: str | None,
+        patches: Sequence[Patch],
+        *,
+        newest: str = "",
+        repeated: Sequence[RepeatedFunction] = (),
+    ) -> None:
+        """Hold patches for `framework`.
+
+        versions
+            The supported range, for example ``">=0.10,<0.17"``; None: any version.
+        newest
+            The newest version on which the tests ran.
+        repeated
+            Functions whose work the replacements repeat.
+        """
         self.framework = framework
         self.versions = versions
+        self.newest = newest
         self.patches = tuple(patches)
+        self.repeated = tuple(repeated)
         self._applied: dict[Patch, _Applied] = {}
 
     def check(self, version: str) -> None:
-        """Raise `PatchError` if `version` is out of range or a target is not as expected."""
+        """Raise `PatchError` if `version` is out of range, or a target or repeated function is not as expected."""
         if self.versions is not None and not in_range(version, self.versions):
-            raise PatchError(f"{self.framework}: expected a version {self.versions}, found {version}")
+            raise PatchError(
+                f"{self.framework}: expected a version {self.versions}, found {version}; the newest tested version is "
+                f"{self.newest}: install a supported version (pip install '{self.framework}{self.versions}'), or run "
+                "without overlap (unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL); if no release of ascend_parallel "
+                "supports the version, report the version in an issue of ascend_parallel"
+            )
         for patch in self.patches:
             patch.check()
+        for function in self.repeated:
+            function.check()
 
     def apply(self, version: str) -> None:
         """Check all targets, then replace them; a second call does nothing."""

@@ -188,7 +188,8 @@ def forget_groups() -> None:
 def default_device(group: dist.ProcessGroup | None = None) -> str:
     """Return the device type of a group's collectives (None: of the default group's): the accelerator's, or "cpu"."""
     types = [device.type for device in (group or _default_group())._device_types]
-    accelerator = torch.accelerator.current_accelerator()
+    # A torch that was built for an accelerator names it also on a machine without one, as gloo's groups do.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
 
 

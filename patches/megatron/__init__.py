@@ -1,6 +1,7 @@
 """Overlapped replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
 layers     the two replacements, and which calls they cover
+uncovered  layers and calls that run the original
 wgrad      Megatron's weight gradient accumulation
 conflicts  features that exclude overlap, and replaced functions of Megatron
 built_classes  other classes that a program builds in place of Megatron's
@@ -11,12 +12,31 @@ from __future__ import annotations
 
 import importlib
 
-from ascend_parallel.patches.base import Patch, PatchSet, version_tuple
+from ascend_parallel.patches.base import Patch, PatchSet, RepeatedFunction, version_tuple
+from ascend_parallel.patches.megatron.conflicts import FUNCTIONALS
 from ascend_parallel.patches.megatron.layers import Megatron, column_forward, row_forward
 from ascend_parallel.settings import Settings
 
 LAYERS = "megatron.core.tensor_parallel.layers"
-VERSIONS = ">=0.10,<0.17"
+VERSIONS = ">=0.10,<0.20"
+NEWEST = "0.19.2"
+
+# Parameters of the functions that compute a layer's matmul and collectives, of all supported versions.
+FUNCTION_PARAMETERS = frozenset(
+    (
+        "input",
+        "weight",
+        "bias",
+        "gradient_accumulation_fusion",
+        "allreduce_dgrad",
+        "sequence_parallel",
+        "grad_output_buffer",
+        "wgrad_deferral_limit",
+        "async_grad_allreduce",
+        "tp_group",
+        "gtp_remat_size",
+    )
+)
 
 
 def installed_version() -> str:
@@ -54,4 +74,6 @@ def patch_set(megatron: Megatron) -> PatchSet:
                 reason="reduces or scatters under the matmul, gathers the gradient under the backward's matmul",
             ),
         ],
+        newest=NEWEST,
+        repeated=[RepeatedFunction(module=LAYERS, name=name, parameters=FUNCTION_PARAMETERS) for name in FUNCTIONALS],
     )

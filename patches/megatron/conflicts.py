@@ -5,7 +5,7 @@ quantiser, a pass that schedules the backward), a patched layer would silently t
 call compares the functions by identity; a new function is judged by the module and name of its code.
 
 Sources: the incompatibilities that MindSpeed's CoC feature declares, and Megatron-core's ``tp_comm_overlap``;
-megatron/core/tensor_parallel/layers.py and mappings.py, 0.10 to 0.16.
+megatron/core/tensor_parallel/layers.py and mappings.py, 0.10 to 0.19.
 """
 
 from __future__ import annotations

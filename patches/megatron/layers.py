@@ -2,7 +2,7 @@
 
 If a replacement does not cover the layer or the call, the original runs, and rank 0 logs the reason once. Otherwise the
 replacement repeats the original's steps, with `column_linear` or `row_linear` in place of matmul and collective.
-Written against megatron-core 0.10 to 0.16; the methods of `Megatron` hide the differences between versions.
+Written against megatron-core 0.10 to 0.19; the methods of `Megatron` hide the differences between versions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflic
 from ascend_parallel.patches.megatron.coverage import announce
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.tuning import case_of, equals_original, overlapped, refuse_foreign_plan, tuner_of
+from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.verification import Verifier
 from ascend_parallel.patches.megatron.wgrad import Begin, MegatronWeightGradient
 from ascend_parallel.settings import Settings
@@ -94,10 +95,7 @@ class Megatron:
             return "expert layers communicate outside the layer"
         if not dist.is_initialized() or self.group_of(layer).size() == 1:
             return ONE_RANK
-        offloading = layer.config._cpu_offloading_context
-        if offloading is not None and offloading.inside_context and layer.config.cpu_offloading:
-            return "CPU offloading of activations is active"
-        return None
+        return uncovered_layer(layer, self.version)
 
     @hidden_from_selective_checkpoint
     def prepare(
@@ -157,7 +155,10 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
-        reason = megatron.uncovered(self) or _column_uncovered(self, weight, runtime_gather_output, megatron)
+        gathers = _gathers_output(self, runtime_gather_output)
+        reason = megatron.uncovered(self) or uncovered_column(
+            self, weight, gathers_output=gathers, version=megatron.version
+        )
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
@@ -204,17 +205,6 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
-
-
-def _column_uncovered(
-    layer: Any, weight: torch.Tensor | None, runtime_gather_output: bool | None, megatron: Megatron
-) -> str | None:
-    used = layer.weight if weight is None else weight
-    if used is None or tuple(used.shape) != (layer.output_size_per_partition, layer.input_size):
-        return "there is no weight of the layer's shape"
-    if _gathers_output(layer, runtime_gather_output) and layer.sequence_parallel and not megatron.groups_handed_down:
-        return "gather_output with sequence parallelism is refused by megatron-core below 0.13"
-    return None
 
 
 def _column(

@@ -11,7 +11,7 @@ functions are the parts of a small training script:
         finalize_gradients(model)
         stop_model_parallel()
 
-Tried with megatron-core 0.10 to 0.16. No line below depends on the version: the shims replace functions of torch.cuda
+Tried with megatron-core 0.10 to 0.19. No line below depends on the version: the shims replace functions of torch.cuda
 or stable names of Megatron. Put a difference between versions into a separate function.
 """
 
@@ -74,6 +74,8 @@ def _shims() -> list[tuple[Any, str, Any]]:
     return [
         # Megatron allocates communication buffers, rotary tables and attention scores on this device.
         (torch.cuda, "current_device", _current_device),
+        # Since 0.19 Megatron asks for the stream of CUDA graphs before it reduces gradients.
+        (torch.cuda, "current_stream", torch.cpu.current_stream),
         # Megatron keeps a state of the CUDA generator for each kind of parallelism (and, to recompute,
         # for each layer) and swaps them in and out. On a CPU these names use torch's default generator,
         # so Megatron's own tracker works: dropout differs between ranks where it must, is equal where it

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet, in_range
+from ascend_parallel.patches.megatron import NEWEST, VERSIONS
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def patch(**changes):
 
 
 def patch_set(*patches):
-    return PatchSet("framework", ">=0.10,<0.17", patches or (patch(),))
+    return PatchSet("framework", ">=0.10,<0.17", patches or (patch(),), newest="0.16.1")
 
 
 def test_apply_is_idempotent_and_revert_restores_the_very_object(module):
@@ -107,8 +108,17 @@ def test_somebody_elses_replacement_is_refused(module):
 def test_versions(module, version, fits):
     assert in_range(version, ">=0.10,<0.17") is fits
     if not fits:
-        with pytest.raises(PatchError, match=f"framework: expected a version >=0.10,<0.17, found {version}"):
+        with pytest.raises(
+            PatchError, match=f"framework: expected a version >=0.10,<0.17, found {version};"
+        ) as refused:
             patch_set().apply(version)
+        for advice in (
+            f"framework: expected a version >=0.10,<0.17, found {version}; the newest tested version is 0.16.1",
+            "pip install 'framework>=0.10,<0.17'",
+            "unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL",
+            "report the version in an issue of ascend_parallel",
+        ):
+            assert advice in str(refused.value)
 
 
 def python(code, **environ):
@@ -253,8 +263,8 @@ def test_apply_while_off_is_refused():
 def test_another_version_or_signature_of_megatron_is_refused():
     for spoil, message in (
         (
-            "import megatron.core.package_info as i; i.__version__ = '0.17.0'",
-            "expected a version >=0.10,<0.17, found 0.17.0",
+            "import megatron.core.package_info as i; i.__version__ = '0.20.0'",
+            f"expected a version {VERSIONS}, found 0.20.0; the newest tested version is {NEWEST}",
         ),
         (
             "from megatron.core.tensor_parallel import layers\n"
@@ -274,7 +284,7 @@ def test_without_megatron():
         hide + "import ascend_parallel as ap; print(ap.status().state)", COC_PARALLEL_NUM="4"
     )
     failed = python(hide + "import ascend_parallel as ap; ap.apply()", COC_PARALLEL_NUM="4")
-    assert "megatron-core: expected a version >=0.10,<0.17, found none installed" in failed.stderr
+    assert f"megatron-core: expected a version {VERSIONS}, found none installed" in failed.stderr
 
 
 @pytest.mark.slow

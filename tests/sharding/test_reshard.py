@@ -1,6 +1,7 @@
 """Every pair of placements on real gloo processes: values, gradients, and no more bytes moved than planned."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from placed import PARTIALS, check, check_bytes, check_bytes_across, every_pair, placements_for
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.redistribute.collectives import recorded
 from ascend_parallel.sharding.redistribute.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
 
@@ -179,3 +180,12 @@ def twice_the_same(group):
 
 def test_meshes_and_their_groups(ranks):
     ranks(2).run(twice_the_same)
+
+
+@pytest.mark.parametrize(("available", "device"), [(False, "cpu"), (True, "cuda")])
+def test_the_device_of_a_torch_built_for_an_accelerator(monkeypatch, available, device):
+    """Such a torch names its accelerator also where there is none, and gloo's groups have it among their devices."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
+    group = types.SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")])
+    assert default_device(group) == device
