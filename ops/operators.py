@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from ascend_parallel.ops import chunked, npu, reference, shm
 from ascend_parallel.ops.bits import ANY, keep_bits
 from ascend_parallel.ops.collectives import on_gloo
+from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
 from ascend_parallel.ops.quantised import Weight, whole
@@ -52,14 +54,22 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 @without_autocast
 def start_matmul_all_reduce(
-    x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, *, layout: str = ANY
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    *,
+    layout: str = ANY,
+    comm_scales: CommScales | None = None,
 ) -> Pending:
-    """Start ``all_reduce(x @ w)``: x [..., K], w [K, N] or an int8 weight; pending [M, N].
+    """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8; pending [M, N].
 
-    `layout` is the memory layout of w (ops/bits.py), the same on every rank.
+    `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
+    int8, the ranks exchange int8: sums are rounded.
     """
-    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings, layout)
-    pending: Pending = _run(choice, x_m, w, group)
+    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings, layout, comm_scales)
+    options = {} if comm_scales is None else {"comm_scales": comm_scales}
+    pending: Pending = _run(choice, x_m, w, group, **options)
     return pending
 
 
@@ -187,9 +197,18 @@ def choice_for(
 
 
 def _prepare(
-    operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
+    operator: str,
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    layout: str,
+    comm_scales: CommScales | None = None,
 ) -> tuple[Input, Weight, Choice]:
     problem = problem_of(operator, x, w, group)
+    if comm_scales is not None:
+        problem = replace(problem, comm_quant=True)
+        comm_scales.check(operator, problem.n, problem.dtype, x.device)
     choice = choice_for(problem, group, settings, x.device, layout)
     _log_once(choice)
     if isinstance(x, QuantisedRows):
