@@ -15,6 +15,7 @@ from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.diagnostics import timeline
 from ascend_parallel.diagnostics.verify import Verification, VerificationError
 from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
+from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.registry import explain as _explain
 from ascend_parallel.overlap.int8_linear import int8_column_linear, int8_row_linear
@@ -31,6 +32,7 @@ from ascend_parallel.version import __version__
 
 __all__ = [
     "CollectiveError",
+    "CommScales",
     "ConflictError",
     "Coverage",
     "DisagreementError",

@@ -12,10 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from ascend_parallel.ops.rows import Sizes
 
 ALIGNMENT = 64  # bytes; the alignment of torch's own allocations
+
+# Bytes of a line and of a block of Ascend's memory.
+LINE_BYTES = 512
+BLOCK_BYTES = 32
 
 
 def multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int = 0) -> None:
@@ -90,3 +95,29 @@ def cut_blocks(blocks: Sequence[torch.Tensor], sizes: Sizes) -> Iterable[tuple[t
 def _cut(x_m: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
     parts: Sequence[torch.Tensor] = torch.split(x_m, rows)
     return parts
+
+
+def align_operands(
+    x_m: torch.Tensor, w: torch.Tensor, chunk_rows: int, k_min: int, k_max: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x ``[M, K']`` and w ``[K', N]``, K' >= K, with the product of x ``[M, K]`` and w ``[K, N]``.
+
+    Ascend's matmul units read rows of 512 bytes fastest:
+
+    1. K is a multiple of 512 bytes: make both operands contiguous.
+    2. `chunk_rows` (the rows of one chunk) and N are multiples of 512 bytes, K is no multiple of 32 bytes, and
+       ``k_min <= K <= k_max``: pad K with zeros to the next 512 bytes.
+    3. Otherwise: return the operands unchanged.
+
+    Only the chunked kernel on an NPU aligns. On a CPU alignment would cost copies and change the bits. Source of the
+    rule and of its window: MindSpeed, ``matmul_soc_friendly`` with ``k_min`` and ``k_max``.
+    """
+    line = LINE_BYTES // x_m.element_size()
+    k, n = w.shape
+    if k % line == 0:
+        return x_m.contiguous(), w.contiguous()
+    padding_pays = k_min <= k <= k_max and k % (BLOCK_BYTES // x_m.element_size()) != 0
+    if padding_pays and chunk_rows % line == 0 and n % line == 0:
+        padding = -k % line
+        return F.pad(x_m, (0, padding)), F.pad(w, (0, 0, 0, padding))
+    return x_m, w

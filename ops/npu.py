@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.npu_limits import FUSED_OPERATORS, supports
 from ascend_parallel.ops.pending import Pending
@@ -48,19 +49,25 @@ _HCCL_NAMES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def matmul_all_reduce(
-    x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, comm_mode: str | None = None
+    x_m: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    comm_mode: str | None = None,
+    comm_scales: CommScales | None = None,
 ) -> Pending:
     """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N]. An int8 weight is not dequantised.
 
-    `comm_mode` is passed on unless it is None.
+    x_m may be in int8 if w is. `comm_mode` is passed on unless it is None; with `comm_scales` the ranks exchange int8.
     """
     y_m = _torch_npu().npu_mm_all_reduce_base(
-        x_m.contiguous(),
+        (x_m.values if isinstance(x_m, QuantisedRows) else x_m).contiguous(),
         _weight(w.values if isinstance(w, QuantisedWeight) else w),
         hccl_name(group),
         reduce_op="sum",
         comm_turn=0,
-        **_scales(w),
+        **(_dequant(x_m, w, comm_scales) if isinstance(x_m, QuantisedRows) else _antiquant(w)),
         **_mode(comm_mode),
     )
     COUNTS.add(ALL_REDUCE, 1, 1)
@@ -178,8 +185,23 @@ def _weight(w: torch.Tensor) -> torch.Tensor:
     return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
 
 
-def _scales(w: Weight) -> dict[str, Any]:
-    """Return the arguments that describe an int8 weight; none for a plain weight."""
+def _dequant(x_m: QuantisedRows, w: Weight, comm_scales: CommScales | None) -> dict[str, torch.Tensor]:
+    """Return the arguments of an all-reduce of int8 by int8.
+
+    The dtype of dequant_scale sets that of the result: bf16 for bf16, fp32 for fp16. `supports` refuses scales that
+    this would round.
+    """
+    assert isinstance(w, QuantisedWeight), "an int8 input needs an int8 weight"
+    dequant_scale = w.scale.to(torch.bfloat16 if x_m.dtype == torch.bfloat16 else torch.float32)
+    scales = {"dequant_scale": dequant_scale.contiguous(), "pertoken_scale": x_m.scale.reshape(-1).contiguous()}
+    if comm_scales is not None:
+        scales["comm_quant_scale_1"] = comm_scales.partial.contiguous()
+        scales["comm_quant_scale_2"] = comm_scales.total.contiguous()
+    return scales
+
+
+def _antiquant(w: Weight) -> dict[str, Any]:
+    """Return the arguments that describe an int8 weight of a floating input; none for a plain weight."""
     if not isinstance(w, QuantisedWeight):
         return {}
     offset = {} if w.offset is None else {"antiquant_offset": w.offset.contiguous()}

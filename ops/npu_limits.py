@@ -32,8 +32,16 @@ DTYPES = (torch.float16, torch.bfloat16)
 # Smallest and largest K of a call. op-plugin 7.3.0's pages give [1, 2147483647] and the half-open [256, 65535).
 K_RANGE = {ALL_REDUCE: (1, 2**31 - 1), REDUCE_SCATTER: (256, 65534), ALL_GATHER: (256, 65534)}
 
-# Largest K and N of npu_mm_all_reduce_base with an int8 weight, from its page.
-LARGEST_ANTIQUANT = 65535
+# Largest K and N of npu_mm_all_reduce_base with an int8 weight, from its page. With an int8 input the page takes a
+# larger N if the weight is a transposed view. That is refused too: a problem does not tell the layout.
+LARGEST_INT8 = 65535
+
+# Dtypes of the weight's scales that npu_mm_all_reduce_base of int8 by int8 can be given exactly, by the dtype of the
+# result: it takes bf16 scales for bf16, and fp32 scales for fp16. Pages of aclnnQuantMatmulAllReduceV2 and V3.
+INT8_SCALES = {
+    torch.bfloat16: (torch.bfloat16,),
+    torch.float16: (torch.float16, torch.bfloat16, torch.float32),
+}
 
 # Largest M and N of npu_mm_all_reduce_base, from its page; the other two pages name none.
 LARGEST_SIDE = {ALL_REDUCE: 2**31 - 1}
@@ -50,7 +58,8 @@ def supports(problem: Problem) -> str | None:
 
 def engine(problem: Problem) -> str | None:
     """Return the engine of the communication that the call of `problem` names; None: it names none."""
-    return INT8_ENGINE if problem.int8_input and problem.comm_mode is None else problem.comm_mode
+    named = problem.int8_input and problem.operator != ALL_REDUCE and problem.comm_mode is None
+    return INT8_ENGINE if named else problem.comm_mode
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
@@ -72,8 +81,8 @@ def _refusals(problem: Problem) -> Iterator[str]:
             yield f"{operator} takes {side} up to {LARGEST_SIDE[operator]}, not {size}"
     if operator != ALL_REDUCE and problem.m % problem.ranks:
         yield f"{operator} needs M divisible by the {problem.ranks} ranks, and M is {problem.m}"
-    if problem.antiquant:
-        yield from _antiquant_refusals(problem)
+    if operator == ALL_REDUCE and (problem.antiquant or problem.int8_input):
+        yield from _int8_weight_refusals(problem)
     if problem.deterministic and operator == ALL_GATHER:
         yield f"its matmul is not in row tiles, {deterministic}"
     if problem.deterministic:  # a fused matmul cannot be tiled, and the order of its sums is undocumented
@@ -110,7 +119,9 @@ def _mode_refusals(problem: Problem, generation: str, where: str) -> Iterator[st
     modes, mode = COMM_MODES[generation], engine(problem)
     if problem.int8_input and generation not in INT8_GENERATIONS:
         yield f"{problem.operator} on {where} is not documented for int8 by int8"
-    if problem.int8_input and mode != INT8_ENGINE:
+    if problem.int8_input and problem.operator == ALL_REDUCE and mode is not None:
+        yield f"{problem.operator} multiplies int8 by int8 only without comm_mode, not with {mode}"
+    elif problem.int8_input and problem.operator != ALL_REDUCE and mode != INT8_ENGINE:
         yield f"{problem.operator} multiplies int8 by int8 only with comm_mode {INT8_ENGINE}, not {mode}"
     if mode is not None and mode not in modes:
         yield f"{problem.operator} on {where} takes comm_mode {' or '.join(modes)}, not {mode}"
@@ -134,17 +145,29 @@ def _named_arguments(problem: Problem) -> set[str]:
     """Return the arguments, beyond those that every torch_npu has, that the call of `problem` gives."""
     named = set() if engine(problem) is None else {"comm_mode"}
     if problem.int8_input:
-        named |= {"x1_scale", "x2_scale", "output_dtype"}
+        reduces = problem.operator == ALL_REDUCE
+        named |= {"dequant_scale", "pertoken_scale"} if reduces else {"x1_scale", "x2_scale", "output_dtype"}
+    if problem.comm_quant:
+        named |= {"comm_quant_scale_1", "comm_quant_scale_2"}
     if problem.antiquant:
         named |= {"antiquant_scale", "antiquant_offset", "antiquant_group_size"}
     return named
 
 
-def _antiquant_refusals(problem: Problem) -> Iterator[str]:
-    """Refuse an int8 weight whose shape, groups or scales are outside the documented limits."""
+def _int8_weight_refusals(problem: Problem) -> Iterator[str]:
+    """Refuse an int8 weight of an all-reduce whose shape, groups or scales are outside the documented limits."""
     for side, size in (("K", problem.k), ("N", problem.n)):
-        if size > LARGEST_ANTIQUANT:
-            yield f"{problem.operator} with an int8 weight takes {side} up to {LARGEST_ANTIQUANT}, not {size}"
+        if size > LARGEST_INT8:
+            yield f"{problem.operator} with an int8 weight takes {side} up to {LARGEST_INT8}, not {size}"
+    if problem.int8_input:
+        scales = INT8_SCALES.get(problem.dtype, ())
+        if problem.scale_dtype not in scales:
+            allowed = " or ".join(map(str, scales))
+            yield (
+                f"{problem.operator} of int8 by int8 into {problem.dtype} takes scales of {allowed}, "
+                f"not {problem.scale_dtype}"
+            )
+        return
     if problem.group_size >= problem.k:
         yield f"{problem.operator} takes groups of at most K - 1 = {problem.k - 1}, not {problem.group_size}"
     if problem.scale_dtype != problem.dtype:

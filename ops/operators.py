@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from ascend_parallel.ops import chunked, npu, reference, shm
 from ascend_parallel.ops.bits import ANY, keep_bits
 from ascend_parallel.ops.collectives import on_gloo
+from ascend_parallel.ops.comm_scales import CommScales
+from ascend_parallel.ops.multiply import align_operands
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
 from ascend_parallel.ops.quantised import Weight, whole
@@ -31,8 +33,6 @@ from ascend_parallel.ops.settings import OperatorSettings
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LINE_BYTES = 512
-BLOCK_BYTES = 32
 
 # A group's choices to keep: shapes can vary without end.
 MOST_CHOICES = 4096
@@ -60,14 +60,22 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 @without_autocast
 def start_matmul_all_reduce(
-    x: torch.Tensor, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, *, layout: str = ANY
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    *,
+    layout: str = ANY,
+    comm_scales: CommScales | None = None,
 ) -> Pending:
-    """Start ``all_reduce(x @ w)``: x [..., K], w [K, N] or an int8 weight; pending [M, N].
+    """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8; pending [M, N].
 
-    `layout` is the memory layout of w (ops/bits.py), the same on every rank.
+    `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
+    int8, the ranks exchange int8: sums are rounded.
     """
-    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings, layout)
-    pending: Pending = _run(choice, x_m, w, group)
+    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings, layout, comm_scales)
+    options = {} if comm_scales is None else {"comm_scales": comm_scales}
+    pending: Pending = _run(choice, x_m, w, group, **options)
     return pending
 
 
@@ -197,30 +205,46 @@ def choice_for(
 
 
 def _new_choice(
-    operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
+    operator: str,
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    layout: str,
+    comm_scales: CommScales | None,
 ) -> Choice:
     """Check the operands, and choose kernel and chunks."""
-    choice = choice_for(problem_of(operator, x, w, group), group, settings, x.device, layout)
+    problem = problem_of(operator, x, w, group)
+    if comm_scales is not None:
+        problem = replace(problem, comm_quant=True)
+        comm_scales.check(operator, problem.n, problem.dtype, x.device)
+    choice = choice_for(problem, group, settings, x.device, layout)
     _log_once(choice)
     return choice
 
 
 def _choice_of_operands(
-    operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
+    operator: str,
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    layout: str,
+    comm_scales: CommScales | None,
 ) -> Choice:
     """Return `_new_choice`, kept for later calls with such operands: the checks and the choice depend on the key alone.
 
     The choices of int8 weights, and of fused kernels, which may open shared memory, are not kept here.
     """
-    if settings.fused or not isinstance(w, torch.Tensor):
-        return _new_choice(operator, x, w, group, settings, layout)
+    if settings.fused or not isinstance(w, torch.Tensor) or comm_scales is not None:
+        return _new_choice(operator, x, w, group, settings, layout, comm_scales)
     kept = _CHOICES.get(group)
     if kept is None:
         kept = _CHOICES[group] = {}
     key = (operator, type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device, settings, layout)
     choice = kept.get(key)
     if choice is None:
-        choice = _new_choice(operator, x, w, group, settings, layout)
+        choice = _new_choice(operator, x, w, group, settings, layout, None)
         if len(kept) == MOST_CHOICES:
             kept.clear()
         kept[key] = choice
@@ -228,9 +252,15 @@ def _choice_of_operands(
 
 
 def _prepare(
-    operator: str, x: Input, w: Weight, group: dist.ProcessGroup, settings: OperatorSettings, layout: str
+    operator: str,
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    layout: str,
+    comm_scales: CommScales | None = None,
 ) -> tuple[Input, Weight, Choice]:
-    choice = _choice_of_operands(operator, x, w, group, settings, layout)
+    choice = _choice_of_operands(operator, x, w, group, settings, layout, comm_scales)
     if isinstance(x, QuantisedRows):
         if choice.kernel == "npu":
             return x.rows(), w, choice
@@ -245,29 +275,3 @@ def _prepare(
 
 def _dequantised(x: QuantisedRows, w: Weight) -> tuple[torch.Tensor, torch.Tensor]:
     return x.dequantise(), whole(w, x.dtype)
-
-
-def align_operands(
-    x_m: torch.Tensor, w: torch.Tensor, chunk_rows: int, k_min: int, k_max: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x ``[M, K']`` and w ``[K', N]``, K' >= K, with the product of x ``[M, K]`` and w ``[K, N]``.
-
-    Ascend's matmul units read rows of 512 bytes fastest:
-
-    1. K is a multiple of 512 bytes: make both operands contiguous.
-    2. `chunk_rows` (the rows of one chunk) and N are multiples of 512 bytes, K is no multiple of 32 bytes, and
-       ``k_min <= K <= k_max``: pad K with zeros to the next 512 bytes.
-    3. Otherwise: return the operands unchanged.
-
-    Only the chunked kernel on an NPU aligns. On a CPU alignment would cost copies and change the bits. Source of the
-    rule and of its window: MindSpeed, ``matmul_soc_friendly`` with ``k_min`` and ``k_max``.
-    """
-    line = LINE_BYTES // x_m.element_size()
-    k, n = w.shape
-    if k % line == 0:
-        return x_m.contiguous(), w.contiguous()
-    padding_pays = k_min <= k <= k_max and k % (BLOCK_BYTES // x_m.element_size()) != 0
-    if padding_pays and chunk_rows % line == 0 and n % line == 0:
-        padding = -k % line
-        return F.pad(x_m, (0, padding)), F.pad(w, (0, 0, 0, padding))
-    return x_m, w

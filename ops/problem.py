@@ -34,9 +34,11 @@ class Problem:
         The grain of an int8 weight's scales: "tensor", "channel", or "group" (of `group_size` elements of K); empty
         for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight with a floating input.
     scale_dtype
-        The dtype of these scales, or None.
+        The dtype of an int8 weight's scales, or None.
     int8_input
-        Whether int8 is multiplied by int8, into products of `dtype`; not by matmul_all_reduce.
+        Whether int8 is multiplied by int8, into products of `dtype`; `antiquant` is then empty.
+    comm_quant
+        Whether the ranks exchange int8 (ops/comm_scales.py); only by matmul_all_reduce of int8 by int8.
     comm_mode, fused_ranks
         The settings of these names, which limit Ascend's fused operators.
     arguments
@@ -59,16 +61,18 @@ class Problem:
     group_size: int = 0
     scale_dtype: torch.dtype | None = None
     int8_input: bool = False
+    comm_quant: bool = False
     comm_mode: str | None = None
     fused_ranks: int = FUSED_RANKS[0]
     arguments: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for an int8 weight that the operator cannot take."""
+        """Raise `ValueError` for an int8 weight or a communication in int8 that the operator cannot take."""
         if self.antiquant or self.group_size:
             _check_antiquant(self)
-        if self.int8_input and self.operator == ALL_REDUCE:
-            raise ValueError(f"{ALL_REDUCE} takes no int8 input: dequantise the input first")
+        if self.comm_quant and not (self.int8_input and self.operator == ALL_REDUCE):
+            given = "with an int8 input" if self.int8_input else "with a floating input"
+            raise ValueError(f"{self.operator} {given} takes no comm_scales, only {ALL_REDUCE} of int8 by int8 does")
 
     @property
     def rows(self) -> int:
@@ -103,7 +107,8 @@ def problem_of(operator: str, x: Input, w: Weight, group: dist.ProcessGroup) -> 
     problem = Problem(operator, m, w.shape[0], w.shape[1], x.dtype, x.device.type, ranks)
     if isinstance(x, QuantisedRows):
         check_int8_weight(operator, w)
-        return replace(problem, int8_input=True)
+        assert isinstance(w, QuantisedWeight)
+        return replace(problem, int8_input=True, scale_dtype=w.scale.dtype)
     return with_scales(problem, w) if isinstance(w, QuantisedWeight) else problem
 
 

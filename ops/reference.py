@@ -9,28 +9,56 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters, summed_in_backend_order
+from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import product
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import Weight, whole
-from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
 supports = summed_in_backend_order
 
 
 def matmul_all_reduce(
-    x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
+    x_m: torch.Tensor,
+    w: Weight,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    row_tile: int = 0,
+    comm_scales: CommScales | None = None,
 ) -> Pending:
-    """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N]. Dequantises an int8 weight whole."""
+    """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N]. Dequantises an int8 weight whole.
+
+    With `comm_scales` the ranks exchange int8, and the result is finished. A single rank exchanges and rounds nothing.
+    """
     y_m = compute(MATMUL, "matmul", product, x_m, whole(w, x_m.dtype), row_tile)
-    pending = Pending(y_m, ALL_REDUCE, group)
     communicates = group.size() > 1 and x_m.shape[0] > 0
+    if comm_scales is not None and communicates:
+        y_m = _all_reduce_in_int8(y_m, comm_scales, group)
+        COUNTS.add(ALL_REDUCE, 1, 2)
+        return Pending(y_m, ALL_REDUCE, group)
+    pending = Pending(y_m, ALL_REDUCE, group)
     if communicates:
         pending.launch(dist.all_reduce, y_m, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, 1, int(communicates))
     return pending
+
+
+def _all_reduce_in_int8(y_m: torch.Tensor, scales: CommScales, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over ranks of y_m [M, N], rounded as ops/comm_scales.py says; every rank sums M / R rows."""
+    ranks, (m, n) = group.size(), y_m.shape
+    rows = -(-m // ranks)
+    sent = y_m.new_zeros(ranks * rows, n, dtype=torch.int8)  # padded with zero rows to a multiple of R
+    sent[:m] = compute(BESIDE, "quantise", scales.round_partial, y_m)
+    received = Pending(torch.empty_like(sent), ALL_REDUCE, group)
+    received.launch(dist.all_to_all_single, received.tensor, sent, group=group, async_op=True)
+    z_shard_m = compute(BESIDE, "sum", scales.round_total, received.wait().view(ranks, rows, n))
+    z_m = gather_rows(z_shard_m, group, ALL_REDUCE).wait()[:m]
+    y: torch.Tensor = compute(BESIDE, "dequantise", scales.dequantise, z_m)
+    return y
 
 
 def matmul_reduce_scatter(

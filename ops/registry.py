@@ -89,6 +89,7 @@ def name_of(problem: Problem) -> str:
     dtype = str(problem.dtype).removeprefix("torch.")
     weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
     weight = " of int8 by int8" if problem.int8_input else weight
+    weight += " with communication in int8" if problem.comm_quant else ""
     shape = [problem.m, problem.k, problem.n]
     return f"{problem.operator} {shape} {dtype}{weight} on {problem.ranks} {problem.device} ranks"
 
@@ -109,7 +110,7 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
         )
     refusals = {}
     if settings.fused and settings.effective_mode == 2:
-        refusals = {name: KERNELS[name].supports(problem) for name in FUSED}
+        refusals = {name: _refusal(name, problem) for name in FUSED}
     for name, refusal in refusals.items():
         if refusal is None:
             sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
@@ -117,18 +118,31 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
             return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
     request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, tile or ROW_TILE)
     sizes, why = request.sizes, request.why
-    if tile and problem.antiquant:
+    if problem.comm_quant:
+        sizes, why = (problem.cut,), f"{why}; 1, because communication in int8 is not cut"
+    elif tile and problem.antiquant:
         sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and chunks of columns could change bits"
     elif tile and request.given and (sizes := snap(request.sizes, tile)) != request.sizes:
         why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC=1"
     unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
-    refusal = KERNELS[plain].supports(problem)
+    refusal = _refusal(plain, problem)
     if refusal is not None:
         why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
     kernel = plain if refusal is None else "ordered"
     exact = _bit_exact(problem, kernel, len(sizes))
     return Choice(problem, kernel, sizes, exact, why, unmet, request.given, _options(kernel, problem, settings, tile))
+
+
+def _refusal(name: str, problem: Problem) -> str | None:
+    """Return why a kernel cannot run `problem`, or None if it can.
+
+    "reference" is the only kernel of this package with communication in int8. Its sums are exact in any order.
+    """
+    if problem.comm_quant and name != "npu":
+        return None if name == "reference" else "it has no communication in int8"
+    refusal: str | None = KERNELS[name].supports(problem)
+    return refusal
 
 
 @dataclass(frozen=True)
@@ -208,9 +222,9 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     Sums of two ranks have only one order. With more ranks, the order of an all-reduce depends on the position in the
     buffer, and this package's reduce-scatter for gloo sums in rank order, which gloo's does not. Different matmuls,
     with bits of their own: tiles of the deterministic mode, fused operators of torch_npu, operands padded on NPUs,
-    chunks of an int8 weight's columns.
+    chunks of an int8 weight's columns. Communication in int8 rounds the sums.
     """
-    if problem.deterministic or kernel == "npu":
+    if problem.deterministic or problem.comm_quant or kernel == "npu":
         return False
     same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
     if kernel == "reference":
@@ -253,7 +267,7 @@ def explain(problem: Problem, settings: OperatorSettings) -> Explanation:
 def _reason(name: str, choice: Choice, settings: OperatorSettings) -> str:
     if name == choice.kernel:
         return "taken"
-    refusal: str | None = KERNELS[name].supports(choice.problem)
+    refusal = _refusal(name, choice.problem)
     if refusal is not None:
         return f"cannot: {refusal}"
     if name in FUSED:

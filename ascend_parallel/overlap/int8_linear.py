@@ -1,13 +1,16 @@
-"""Sequence-parallel layers that multiply int8 by int8 (W8A8), with a frozen weight.
+"""Layers that multiply int8 by int8 (W8A8), with a frozen weight.
 
 q rounds an input to int8 (ops/quantised_rows.py). w is a QuantisedWeight [K, N]: w_shard_n [K, N / R], w_shard_k
 [K / R, N].
 
 column  y_shard_n = all_gather(q(x_shard_m)) @ w_shard_n      dx_shard_m = reduce_scatter(dy_shard_n @ w_shard_n.t())
 row     y_shard_m = reduce_scatter(q(x_shard_k) @ w_shard_k)  dx_shard_k = all_gather(dy_shard_m) @ w_shard_k.t()
+        y = all_reduce(q(x_shard_k) @ w_shard_k)              dx_shard_k = dy @ w_shard_k.t()
 
+The second row layer is that without sequence parallelism; its ranks may exchange int8 (ops/comm_scales.py).
 Only Ascend's fused operators multiply int8. Where they do not run, forward dequantises q(x) and w and runs the plain
-operators. Backward dequantises w, and takes the rounding of x for the identity. There is no weight gradient.
+operators. Backward dequantises w, and takes the rounding of x and of the sums for the identity. There is no weight
+gradient.
 """
 
 from __future__ import annotations
@@ -18,17 +21,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.operators import (
     gathered_shape,
+    rows_of,
     run_all_gather_matmul,
     scattered_shape,
     shaped,
+    start_matmul_all_reduce,
     start_matmul_reduce_scatter,
     without_autocast,
 )
 from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.quantised_rows import quantise_rows
-from ascend_parallel.ops.record import BESIDE, compute, recorded_layer
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings, cast_by_autocast, column_backward_settings
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.settings import Settings
@@ -65,18 +71,24 @@ def int8_row_linear(
     group: dist.ProcessGroup,
     settings: Settings,
     grain: str = "token",
+    sequence_parallel: bool = True,
+    comm_scales: CommScales | None = None,
 ) -> torch.Tensor:
-    """Run a row-parallel linear layer of int8 by int8, without its bias, with sequence parallelism.
+    """Run a row-parallel linear layer of int8 by int8, without its bias.
 
     x_shard_k       [S, ..., K / R], this rank's inputs, floating; rounded to int8 here
     weight_shard_k  [K / R, N], scales per tensor or channel, no offset; the transpose of row_linear's weight
-    returns         [S / R, ..., N], this rank's rows, of the dtype of x
+    comm_scales     the ranks exchange int8, and the sums are rounded; only without sequence parallelism
+    returns         [S / R, ..., N], this rank's rows, of the dtype of x; without sequence parallelism [S, ..., N], the
+                    same on every rank
 
-    Options and errors as in `int8_column_linear`.
+    Other options and errors as in `int8_column_linear`.
     """
+    if sequence_parallel and comm_scales is not None:
+        raise ValueError("comm_scales is allowed only with sequence_parallel=False: a reduce-scatter takes no scales")
     weight_shard_k.refuse_gradients()
     y: torch.Tensor = _Int8Row.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x_shard_k), weight_shard_k, group, settings, grain
+        cast_by_autocast(x_shard_k), weight_shard_k, group, settings, grain, sequence_parallel, comm_scales
     )
     return y
 
@@ -110,10 +122,21 @@ class _Int8Row(torch.autograd.Function):
     @recorded_layer("row", "forward")
     @without_autocast
     def forward(
-        ctx: Any, x: torch.Tensor, weight: QuantisedWeight, group: dist.ProcessGroup, settings: Settings, grain: str
+        ctx: Any,
+        x: torch.Tensor,
+        weight: QuantisedWeight,
+        group: dist.ProcessGroup,
+        settings: Settings,
+        grain: str,
+        sequence_parallel: bool,
+        comm_scales: CommScales | None,
     ) -> torch.Tensor:
         _save(ctx, x, weight, group, settings)
+        ctx.sequence_parallel = sequence_parallel
         rows = compute(BESIDE, "quantise", quantise_rows, x, grain)
+        if not sequence_parallel:
+            y_m = start_matmul_all_reduce(rows, weight, group, settings, comm_scales=comm_scales).wait()
+            return shaped(y_m, (*x.shape[:-1], weight.shape[1]))
         y_m = start_matmul_reduce_scatter(rows, weight, group, settings).wait()
         return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[1]))
 
@@ -122,9 +145,12 @@ class _Int8Row(torch.autograd.Function):
     @recorded_layer("row", "backward")
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        settings = backward_settings(ctx.settings)
-        dx_m, _ = run_all_gather_matmul(dy.to(ctx.x_dtype), _transposed(ctx), ctx.group, settings, keep_gathered=False)
-        return dx_m.view(ctx.x_shape), None, None, None, None
+        dy, w_t, settings = dy.to(ctx.x_dtype), _transposed(ctx), backward_settings(ctx.settings)
+        if ctx.sequence_parallel:
+            dx_m, _ = run_all_gather_matmul(dy, w_t, ctx.group, settings, keep_gathered=False)
+        else:
+            dx_m = compute(MATMUL, "matmul", torch.mm, rows_of(dy), w_t)
+        return dx_m.view(ctx.x_shape), None, None, None, None, None, None
 
 
 def _save(ctx: Any, x: torch.Tensor, weight: QuantisedWeight, group: dist.ProcessGroup, settings: Settings) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ascend_parallel import Settings, UnmetRequestError, explain
 from ascend_parallel.ops import Problem, choose
-from ascend_parallel.ops.operators import align_operands
+from ascend_parallel.ops.multiply import align_operands
 from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows
 
 

@@ -34,6 +34,10 @@ def int8(antiquant="channel", group_size=0, scale_dtype=BF16, **others):
     }
 
 
+# int8 by int8 of an all-reduce.
+W8A8 = {"operator": ALL_REDUCE, "int8_input": True, "scale_dtype": BF16}
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_documented_calls_are_taken(operator, dtype):
@@ -72,6 +76,34 @@ REFUSED = {
     "int8 by int8, 16 ranks": (
         {"int8_input": True, "soc": A3, "ranks": 16, "fused_ranks": 16},
         "comm_mode=aiv takes up to 8 ranks, not 16",
+    ),
+    "int8 by int8, all-reduce, a comm_mode": (
+        {**W8A8, "comm_mode": "aiv"},
+        "int8 by int8 only without comm_mode, not with aiv",
+    ),
+    "int8 by int8, all-reduce on A3": ({**W8A8, "soc": A3}, "not documented for Ascend910_9391"),
+    "int8 by int8, all-reduce, 16 ranks": ({**W8A8, "ranks": 16}, "1, 2, 4, 8 ranks, not 16"),
+    "int8 by int8, all-reduce, K too large": ({**W8A8, "k": 65536}, "int8 weight takes K up to 65535, not 65536"),
+    "int8 by int8, all-reduce, N too large": ({**W8A8, "n": 65536}, "int8 weight takes N up to 65535, not 65536"),
+    "int8 by int8, all-reduce, bf16 of fp32 scales": (
+        {**W8A8, "scale_dtype": torch.float32},
+        "into torch.bfloat16 takes scales of torch.bfloat16, not torch.float32",
+    ),
+    "int8 by int8, all-reduce, fp16 of fp64 scales": (
+        {**W8A8, "dtype": torch.float16, "scale_dtype": torch.float64},
+        "takes scales of torch.float16 or torch.bfloat16 or torch.float32, not torch.float64",
+    ),
+    "int8 by int8, all-reduce, an old torch_npu": (
+        {**W8A8, "arguments": frozenset({"dequant_scale"})},
+        "of the installed torch_npu has no argument pertoken_scale",
+    ),
+    "communication in int8, an old torch_npu": (
+        {**W8A8, "comm_quant": True, "arguments": frozenset({"dequant_scale", "pertoken_scale"})},
+        "of the installed torch_npu has no argument comm_quant_scale_1, comm_quant_scale_2",
+    ),
+    "communication in int8, rank order": (
+        {**W8A8, "comm_quant": True, "deterministic": True},
+        "not documented to sum in rank order",
     ),
     "int8 by int8, K too small": ({"int8_input": True, "k": 255}, "K from 256 to 65534, not 255"),
     "int8 by int8, products in fp32": ({"int8_input": True, "dtype": torch.float32}, "not torch.float32"),
@@ -176,6 +208,17 @@ def test_int8_by_int8_is_taken_as_documented_and_names_its_engine(operator):
         for comm_mode in (None, "aiv"):
             choice = choose(call, Settings(fused=True, comm_mode=comm_mode, strict=True))
             assert (choice.kernel, choice.options) == ("npu", (("comm_mode", "aiv"),))
+
+
+@pytest.mark.parametrize("comm_quant", [False, True])
+def test_an_all_reduce_of_int8_by_int8_is_taken_as_documented(comm_quant):
+    scales = [(BF16, BF16), *((torch.float16, scale) for scale in (torch.float16, BF16, torch.float32))]
+    for (dtype, scale), ranks, size in itertools.product(scales, (2, 4, 8), (1, 65535)):
+        call = problem(
+            **{**W8A8, "dtype": dtype, "scale_dtype": scale, "comm_quant": comm_quant}, ranks=ranks, k=size, n=size
+        )
+        choice = choose(call, Settings(fused=True, strict=True))
+        assert (choice.kernel, choice.options) == ("npu", ())
 
 
 def test_the_extra_installs_the_pair_that_is_tested():

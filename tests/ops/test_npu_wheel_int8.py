@@ -5,6 +5,7 @@ import itertools
 import npu_wheel
 import pytest
 import torch
+from int8 import fitting
 from test_npu import DTYPES
 from test_npu_wheel import as_if_on_an_npu, on_meta, operands
 from truth import close
@@ -76,6 +77,70 @@ def int8_layers(kernels, group, grain, dtype):
         scatter, gather = "npu_mm_reduce_scatter_base", "npu_all_gather_base_mm"
         forward, backward = (scatter, gather) if layer is int8_row_linear else (gather, scatter)
         assert called == [(forward, True, "aiv"), (backward, False, None)], called
+
+
+def all_reduce(kernels, group):
+    """The all-reduce in every grain and both layouts, with and without communication in int8, and its layer."""
+    as_if_on_an_npu()
+    rank = group.rank()
+    grains = itertools.product(("token", "tensor"), ("tensor", "channel"))
+    for dtype, grain, rounds in itertools.product(DTYPES, grains, (False, True)):
+        x, w, xs, ws = int8_operands(group, grain, 7, dtype)
+        scales, bound, steps = fitting(xs, ws, dtype) if rounds else (None, None, None)
+        truth = sum(a @ b for a, b in zip(xs, ws, strict=True))
+        for values in (w[rank].values, w[rank].values.t().contiguous().t()):
+            w_r = QuantisedWeight(values, w[rank].scale)
+            y = npu.matmul_all_reduce(x[rank], w_r, group, (), comm_scales=scales).wait()
+            if rounds:
+                error = (y.double() - truth).abs()
+                assert y.dtype == dtype and (error <= bound).all() and error.max() > steps.min() / 8, error.max()
+            else:
+                close(y, truth, dtype)
+            # The wheel's own kernel for shapes and dtypes, with the same arguments.
+            name, options = kernels.calls[-1]
+            meta = {
+                key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in options.items()
+            }
+            on_meta = getattr(torch.ops.npu, name)(x[rank].values.to("meta"), values.to("meta"), "", **meta)
+            assert (on_meta.shape, on_meta.dtype) == (y.shape, dtype)
+        row_without_sequence_parallelism(kernels, group, (x, w, ws), grain[0], rounds)
+    kernels.wrong = True  # the same checks notice one rank's missing part
+    x, w, xs, ws = int8_operands(group, ("token", "channel"), 7, dtype)
+    truth = sum(a @ b for a, b in zip(xs, ws, strict=True))
+    scales, bound, _ = fitting(xs, ws, dtype)
+    with pytest.raises(AssertionError, match="relative error"):
+        close(npu.matmul_all_reduce(x[rank], w[rank], group, ()).wait(), truth, dtype)
+    y = npu.matmul_all_reduce(x[rank], w[rank], group, (), comm_scales=scales).wait()
+    assert not ((y.double() - truth).abs() <= bound).all()
+
+
+def row_without_sequence_parallelism(kernels, group, drawn, grain, rounds):
+    x, w, ws = drawn
+    rank, dtype = group.rank(), x[0].dtype
+    kernels.calls.clear()
+    again = [quantise_rows(a.dequantise(), grain) for a in x]
+    xs = [a.values.double() * a.scale.double() for a in again]
+    scales, bound, _ = fitting(xs, ws, dtype) if rounds else (None, None, None)
+    truth = sum(a @ b for a, b in zip(xs, ws, strict=True))
+    x_r = x[rank].dequantise().requires_grad_()
+    settings = Settings(fused=True, strict=True)
+    y = int8_row_linear(
+        x_r, w[rank], group=group, settings=settings, grain=grain, sequence_parallel=False, comm_scales=scales
+    )
+    y.sum().backward()
+    if rounds:
+        assert ((y.detach().double() - truth).abs() <= bound).all()
+    else:
+        close(y.detach(), truth, dtype)
+    close(x_r.grad, torch.ones(y.shape).double() @ ws[rank].t(), dtype)
+    ((name, options),) = kernels.calls
+    given = npu_wheel.DEQUANT | npu_wheel.COMM_QUANT if rounds else npu_wheel.DEQUANT
+    assert name == "npu_mm_all_reduce_base" and set(options) == given, (name, set(options))
+
+
+@pytest.mark.slow
+def test_an_all_reduce_of_int8_by_int8_reaches_the_operator(with_torch_npu):
+    with_torch_npu(all_reduce)
 
 
 @pytest.mark.slow

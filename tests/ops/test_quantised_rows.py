@@ -1,4 +1,4 @@
-"""Inputs in int8: rounding errors, refusals, and the two operators that multiply int8 by int8."""
+"""Inputs in int8: rounding errors, refusals, and the three operators that multiply int8 by int8."""
 
 import itertools
 
@@ -96,6 +96,8 @@ def products(group, dtype):
         x, w, xs, ws = drawn(group, rows, grain, dtype)
         y, _ = run_all_gather_matmul(x[rank], w[rank], group, run, keep_gathered=False)
         close(y, torch.cat(xs) @ ws[rank], dtype)
+        y = start_matmul_all_reduce(x[rank], w[rank], group, run).wait()
+        close(y, sum(a @ b for a, b in zip(xs, ws, strict=True)), dtype)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -117,8 +119,8 @@ def refused(group):
     ):
         with pytest.raises(ValueError, match=wanted + offered):
             start_matmul_reduce_scatter(x, weight, group, run)
-    with pytest.raises(ValueError, match="matmul_all_reduce takes no int8 input: dequantise the input first"):
-        start_matmul_all_reduce(x, w, group, run)
+        with pytest.raises(ValueError, match=wanted + offered):
+            start_matmul_all_reduce(x, weight, group, run)
     with pytest.raises(ValueError, match="matmul_reduce_scatter takes no int8 weight"):
         start_matmul_reduce_scatter(torch.ones(4, K), w, group, run)
 

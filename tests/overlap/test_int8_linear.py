@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from int8 import DTYPES, exact
+from int8 import DTYPES, exact, fitting
 from truth import LIMIT, close
 
-from ascend_parallel import Settings, int8_column_linear, int8_row_linear, quantise_weight
+from ascend_parallel import CommScales, Settings, int8_column_linear, int8_row_linear, quantise_weight
 from ascend_parallel.ops.quantised_rows import INPUT_GRAINS, quantise_rows
 
 GRAINS = list(itertools.product(INPUT_GRAINS, ("tensor", "channel")))
@@ -58,8 +58,37 @@ def row(group, shape, grains, dtype, settings):
     return y, unrounded.chunk(ranks)[rank]
 
 
+def row_without_sequence_parallelism(group, shape, grains, dtype, settings):
+    rank = group.rank()
+    inputs, weights, xs, dy = drawn(group, False, shape, grains, dtype)
+    x = inputs[rank].clone().requires_grad_()
+    y = int8_row_linear(x, weights[rank], group=group, settings=settings, grain=grains[0], sequence_parallel=False)
+    ws = [exact(w) for w in weights]
+    close(y.detach(), sum(a @ b for a, b in zip(xs, ws, strict=True)), dtype)
+    y.backward(dy.to(dtype))
+    close(x.grad, dy @ ws[rank].t(), dtype)
+    with_rounded_sums(group, inputs, weights, (xs, ws, dy), grains[0], settings)
+    return y, sum(a.double() @ b for a, b in zip(inputs, ws, strict=True))
+
+
+def with_rounded_sums(group, inputs, weights, truths, grain, settings):
+    """The same layer with communication in int8: within its bound, and the same gradient."""
+    rank, dtype = group.rank(), inputs[0].dtype
+    xs, ws, dy = truths
+    rows = [x.flatten(0, -2) for x in xs]
+    scales, bound, steps = fitting(rows, ws, dtype)
+    x = inputs[rank].clone().requires_grad_()
+    options = {"group": group, "settings": settings, "grain": grain, "sequence_parallel": False}
+    y = int8_row_linear(x, weights[rank], **options, comm_scales=scales)
+    error = (y.detach().double().flatten(0, -2) - sum(a @ b for a, b in zip(rows, ws, strict=True))).abs()
+    assert (error <= bound).all() and error.max() > steps.min() / 8, (error / bound).max()
+    y.backward(dy.to(dtype))
+    close(x.grad, dy @ ws[rank].t(), dtype)
+
+
 def layers(group, dtype):
-    for layer, shape, grains, chunks in itertools.product((column, row), ((12,), (5, 3)), GRAINS, (1, 3)):
+    kinds = (column, row, row_without_sequence_parallelism)
+    for layer, shape, grains, chunks in itertools.product(kinds, ((12,), (5, 3)), GRAINS, (1, 3)):
         y, unrounded = layer(group, shape, grains, dtype, Settings(num_chunks=chunks, mode=2))
         # The input was rounded: in a dtype finer than int8 the result is not that of the unrounded input.
         error = (y.detach().double() - unrounded).abs().max() / unrounded.abs().max()
@@ -80,6 +109,15 @@ def under_autocast(group):
         y = int8_row_linear(x, weight, group=group, settings=Settings(num_chunks=2))
     y.sum().backward()
     assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
+    ones = torch.ones(24)
+    with pytest.raises(ValueError, match="comm_scales is allowed only with sequence_parallel=False"):
+        int8_row_linear(x, weight, group=group, settings=Settings(), comm_scales=CommScales(ones, ones))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # the scales are of the dtype of the result
+        scales, options = CommScales(ones.bfloat16(), ones.bfloat16()), {"group": group, "sequence_parallel": False}
+        y = int8_row_linear(x, weight, settings=Settings(), comm_scales=scales, **options)
+        assert y.dtype == torch.bfloat16 and y.shape == (4 * group.size(), 24)
+        with pytest.raises(ValueError, match=r"comm_scales are \[24\], torch.bfloat16 on cpu"):
+            int8_row_linear(x, weight, settings=Settings(), comm_scales=CommScales(ones, ones), **options)
     weight.scale.requires_grad_()
     for layer in (int8_row_linear, int8_column_linear):
         with pytest.raises(ValueError, match="the scale of an int8 weight requires a gradient"):

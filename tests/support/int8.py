@@ -2,7 +2,7 @@
 
 import torch
 
-from ascend_parallel import QuantisedWeight, quantise_weight
+from ascend_parallel import CommScales, QuantisedWeight, quantise_weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GRAINS = {"tensor": 0, "channel": 0, "group": 32}  # and the group size
@@ -50,3 +50,21 @@ def bound(x, weights, dtype):
     return sum(
         a.abs() @ (steps(w) * (0.5 + 1e-4) + half_unit * exact(w).abs()) for a, w in zip(x, weights, strict=True)
     )
+
+
+def fitting(xs, ws, dtype):
+    """Scales of communication in int8 that clip nothing, and how far off they let each sum be.
+
+    xs, ws: every rank's operands in float64. The second result [M, N] counts every rounding, the third [N] those to
+    int8 alone.
+    """
+    ranks, margin = len(xs), 1.01  # the scales are rounded to the dtype
+    products = torch.stack([a @ b for a, b in zip(xs, ws, strict=True)])
+    partial = (products.abs().amax((0, 1)) / 127 * margin).to(dtype)
+    largest = products.sum(0).abs().amax(0) + ranks * partial.double()
+    total = (largest / 127 * margin).to(dtype)
+    # Half a step of each rounding, and the rounding of each rank's product and of the result to the dtype.
+    unit = torch.finfo(dtype).eps / 2
+    terms = sum(a.abs() @ b.abs() for a, b in zip(xs, ws, strict=True))
+    steps = (ranks * partial.double() + total.double()) / 2
+    return CommScales(partial, total), steps * 1.001 + 4 * unit * (terms + largest), steps

@@ -124,8 +124,10 @@ def needed(elves):
 # Arguments that may be given by name.
 ANTIQUANT = {"antiquant_scale", "antiquant_offset", "antiquant_group_size"}
 INT8 = {"x1_scale", "x2_scale", "output_dtype"}
+DEQUANT = {"dequant_scale", "pertoken_scale"}
+COMM_QUANT = {"comm_quant_scale_1", "comm_quant_scale_2"}
 ALLOWED = {
-    "npu_mm_all_reduce_base": {"reduce_op", "comm_turn", "comm_mode", *ANTIQUANT},
+    "npu_mm_all_reduce_base": {"reduce_op", "comm_turn", "comm_mode", *ANTIQUANT, *DEQUANT, *COMM_QUANT},
     "npu_mm_reduce_scatter_base": {"reduce_op", "comm_turn", "comm_mode", *INT8},
     "npu_all_gather_base_mm": {"gather_index", "gather_output", "comm_turn", "comm_mode", *INT8},
 }
@@ -147,12 +149,31 @@ class CpuKernels:
             self._library.impl(operator, getattr(self, operator), "CPU")
 
     def npu_mm_all_reduce_base(self, x1, x2, hcom, **options):
+        if x1.dtype == torch.int8:
+            return self._int8_all_reduce(x1, x2, hcom, options)
+        assert not (DEQUANT | COMM_QUANT) & set(options), f"{set(options)} for an input of {x1.dtype}"
         if x2.dtype == torch.int8:
             x2 = dequantised(x1, x2, options)
         else:
             assert not ANTIQUANT & set(options), f"{set(options)} for a weight of {x2.dtype}"
         self._check("npu_mm_all_reduce_base", x1, x2, self.groups[hcom].size(), hcom, options)
         return self._sum(x1, x2, hcom).to(x1.dtype)
+
+    def _int8_all_reduce(self, x1, x2, hcom, options):
+        """What aclnnQuantMatmulAllReduceV2 and V3 compute, after the checks that their pages name."""
+        self._check("npu_mm_all_reduce_base", x1, x2, self.groups[hcom].size(), hcom, options)
+        token, column = options["pertoken_scale"], options["dequant_scale"]
+        y = scaled_product(x1, x2, token[:, None], column.float())
+        dtype, group = torch.bfloat16 if column.dtype == torch.bfloat16 else torch.float16, self.groups[hcom]
+        if self.wrong and group.rank() == group.size() - 1:
+            y.zero_()
+        if not COMM_QUANT & set(options):
+            dist.all_reduce(y, group=group)
+            return y.to(dtype)
+        first, second = (options[name].float() for name in sorted(COMM_QUANT))
+        q = (y / first).round().clamp(-128, 127)  # every rank sums all rows, to which the page's two steps come
+        dist.all_reduce(q, group=group)
+        return ((q * (first / second)).round().clamp(-128, 127) * second).to(dtype)
 
     def npu_mm_reduce_scatter_base(self, x1, x2, hcom, world_size, **options):
         self._check("npu_mm_reduce_scatter_base", x1, x2, world_size, hcom, options)
@@ -179,7 +200,9 @@ class CpuKernels:
         assert set(options) <= ALLOWED[operator], f"unexpected {set(options) - ALLOWED[operator]}"
         assert options.get("reduce_op", "sum") == "sum"
         assert not options.get("comm_turn") and not options.get("gather_index")
-        if x1.dtype == torch.int8:
+        if x1.dtype == torch.int8 and operator == "npu_mm_all_reduce_base":
+            check_dequant(x2, options, x1.shape[0])
+        elif x1.dtype == torch.int8:
             check_int8(x1, x2, options)
         else:
             assert x1.dtype in (torch.float16, torch.bfloat16) and not INT8 & set(options), (x1.dtype, set(options))
@@ -220,6 +243,21 @@ def check_int8(x1, x2, options):
     for given, shape in zip(scales(options), [(x1.shape[0], 1), (1, x2.shape[1])], strict=True):
         assert given.dtype == torch.float32 and tuple(given.shape) == shape, (given.dtype, given.shape, shape)
         assert given.is_contiguous(), f"strides {given.stride()}"
+
+
+def check_dequant(x2, options, m):
+    """Check a product of int8 by int8 as the pages of aclnnQuantMatmulAllReduceV2 and V3 ask for it."""
+    (k, n), comm = x2.shape, COMM_QUANT & set(options)
+    assert 1 <= k <= 65535 and 1 <= n <= 65535, (k, n)
+    assert not (ANTIQUANT | {"comm_mode"}) & set(options), set(options)
+    token, column = options["pertoken_scale"], options["dequant_scale"]
+    assert (token.dtype, token.shape) == (torch.float32, (m,)), (token.dtype, token.shape)
+    assert column.dtype in (torch.bfloat16, torch.float32), column.dtype
+    assert tuple(column.shape) in [(1,), (n,), (1, n)] and column.is_contiguous(), column.shape
+    assert comm in (set(), COMM_QUANT), f"{comm} without the other"
+    for given in (options[name] for name in comm):
+        assert given.dtype == (torch.bfloat16 if column.dtype == torch.bfloat16 else torch.float16), given.dtype
+        assert tuple(given.shape) == (n,) and given.is_contiguous(), given.shape
 
 
 def dequantised(x1, x2, options):
