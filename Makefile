@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint stress packages sanitize compat compat-mindspeed bench clean
+.PHONY: demo test test-all lint stress packages sanitize compat compat-mindspeed compat-npu bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -51,6 +51,10 @@ compat-%: $(VENV)/ready
 	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/patches \
 		tests/diagnostics/test_verify.py tests/diagnostics/test_verify_faults.py $(ARGS)
 	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
+
+compat-npu: $(VENV)/ready  ## torch_npu's schemas: give TORCH_NPU=2.7.1.post8 and, in PYTHON_NPU, a Python with that torch and the tests' needs
+	TORCH_NPU=$(TORCH_NPU) PYTHONPATH=$(CURDIR) $(or $(PYTHON_NPU),$(BIN)/python) -m pytest tests/ops/test_npu_wheel.py \
+		tests/ops/test_npu_wheel_int8.py $(ARGS)
 
 # What MindSpeed imports; it is a checkout, which installs nothing.
 MINDSPEED_NEEDS := protobuf einops psutil pyyaml attrs decorator six regex

@@ -29,6 +29,11 @@ GRAINS = [("tensor", 0), ("channel", 0), ("group", 32), ("group", 192)]
 MM_ALL_REDUCE = "npu_mm_all_reduce_base"
 
 
+def of_all_reduce(comm_mode):
+    """The all-reduce of plain torch_npu 2.7.1 has no such argument."""
+    return None if npu_wheel.VERSION == "2.7.1" else comm_mode
+
+
 def operands(group, m, k, n, dtype):
     """Every rank's x and w [R, ...] in float64 but of `dtype`'s precision, and this rank's in `dtype`."""
     generator = torch.Generator().manual_seed(1)
@@ -82,11 +87,12 @@ def arguments(kernels, group):
     _, _, x, w = operands(group, 8, 256, 16, BF16)
     for keep_gathered, comm_mode in itertools.product((True, False), (None, "ai_cpu", "aiv")):
         kernels.calls.clear()
-        npu.matmul_all_reduce(x, w, group, (), comm_mode=comm_mode)
+        npu.matmul_all_reduce(x, w, group, (), comm_mode=of_all_reduce(comm_mode))
         npu.matmul_reduce_scatter(x, w, group, (), comm_mode=comm_mode)
         _, gathered = npu.all_gather_matmul(x, w, group, (), keep_gathered=keep_gathered, comm_mode=comm_mode)
         assert [operator for operator, _ in kernels.calls] == list(npu_wheel.ALLOWED)
-        assert [options.get("comm_mode") for _, options in kernels.calls] == [comm_mode] * 3
+        modes = [options.get("comm_mode") for _, options in kernels.calls]
+        assert modes == [of_all_reduce(comm_mode), comm_mode, comm_mode]
         assert kernels.calls[2][1].get("gather_output", True) is keep_gathered
         assert (gathered is not None) is keep_gathered
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'chunks'"):  # the schemas are the wheel's own
@@ -222,6 +228,7 @@ def comm_modes(kernels, group):
     as_if_on_an_npu()
     x, w = torch.randn(8, 512).to(BF16), torch.randn(256, 512).to(BF16)
     for comm_mode, sequence_parallel in itertools.product((None, "ai_cpu", "aiv"), (False, True)):
+        comm_mode = comm_mode if sequence_parallel else of_all_reduce(comm_mode)
         settings = Settings(fused=True, enable_coc_in_column_backward=True, strict=True, comm_mode=comm_mode)
         kernels.calls.clear()
         for layer in (column_linear, row_linear):
@@ -243,7 +250,8 @@ def looked_up_schemas(kernels, group):
     """The names of the arguments are the wheel's; without comm_mode a layer that asks for it is not fused."""
     for operator, name in npu_limits.FUSED_OPERATORS.items():
         names = npu.arguments(operator)
-        assert {"x2", "hcom", "comm_mode", *npu_wheel.ALLOWED[name]} <= names and "chunks" not in names, names
+        assert {"x2", "hcom", *npu_wheel.ALLOWED[name]} - {"comm_mode"} <= names and "chunks" not in names, names
+        assert ("comm_mode" in names) == (name != MM_ALL_REDUCE or of_all_reduce("aiv") == "aiv")
     as_if_on_an_npu()
     looked_up = npu.arguments
     npu.arguments = lambda operator: looked_up(operator) - {"comm_mode"}
