@@ -60,7 +60,9 @@ class Megatron:
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`; a layer of MindSpeed holds it under another name."""
-        held = getattr(layer, "tp_group" if self.groups_handed_down else "parallel_group", None)
+        names = ("tp_group", "parallel_group") if self.groups_handed_down else ("parallel_group",)
+        found = (getattr(layer, name, None) for name in names)
+        held = next((group for group in found if group is not None), None)
         group: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if held is None else held
         return group
 

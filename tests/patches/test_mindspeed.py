@@ -44,7 +44,7 @@ def overlapped_pair(group):
 
     model = pair()
     assert compare(model) == []
-    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered"
+    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered", ascend_parallel.coverage(model)
     counts = ascend_parallel.status().counts
     assert sum(count["chunks"] for count in counts.values()) == 4 * sum(c["calls"] for c in counts.values()) > 0, counts
     with torch.no_grad():
@@ -146,7 +146,7 @@ def taken_over(group):
     assert (settings.num_chunks, settings.fused) == (int(os.environ["EXPECTED"]), False)
     model = pair()
     assert compare(model) == []
-    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered"
+    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered", ascend_parallel.coverage(model)
     chunks = [count["chunks"] / count["calls"] for count in ascend_parallel.status().counts.values()]
     assert set(chunks) == {settings.num_chunks}, chunks
     assert ascend_parallel.configure(verify_every=1).num_chunks == settings.num_chunks
@@ -222,7 +222,7 @@ def pair_with_norm(group):
         return torch.nn.functional.rms_norm(x, [K], gamma, config.layernorm_epsilon)
 
     assert compare(model, norm=norm) == []
-    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered"
+    assert str(ascend_parallel.coverage(model)) == "2 of 2 linear layers covered", ascend_parallel.coverage(model)
     chunks = [count["chunks"] / count["calls"] for count in ascend_parallel.status().counts.values()]
     assert set(chunks) == {4.0}, ascend_parallel.status().counts
     ascend_parallel.configure(verify_every=1)
