@@ -10,16 +10,22 @@ import sys
 
 PREFIXES = ("COC_", "USE_COC_")
 LAYERS = "megatron.core.tensor_parallel.layers"
+# COC_TAKE_OVER takes the place of MindSpeed's CoC, which these modules put in (patches/mindspeed/take_over.py).
+COC_FEATURES = (
+    "mindspeed.features_manager.tensor_parallel.locl_coc",
+    "mindspeed_llm.features_manager.tensor_parallel.coc",
+)
 
 
 def register() -> None:
-    """Register a hook that imports ascend_parallel right after Megatron-core's layers, if a COC_ variable is set."""
+    """If a COC_ variable is set, register a hook that imports ascend_parallel right after Megatron-core's layers."""
     if not any(name.upper().startswith(PREFIXES) for name in os.environ):
         return
     try:
         import wrapt
 
-        wrapt.register_post_import_hook(_switch_on, LAYERS)
+        for module in (LAYERS, *(COC_FEATURES if "COC_TAKE_OVER" in os.environ else ())):
+            wrapt.register_post_import_hook(_switch_on, module)
     except Exception as error:  # noqa: BLE001  raising here would break `import torch` for every program
         sys.stderr.write(f"ascend_parallel: overlap cannot be switched on by a variable alone: {error}\n")
 

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +33,7 @@ from ascend_parallel.patches import megatron
 from ascend_parallel.patches.applied import ON_TOP, AppliedPatches
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.megatron.built_classes import replaced_classes
-from ascend_parallel.patches.mindspeed import take_over
+from ascend_parallel.patches.mindspeed import has_file, take_over
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
@@ -78,6 +77,7 @@ class PatchControl:
         """Start switched off."""
         self._patches: AppliedPatches | None = None
         self._taken_over: dict[str, Any] = {}  # settings in MindSpeed's arguments
+        self._overrides: dict[str, Any] = {}  # the arguments of the last `configure`
         self._variables: dict[str, str] = {}
         self._hooked = False
         self._takes_over = False
@@ -94,7 +94,9 @@ class PatchControl:
         """
         consistency.begin_configure()
         try:
-            settings = read_settings(environ, self._taken_over, **overrides)
+            settings = read_settings(environ, **overrides)
+            if settings.take_over and self._taken_over:
+                settings = read_settings(environ, self._taken_over, **overrides)
             if settings.timeline is not None:
                 require_writable(settings.timeline)
             self._put_in_force(settings)
@@ -102,6 +104,7 @@ class PatchControl:
             consistency.refuse(error)
             raise
         self.refused = None
+        self._overrides = overrides
         Refusal.withdraw()
         self._variables = {name: environ[name] for name in KNOWN_VARIABLES if name in environ}
         if settings.verify_every and not self._verifies:
@@ -204,7 +207,7 @@ class PatchControl:
         replaced = [patch for patch in self._patches.status() if not patch.applied]
         if replaced:
             return "; ".join(f"{patch.target} was {patch.reason}" for patch in replaced)
-        if _real("transformer_engine"):
+        if has_file("transformer_engine"):
             return "TransformerEngine's layers are not covered: use --transformer-impl local"
         reason = "no layer of megatron-core with a tensor-parallel group of several ranks was called"
         if current_settings().auto or current_settings().tune:
@@ -221,9 +224,9 @@ class PatchControl:
             for module in ON_TOP:
                 wrapt.register_post_import_hook(self._imported_on_top, module)
 
-    def _imported_on_top(self, _: ModuleType) -> None:
+    def _imported_on_top(self, module: ModuleType) -> None:
         if self._patches is not None:
-            self._patches.extend()
+            self._patches.extend(module)
 
     def _take_over_once_imported(self) -> None:
         take_over.refuse_late()
@@ -235,12 +238,15 @@ class PatchControl:
     def _take_over_from(self, module: ModuleType) -> None:
         take_over.patch_set(module.__name__, self._take).apply("")
 
-    def _take(self, arguments: dict[str, Any]) -> None:
+    def _take(self, arguments: dict[str, Any]) -> bool:
         """Take the place of MindSpeed's CoC with its arguments; called when MindSpeed is about to put it in."""
+        if not current_settings().take_over:
+            return False
         self._taken_over = arguments
-        settings = self.configure(os.environ)
+        settings = self.configure(os.environ, **self._overrides)
         if os.environ.get("RANK", "0") == "0":
             log.warning("in place of MindSpeed's CoC, with its arguments: %s", overlap_in_words(settings))
+        return True
 
     def _imported(self, _: ModuleType) -> None:
         if current_settings().enabled:
@@ -283,11 +289,6 @@ def _kernels() -> dict[str, str]:
         "reference": "available",
         "ordered": "available",
     }
-
-
-def _real(name: str) -> bool:
-    """Tell whether an imported module has a file; MindSpeed's dummy modules name one that does not exist."""
-    return Path(getattr(sys.modules.get(name), "__file__", None) or "").is_file()
 
 
 def _installed(name: str) -> bool:

@@ -40,10 +40,13 @@ class AppliedPatches:
         patched = tuple(patch.holder() for patch in self._sets[megatron.LAYERS].patches)
         self._built = BuiltClasses(self.layers, patched, strict=self._strict)
 
-    def extend(self) -> None:
-        """Apply the patches that are not applied yet, because a module of `ON_TOP` has been imported since."""
+    def extend(self, imported: ModuleType | None = None) -> None:
+        """Apply the patches of the modules of `ON_TOP` that have been imported, `imported` just now."""
         for module, patch_set in ON_TOP.items():
-            if module in sys.modules and module not in self._sets:
+            found = sys.modules.get(module)
+            # A module that imports Megatron-core itself is still being executed: it is imported later.
+            unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False) and found is not imported
+            if found is not None and not unfinished and module not in self._sets:
                 self._add(module, patch_set(self._megatron))
                 _log_once(mindspeed.version_note())
         for patches in self._sets.values():
@@ -62,6 +65,8 @@ class AppliedPatches:
 
     def revert(self) -> None:
         """Restore the original methods; raises `PatchError` if another patch was put on top."""
+        for patches in self._sets.values():
+            patches.refuse_if_covered()
         for patches in self._sets.values():
             patches.revert()
         self._built.stop()

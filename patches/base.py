@@ -186,8 +186,8 @@ class PatchSet:
             setattr(holder, patch.method, applied.replacement)
             self._applied[patch] = applied
 
-    def revert(self) -> None:
-        """Restore the original methods; raise `PatchError` if another patch was put on top."""
+    def refuse_if_covered(self) -> None:
+        """Raise `PatchError` if another patch was put on top of one of these."""
         for patch, applied in self._applied.items():
             found = vars(applied.holder).get(patch.method)
             if found is not applied.replacement:
@@ -195,6 +195,10 @@ class PatchSet:
                     f"{patch.target}: cannot be reverted, since {getattr(found, '__qualname__', found)} of "
                     f"{getattr(found, '__module__', 'an unknown module')} was put on top; remove that patch first"
                 )
+
+    def revert(self) -> None:
+        """Restore the original methods; raise `PatchError` if another patch was put on top."""
+        self.refuse_if_covered()
         for patch, applied in self._applied.items():
             setattr(applied.holder, patch.method, applied.original)
         self._applied.clear()

@@ -30,7 +30,7 @@ COC = "--use-ascend-coc"
 
 
 class BuiltClasses:
-    """Looks at the modules that are called, until the first tensor-parallel layer has told its class."""
+    """Looks at the modules that are called: until the first tensor-parallel layer, or at all layers if strict."""
 
     def __init__(self, layers: ModuleType, patched: tuple[type, ...], *, strict: bool) -> None:
         """Watch for instances of `patched`, the patched classes of `layers`; raise instead of logging if `strict`."""
@@ -46,7 +46,10 @@ class BuiltClasses:
     def _look(self, module: Any, _: Any) -> None:
         if not isinstance(module, self._patched):
             return
-        self.stop()
+        if not self._strict:
+            self.stop()
+        elif hasattr(getattr(type(module), "forward", None), "ascend_parallel"):
+            return
         text = replaced_classes(self._layers)
         if text is not None:
             if self._strict:

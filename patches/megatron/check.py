@@ -257,7 +257,7 @@ class Check:
         operators = (column_operators if column else row_operators)(m, k, n, self._group.size(), sequence_parallel)
         if direction == "backward":
             settings = column_backward_settings(settings) if column else backward_settings(settings)
-            unreduced = column and not sequence_parallel and self._layer.disable_grad_reduce
+            unreduced = column and not sequence_parallel and getattr(self._layer, "disable_grad_reduce", False)
             operators = operators if self._needs_dx and not unreduced else []
         texts = [self._operator(operator, settings) for operator in operators if operator.run == direction]
         return f"Its {direction} ran {', '.join(texts) or 'no operator'}"

@@ -62,11 +62,11 @@ def _uncovered(module: Any) -> str | None:
         return None if reason is None else f"{type(module).__name__}: {reason}"
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
     kinds = (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
-    if not isinstance(module, kinds):
+    inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
+    if not inherited and not isinstance(module, kinds):
         family = type(module).__module__.split(".")[0]
         name = "TransformerEngine's" if type(module).__name__.startswith("TE") else f"of {family}"
         return f"{name} {type(module).__name__}: not a layer of megatron-core's tensor_parallel"
-    inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
     own = "its own forward is overlapped only where it calls megatron-core's forward"
     return f"{type(module).__name__}: {own if inherited else 'not patched'}"
 

@@ -7,8 +7,10 @@ take_over         COC_TAKE_OVER=1: this package in place of MindSpeed's CoC, wit
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from pathlib import Path
 
-TRIED = "0.12.1"  # the branch 26.1.0_core_r0.12.1
+TRIED = "0.12.1"
 
 
 def version_note() -> str | None:
@@ -22,4 +24,12 @@ def version_note() -> str | None:
         version = "without a version"
     if version == TRIED:
         return None
-    return f"MindSpeed {version} was found; {TRIED} was tried. What it has replaced is looked at before every call"
+    return (
+        f"MindSpeed {version} was found; {TRIED} (branch 26.1.0_core_r0.12.1) was tried. What it has "
+        "replaced is looked at before every call"
+    )
+
+
+def has_file(name: str) -> bool:
+    """Tell whether an imported module has a file; MindSpeed's dummy modules name one that does not exist."""
+    return Path(getattr(sys.modules.get(name), "__file__", None) or "").is_file()

@@ -16,12 +16,10 @@ from typing import Any
 
 from ascend_parallel.patches.base import Function, Patch, PatchError, PatchSet
 from ascend_parallel.patches.megatron.built_classes import COC, NAMES, flag_of
+from ascend_parallel_autoload import COC_FEATURES
 
 # MindSpeed-LLM has a subclass of MindSpeed's feature, with its own method.
-MODULES = (
-    "mindspeed.features_manager.tensor_parallel.locl_coc",
-    "mindspeed_llm.features_manager.tensor_parallel.coc",
-)
+MODULES = COC_FEATURES
 USER_CONFIG = "mindspeed.core.tensor_parallel.coc_feature.user_config"
 
 # Argument of MindSpeed -> field of Settings.
@@ -37,8 +35,11 @@ KEYS = (
 )
 
 
-def patch_set(module: str, take: Callable[[dict[str, Any]], None]) -> PatchSet:
-    """Return the patch of the CoC feature in `module`; `take` receives the fields of `Settings` that CoC would read."""
+def patch_set(module: str, take: Callable[[dict[str, Any]], bool]) -> PatchSet:
+    """Return the patch of the CoC feature in `module`.
+
+    `take` receives the fields of `Settings` that CoC would read, and returns whether this package takes its place.
+    """
     patch = Patch(
         module=module,
         owner="CoCFeature",
@@ -68,9 +69,10 @@ def settings_of(arguments: Any) -> dict[str, Any]:
     return {name: user_config.get_value_from_cfg(name) for name in KEYS} | found
 
 
-def _hand_over(original: Function, take: Callable[[dict[str, Any]], None]) -> Function:
+def _hand_over(original: Function, take: Callable[[dict[str, Any]], bool]) -> Function:
     @functools.wraps(original)
     def register_patches(self: Any, patch_manager: Any, args: Any) -> None:
-        take(settings_of(args))
+        if not take(settings_of(args)):
+            original(self, patch_manager, args)
 
     return register_patches

@@ -150,6 +150,8 @@ def taken_over(group):
     chunks = [count["chunks"] / count["calls"] for count in ascend_parallel.status().counts.values()]
     assert set(chunks) == {settings.num_chunks}, chunks
     assert ascend_parallel.configure(verify_every=1).num_chunks == settings.num_chunks
+    exported = int(os.environ.get("COC_PARALLEL_NUM", "1"))
+    assert ascend_parallel.configure(take_over=False).num_chunks == exported
 
 
 @SEQUENCE
@@ -198,6 +200,21 @@ def test_mindspeeds_own_overlap_of_moe_stays(mindspeed):
     mindspeed(detached_pair, FB_OVERLAP, **ON)
 
 
+def spoil_first_rank():
+    """From now on, make the input gradient of the layer with a norm wrong on one rank, so that its check fails."""
+    from ascend_parallel.patches.mindspeed import layernorm_column
+
+    linear = layernorm_column.column_linear
+
+    def spoilt(x, *args, **options):
+        x = x.clone()
+        if dist.get_rank() == 0:
+            x.register_hook(lambda gradient: 1.5 * gradient)
+        return linear(x, *args, **options)
+
+    layernorm_column.column_linear = spoilt
+
+
 def pair_with_norm(group):
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
     from megatron.training.arguments import core_transformer_config_from_args
@@ -229,6 +246,9 @@ def pair_with_norm(group):
     compare(model, norm=norm)
     checked = ascend_parallel.verification()
     assert len(checked.layers) == 2 and checked.passed, checked
+    spoil_first_rank()
+    with pytest.raises(ascend_parallel.VerificationError, match="backward"):
+        compare(model, norm=norm)
     config.fp8 = "e4m3"
     assert "fp8" in str(ascend_parallel.coverage(model))
 

@@ -21,6 +21,7 @@ from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makesp
 PIECES = 8  # pieces of a collective and of a matmul whose cost is measured
 LATENCY_ROWS = 16
 MOST_AT_ONCE = 16  # collectives in flight at most beside the timed matmuls
+LONGEST_BESIDE = 0.25  # seconds of matmuls at most, on a machine that is so busy that a collective takes long
 BESIDE = 0.33  # matmul seconds per second of collective when both are timed: matmuls may slow down three times
 LEAST_RATE = 0.1  # least share of its own speed that a lane keeps while the other runs
 LAUNCH = 20e-6  # host seconds per launch, as benchmarks/host_cost.py measures it on a CPU
@@ -146,7 +147,7 @@ def repeats(piece: float, pieces: float) -> tuple[int, int]:
     The matmuls take a third (`BESIDE`) of the collectives' time. piece, pieces: seconds of one matmul of a piece, and
     of the collective in pieces.
     """
-    matmuls = max(1, round(BESIDE * pieces / piece))
+    matmuls = max(1, round(min(BESIDE * pieces, LONGEST_BESIDE) / piece))
     return matmuls, min(MOST_AT_ONCE, max(1, ceil(matmuls * piece / BESIDE / pieces)))
 
 
