@@ -30,6 +30,8 @@ from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
+from ascend_parallel.patches.megatron.layer_region import region_patch_set
+from ascend_parallel.patches.megatron.region_checks import LAYER
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
@@ -72,6 +74,7 @@ class PatchControl:
     def __init__(self) -> None:
         """Start switched off."""
         self._patches: PatchSet | None = None
+        self._regions: PatchSet | None = None
         self._variables: dict[str, str] = {}
         self._hooked = False
         # The error of the environment's settings; this package's command reports it instead of the import.
@@ -119,6 +122,7 @@ class PatchControl:
             self._log_level.follow(before.log_level)
             if patches is not None:
                 patches.apply(megatron.installed_version())
+                self._apply_regions()
             self._timeline.follow(before.timeline, before.timeline_passes)
             raise
 
@@ -146,6 +150,13 @@ class PatchControl:
             self._patches = patches
             if os.environ.get("RANK", "0") == "0":
                 log.info("%s", self.status().state)
+        self._apply_regions()
+
+    def _apply_regions(self, _: ModuleType | None = None) -> None:
+        """Apply the patches of regions, once Megatron-core's transformer layers are imported too."""
+        if self._patches is not None and self._regions is None and LAYER in sys.modules:
+            self._regions = region_patch_set(megatron.patched())
+            self._regions.apply(megatron.installed_version())
 
     def try_apply(self) -> str:
         """Apply the patches; return "", or why they do not fit what is installed."""
@@ -157,13 +168,16 @@ class PatchControl:
 
     def revert(self) -> None:
         """Restore the original methods; does nothing if no patch is applied."""
+        if self._regions is not None:
+            self._regions.revert()
+            self._regions = None
         if self._patches is not None:
             self._patches.revert()
             self._patches = None
 
     def status(self) -> Status:
         """Return the settings, patches and counts of this process."""
-        patches = self._patches.status() if self._patches else []
+        patches = [status for held in (self._patches, self._regions) if held for status in held.status()]
         return Status(
             __version__, self._state(patches), current_settings(), patches, _kernels(), COUNTS.as_dict(), self._notes()
         )
@@ -209,6 +223,7 @@ class PatchControl:
             self._hooked = True
             atexit.register(self.warn_if_idle)
             wrapt.register_post_import_hook(self._imported, megatron.LAYERS)
+            wrapt.register_post_import_hook(self._apply_regions, LAYER)
 
     def _imported(self, _: ModuleType) -> None:
         if current_settings().enabled:

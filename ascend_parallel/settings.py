@@ -43,6 +43,7 @@ SWITCHES = (
     "deterministic",
     "strict",
     "auto",
+    "region",
 )
 
 # Field of Settings -> environment variable that sets it.
@@ -57,6 +58,7 @@ VARIABLES = {
     "tune": "COC_TUNE",
     "timeline": "COC_TIMELINE",
     "verify_every": "COC_VERIFY",
+    "region": "COC_REGION",
     "log_level": "COC_LOG_LEVEL",
 }
 # Fields that affect no computation, so ranks may differ in them.
@@ -87,6 +89,10 @@ class Settings(OperatorSettings):
         own forward and backward; 0: no checks. COC_VERIFY.
     verify_limit
         Largest error of a check, relative to the largest magnitude; None: 2e-2 in 16 bits, else 1e-6.
+    region
+        Run MLPs and transformer layers of Megatron-core as regions, in the layers' chunks. COC_REGION.
+    region_rows
+        The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
     log_level
         Level of the logger "ascend_parallel"; None: unchanged, which shows warnings. COC_LOG_LEVEL.
 
@@ -100,6 +106,8 @@ class Settings(OperatorSettings):
     timeline_passes: int = 4096
     verify_every: int = 0
     verify_limit: float | None = None
+    region: bool = False
+    region_rows: int = 64
     log_level: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +115,9 @@ class Settings(OperatorSettings):
         super().__post_init__()
         require_switch("enable_coc_in_column_backward", self.enable_coc_in_column_backward)
         require_switch("recompute_all_gather", self.recompute_all_gather)
+        require_switch("region", self.region)
+        least = self.region_rows
+        require("region_rows", least, type(least) is int and least >= 1, "a whole number of rows, 1 or more")
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))
         every, error = self.verify_every, self.verify_limit
         require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)

@@ -55,6 +55,7 @@ class _Layer:
     weight_gradient: WeightGradient = field(default_factory=WeightGradient)
     before_communicating: Callable[[], None] | None = None
     forward_wrapper: ForwardWrapper = run_directly
+    finish: Callable[[Pending], torch.Tensor] = Pending.wait
 
     def about_to_communicate(self) -> None:
         if self.before_communicating is not None:
@@ -113,6 +114,7 @@ def row_linear(
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
     forward_wrapper: ForwardWrapper = run_directly,
+    finish: Callable[[Pending], torch.Tensor] = Pending.wait,
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -120,7 +122,8 @@ def row_linear(
     weight_shard_k  [N, K / R], or as in `quantised_row_linear` a frozen int8 weight [K / R, N]
     returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
 
-    The caller adds the bias to the result. Options and errors as in `column_linear`.
+    The caller adds the bias to the result. finish(pending) returns the rows of the forward's collectives: it waits for
+    them, or hands them to a consumer that does. Other options and errors as in `column_linear`.
     """
     layer = _Layer(
         group=group,
@@ -129,6 +132,7 @@ def row_linear(
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
+        finish=finish,
     )
     weight = weight_shard_k if isinstance(weight_shard_k, QuantisedWeight) else cast_by_autocast(weight_shard_k)
     y: torch.Tensor = _RowLinear.apply(cast_by_autocast(x_shard_k), weight, layer)  # type: ignore[no-untyped-call]
@@ -233,9 +237,9 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: _Layer) -> torch.Tensor
     w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
     if layer.sequence_parallel:
         plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
-        y_m = start_matmul_reduce_scatter(x, plain, group, settings, layout=layout).wait()
+        y_m = layer.finish(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout))
         return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-    y_m = start_matmul_all_reduce(x, w, group, settings, layout=layout).wait()
+    y_m = layer.finish(start_matmul_all_reduce(x, w, group, settings, layout=layout))
     return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 

@@ -1,6 +1,7 @@
 """Overlapped replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
 layers     the two replacements, and which calls they cover
+layer_region, regions, region_checks  MLPs and transformer layers as regions, and which calls can run so
 wgrad      Megatron's weight gradient accumulation
 conflicts  features that exclude overlap, and replaced functions of Megatron
 coverage   the covered layers of a model
@@ -23,6 +24,12 @@ def installed_version() -> str:
     # megatron.core.__version__ is not set yet while megatron.core is being imported.
     info = importlib.import_module("megatron.core.package_info")
     return str(info.__version__)
+
+
+def patched() -> Megatron:
+    """Return what the patched layers hold."""
+    held: Megatron = importlib.import_module(LAYERS).RowParallelLinear.forward.ascend_parallel
+    return held
 
 
 def patch_set(settings: Settings) -> PatchSet:
