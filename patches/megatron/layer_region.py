@@ -151,6 +151,7 @@ class LayerRegion:
         weight = layer.weight
         self._cut = self._regions.cut(self._mlp_layer, input_, weight)
         if len(self._cut.sizes) == 1:
+            self._regions.skip(self._layer, f"one chunk: {self._cut.reason}")
             output: Output = type(layer).forward(layer, input_)
             return output
         group = megatron.group_of(layer)
@@ -200,12 +201,15 @@ class LayerRegion:
 
     def _mlp(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Output:
         """Stand in for the MLP: pull the rows."""
-        forward = type(self._mlp_layer).forward
-        if self._tail is None or self._cut is None or hidden is not self._normed:
-            self._finish()
-            output: Output = forward(self._mlp_layer, hidden, *args, **kwargs)
+        own, cut = type(self._mlp_layer).forward.original, self._cut
+        if cut is None or len(cut.sizes) == 1:
+            output: Output = own(self._mlp_layer, hidden, *args, **kwargs)
             return output
-        return self._regions.run_mlp(self._mlp_layer, forward.original, hidden, self._cut, self._tail.rows)
+        rows = None if self._tail is None else self._tail.rows
+        if hidden is not self._normed:
+            self._finish()
+            rows = None
+        return self._regions.run_mlp(self._mlp_layer, own, hidden, cut, rows)
 
 
 def _fits(y: torch.Tensor, residual: torch.Tensor) -> bool:

@@ -84,7 +84,7 @@ def _mlp_reasons(megatron: Megatron, mlp: Any, hidden: torch.Tensor, per_token_s
         yield "its layers communicate in another place"
     if megatron.group_of(fc1) is not megatron.group_of(fc2):
         yield "its layers have different groups"
-    yield from (f"hooks on {name}" for name, inner in mlp.named_modules() if hooked(inner))
+    yield from (f"hooks on {name or 'it'}" for name, inner in mlp.named_modules() if hooked(inner))
     yield from _foreign_hooks()
     if not row_by_row(mlp.activation_func):
         yield f"its activation {mlp.activation_func!r} is not known to work row by row"

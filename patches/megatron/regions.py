@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.operators import rows_of
 from ascend_parallel.overlap.region.cuts import RegionCut, RegionMatmul, region_cut
 from ascend_parallel.overlap.region.mlp import Activate, ChunkedMlp, chunked_mlp
@@ -68,6 +69,7 @@ class Regions:
         self, mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCut, source: LazyRows | None
     ) -> Output:
         """Run an MLP in chunks; `source` finishes the rows of `hidden`, None: they are finished."""
+        COUNTS.add("mlp_region" if source is None else "layer_region", len(cut.sizes), 0)
         fc1, fc2, megatron = mlp.linear_fc1, mlp.linear_fc2, self.megatron
         group, w1, w2 = megatron.group_of(fc1), fc1.weight, fc2.weight
         chunked = ChunkedMlp(
