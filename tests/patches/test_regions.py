@@ -112,8 +112,9 @@ def data_parallel(group, distributed_optimizer):
             for step in range(2):
                 wrapped.zero_grad_buffer()
                 torch.manual_seed(step + 10 * parallel_state.get_data_parallel_rank())
-                for _ in range(2):  # micro-batches
-                    next_token_loss(wrapped, torch.randint(256, (4, 65))).backward()
+                for last in (False, True):  # of two micro-batches
+                    with contextlib.nullcontext() if last else wrapped.no_sync():
+                        next_token_loss(wrapped, torch.randint(256, (4, 65))).backward()
                 wrapped.finish_grad_sync()
             gradients.append([parameter.main_grad.clone() for parameter in model.parameters()])
         counts = ascend_parallel.ops.COUNTS.as_dict()
