@@ -43,7 +43,6 @@ SWITCHES = (
     "deterministic",
     "strict",
     "auto",
-    "region",
 )
 
 # Field of Settings -> environment variable that sets it.
@@ -90,7 +89,8 @@ class Settings(OperatorSettings):
     verify_limit
         Largest error of a check, relative to the largest magnitude; None: 2e-2 in 16 bits, else 1e-6.
     region
-        Run MLPs and transformer layers of Megatron-core as regions, in the layers' chunks. COC_REGION.
+        True: run MLPs and transformer layers of Megatron-core as regions, in the layers' chunks. "auto": where a
+        measurement finds regions faster; nothing measures them yet, so they are off. COC_REGION.
     region_rows
         The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
     log_level
@@ -106,7 +106,7 @@ class Settings(OperatorSettings):
     timeline_passes: int = 4096
     verify_every: int = 0
     verify_limit: float | None = None
-    region: bool = False
+    region: bool | str = False
     region_rows: int = 64
     log_level: str | None = None
 
@@ -115,7 +115,7 @@ class Settings(OperatorSettings):
         super().__post_init__()
         require_switch("enable_coc_in_column_backward", self.enable_coc_in_column_backward)
         require_switch("recompute_all_gather", self.recompute_all_gather)
-        require_switch("region", self.region)
+        require("region", self.region, self.region in (True, False, "auto"), 'true, false or "auto"')
         least = self.region_rows
         require("region_rows", least, type(least) is int and least >= 1, "a whole number of rows, 1 or more")
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))

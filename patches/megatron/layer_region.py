@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.overlap.linear import row_linear
 from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.overlap.region.rows import PendingRows
@@ -28,13 +31,17 @@ from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.region_checks import LAYER, MLP, layer_reason, mlp_reason, proj_reason
 from ascend_parallel.patches.megatron.regions import Regions, mlp_forward
 
+log = logging.getLogger("ascend_parallel")
+
 # Arguments of a layer's call that exclude a region: inference has few rows, and caches.
 EXCLUDED = ("context", "inference_params", "inference_context")
 
 
 def region_patch_set(megatron: Megatron) -> PatchSet:
     """Return the patches that run regions with the settings of `megatron`; none if regions are off."""
-    if not megatron.settings.region:
+    if megatron.settings.region == "auto" and (not dist.is_initialized() or dist.get_rank() == 0):
+        log.warning("COC_REGION=auto: the layers run one by one, because nothing measures regions yet; COC_REGION=1")
+    if megatron.settings.region is not True:
         return PatchSet("megatron-core", ">=0.10,<0.17", [])
     regions = Regions(megatron)
     scaled = ("per_token_scale",) if megatron.version >= (0, 12) else ()
@@ -118,6 +125,7 @@ class LayerRegion:
         )
         self._own_add: Function = layer.self_attn_bda
         self._stack = ExitStack()
+        self._name = ""  # in a timeline
         self._cut: RegionCut | None = None
         self._pending: PendingRows | None = None
         self._tail: Tail | None = None
@@ -128,6 +136,8 @@ class LayerRegion:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Stand in for the layer's parts inside this context; on exit all rows are finished, also after an error."""
+        recorder = RECORDING.recorder
+        self._name = recorder.modules[-1] if recorder is not None and recorder.modules else ""
         with self._stack as stack:
             for owner, name, value in (
                 (self._proj_layer, "forward", self._proj),
@@ -155,6 +165,8 @@ class LayerRegion:
             output: Output = type(layer).forward(layer, input_)
             return output
         group = megatron.group_of(layer)
+        if (recorder := RECORDING.recorder) is not None:
+            self._stack.enter_context(recorder.layer("region", "forward", self._name, input_.device.type))
         self._pending = self._stack.enter_context(PendingRows(self._cut.sizes))
         self._y = row_linear(
             input_,
