@@ -115,7 +115,8 @@ class Settings(OperatorSettings):
         super().__post_init__()
         require_switch("enable_coc_in_column_backward", self.enable_coc_in_column_backward)
         require_switch("recompute_all_gather", self.recompute_all_gather)
-        require("region", self.region, self.region in (True, False, "auto"), 'true, false or "auto"')
+        allowed = isinstance(self.region, bool) or self.region == "auto"
+        require("region", self.region, allowed, 'true, false or "auto"')
         least = self.region_rows
         require("region_rows", least, type(least) is int and least >= 1, "a whole number of rows, 1 or more")
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))

@@ -100,7 +100,8 @@ def _with_backward(forward: Callable[[], torch.Tensor]) -> None:
 def _cut(p: Tensors, group: dist.ProcessGroup, settings: Settings) -> Any:
     forward = [(p[name].shape[1], p[name].shape[0]) for name in ("fc2", "fc1", "proj")]
     matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
-    return region_cut([*matmuls, *(RegionMatmul(n, k, ROW_MAJOR) for k, n in forward[:2])], p["x"], group, settings)
+    matmuls += [RegionMatmul(n, k, ROW_MAJOR) for k, n in forward[:2]]
+    return region_cut(matmuls, p["x"].shape[0], p["x"], group, settings)
 
 
 def _add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:

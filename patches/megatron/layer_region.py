@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.operators import rows_of
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.overlap.linear import row_linear
 from ascend_parallel.overlap.region.cuts import RegionCut
@@ -89,7 +90,8 @@ def layer_forward(original: Function, regions: Regions) -> Function:
         if reason is not None:
             regions.skip(self, f"{reason}; its MLP may still run in chunks")
         elif mlp_reason(regions.megatron, self.mlp, called_with["hidden_states"], None) is None:
-            reason = proj_reason(regions.megatron, self.self_attention.linear_proj)
+            proj, sequence_parallel = self.self_attention.linear_proj, self.mlp.linear_fc2.sequence_parallel
+            reason = proj_reason(regions.megatron, proj, sequence_parallel)
             if reason is None:
                 with LayerRegion(self, regions).in_place():
                     return original(self, *args, **kwargs)
@@ -159,7 +161,8 @@ class LayerRegion:
         """Stand in for the attention's row-parallel layer: start its all-reduces."""
         layer, megatron = self._proj_layer, self._regions.megatron
         weight = layer.weight
-        self._cut = self._regions.cut(self._mlp_layer, input_, weight)
+        ranks = megatron.group_of(layer).size() if layer.sequence_parallel else 1
+        self._cut = self._regions.cut(self._mlp_layer, input_, rows_of(input_).shape[0] // ranks, weight)
         if len(self._cut.sizes) == 1:
             self._regions.skip(self._layer, f"one chunk: {self._cut.reason}")
             output: Output = type(layer).forward(layer, input_)
@@ -173,6 +176,7 @@ class LayerRegion:
             weight,
             group=group,
             settings=self._cut.settings,
+            sequence_parallel=layer.sequence_parallel,
             before_communicating=megatron.confirm(group),
             weight_gradient=megatron.weight_gradient(layer, weight, None, deferrable=False),
             finish=self._pending.take,

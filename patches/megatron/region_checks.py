@@ -78,8 +78,8 @@ def _mlp_reasons(megatron: Megatron, mlp: Any, hidden: torch.Tensor, per_token_s
     for name, owner in (("linear_fc1", "ColumnParallelLinear"), ("linear_fc2", "RowParallelLinear")):
         yield from (f"{name} {reason}" for reason in _linear_reasons(megatron, getattr(mlp, name), owner))
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
-    if fc1.sequence_parallel or fc2.sequence_parallel:
-        yield "it has sequence parallelism"
+    if fc1.sequence_parallel is not fc2.sequence_parallel:
+        yield "one of its layers alone has sequence parallelism"
     if fc1.gather_output or not fc2.input_is_parallel or fc1.disable_grad_reduce:
         yield "its layers communicate in another place"
     if megatron.group_of(fc1) is not megatron.group_of(fc2):
@@ -124,11 +124,13 @@ def _layer_reasons(layer: Any, arguments: dict[str, Any]) -> Iterator[str]:
     yield from _foreign_hooks()
 
 
-def proj_reason(megatron: Megatron, proj: Any) -> str | None:
+def proj_reason(megatron: Megatron, proj: Any, sequence_parallel: bool) -> str | None:
     """Return the reason why the row-parallel layer of an attention cannot begin a region, or None."""
     reason = next(_linear_reasons(megatron, proj, "RowParallelLinear"), None)
-    if reason is None and (proj.sequence_parallel or not proj.input_is_parallel):
-        reason = "has sequence parallelism" if proj.sequence_parallel else "scatters its input"
+    if reason is None and not proj.input_is_parallel:
+        reason = "scatters its input"
+    if reason is None and proj.sequence_parallel is not sequence_parallel:
+        reason = "and the MLP differ in sequence parallelism"
     return None if reason is None else f"linear_proj {reason}"
 
 

@@ -48,22 +48,23 @@ class Regions:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("%s", text)
 
-    def cut(self, mlp: Any, rows_like: torch.Tensor, proj_weight: torch.Tensor | None = None) -> RegionCut:
-        """Return the chunks of a region with the rows, dtype and device of rows_like [..., K]."""
+    def cut(self, mlp: Any, like: torch.Tensor, rows: int, proj_weight: torch.Tensor | None = None) -> RegionCut:
+        """Return the chunks of a region of `rows` rows of a rank, with the dtype and device of `like`."""
         w1, w2 = mlp.linear_fc1.weight, mlp.linear_fc2.weight
-        rows = rows_of(rows_like)
-        like_a = rows.new_empty(1).expand(rows.shape[0], w2.shape[1])
-        like_a.requires_grad_(rows_like.requires_grad)
-        group, settings = self.megatron.prepare(mlp.linear_fc2, "row", like_a, w2)
+        group, sequence_parallel = self.megatron.group_of(mlp.linear_fc2), mlp.linear_fc2.sequence_parallel
+        # fc2's input is not there yet; the choice of its chunks reads its shape, device and need of a gradient.
+        like_a = like.new_empty(1).expand(rows * (group.size() if sequence_parallel else 1), w2.shape[1])
+        like_a.requires_grad_(like.requires_grad)
+        _, settings = self.megatron.prepare(mlp.linear_fc2, "row", like_a, w2)
         if not settings.enabled:
-            return RegionCut((rows.shape[0],), settings, "tuning keeps the matmul of linear_fc2 whole")
+            return RegionCut((rows,), settings, "tuning keeps the matmul of linear_fc2 whole")
         forward = [(w2.shape[1], w2.shape[0]), (w1.shape[1], w1.shape[0])]
         if proj_weight is not None:
             forward.append((proj_weight.shape[1], proj_weight.shape[0]))
         matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
         matmuls += [RegionMatmul(n, k, ROW_MAJOR) for k, n in forward[:2]]
         self.megatron.confirm(group)()
-        return region_cut(matmuls, rows, group, settings)
+        return region_cut(matmuls, rows, like, group, settings, sequence_parallel)
 
     def run_mlp(
         self, mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCut, source: LazyRows | None
@@ -76,6 +77,7 @@ class Regions:
             group=group,
             cut=cut,
             activate=_activation(original, mlp),
+            sequence_parallel=fc1.sequence_parallel,
             source=source,
             fc1_gradient=megatron.weight_gradient(fc1, w1, None, deferrable=False),
             fc2_gradient=megatron.weight_gradient(fc2, w2, None, deferrable=False),
@@ -110,7 +112,7 @@ def mlp_forward(original: Function, regions: Regions) -> Function:
         scale = {} if per_token_scale is None else {"per_token_scale": per_token_scale}
         reason = mlp_reason(regions.megatron, self, hidden_states, per_token_scale)
         if reason is None:
-            cut = regions.cut(self, hidden_states)
+            cut = regions.cut(self, hidden_states, rows_of(hidden_states).shape[0])
             if len(cut.sizes) > 1:
                 return regions.run_mlp(self, original, hidden_states, cut, None)
             reason = f"one chunk: {cut.reason}"

@@ -1,10 +1,11 @@
 """Regions against the unsharded computation in float64, and against the layers one by one: every row and gradient."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
-from late import LateWork, late_all_reduces
+from late import LateWork, late_collectives
 from torch.nn import functional as F
 
 from ascend_parallel import Settings, column_linear, row_linear
@@ -40,9 +41,11 @@ def whole(style, dtype):
     return {name: (t / t.shape[-1] ** 0.5 if t.dim() == 2 else t).to(dtype).double() for name, t in drawn.items()}
 
 
-def sharded(name, tensor, group, gated):
-    """Return this rank's part of a tensor."""
+def sharded(name, tensor, group, gated, sp=False):
+    """Return this rank's part of a tensor; with `sp`, sequence parallelism, its own rows."""
     ranks, rank = group.size(), group.rank()
+    if sp and name in ("residual", "s", "y"):
+        return tensor.chunk(ranks)[rank]
     if name in ("x", "proj", "fc2"):
         return tensor.chunk(ranks, -1)[rank].contiguous()
     if name in ("fc1", "fc1 bias"):  # a gated activation's halves are cut one by one
@@ -73,27 +76,29 @@ def truth(style, p):
     return s, activate(activation, h, p.get("fc1 bias")) @ p["fc2"].t()
 
 
-def layers(style, p, group, settings):
+def layers(style, p, group, settings, sp=False):
     """Return the same of this rank, layer by layer."""
     activation, norm, _ = STYLES[style]
-    s = add(row_linear(p["x"], p["proj"], group=group, settings=settings), p.get("proj bias"), p["residual"])
-    h = column_linear(normalise(norm, p)(s), p["fc1"], group=group, settings=settings)
-    return s, row_linear(activate(activation, h, p.get("fc1 bias")), p["fc2"], group=group, settings=settings)
+    options = {"group": group, "settings": settings, "sequence_parallel": sp}
+    s = add(row_linear(p["x"], p["proj"], **options), p.get("proj bias"), p["residual"])
+    h = column_linear(normalise(norm, p)(s), p["fc1"], **options)
+    return s, row_linear(activate(activation, h, p.get("fc1 bias")), p["fc2"], **options)
 
 
-def cut_of(p, group, settings):
+def cut_of(p, group, settings, sp=False):
     forward = [(w.shape[1], w.shape[0]) for w in (p["fc2"], p["fc1"], p["proj"])]
     matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
     matmuls += [RegionMatmul(n, k, ROW_MAJOR) for k, n in forward[:2]]
-    return region_cut(matmuls, p["x"].flatten(0, 1), group, settings)
+    return region_cut(matmuls, SEQUENCE * BATCH // (group.size() if sp else 1), p["x"], group, settings, sp)
 
 
-def region(style, p, group, settings):
+def region(style, p, group, settings, sp=False):
     """Return the same of this rank, as a region."""
     activation, norm, _ = STYLES[style]
-    cut = cut_of(p, group, settings)
+    cut = cut_of(p, group, settings, sp)
+    options = {"group": group, "settings": cut.settings, "sequence_parallel": sp}
     with PendingRows(cut.sizes) as pending:
-        y = row_linear(p["x"], p["proj"], group=group, settings=cut.settings, finish=pending.take)
+        y = row_linear(p["x"], p["proj"], finish=pending.take, **options)
         parameters = [p[name] for name in ("norm", "norm bias") if name in p]
         tail = Tail(add, normalise(norm, p), parameters, pending.rows, cut.sizes)
         s, n = tail.apply(y, p.get("proj bias"), p["residual"])
@@ -101,6 +106,7 @@ def region(style, p, group, settings):
             group=group,
             cut=cut,
             activate=functools.partial(activate, activation),
+            sequence_parallel=sp,
             source=tail.rows,
             fc1_gradient=WeightGradient(),
             fc2_gradient=WeightGradient(),
@@ -113,26 +119,33 @@ def leaves(tensors, dtype, frozen=()):
     return {name: t.to(dtype).requires_grad_(name not in frozen) for name, t in tensors.items()}
 
 
-def backward(results, dtype, **options):
-    """Run backward from gradients that are the same everywhere."""
-    generator = torch.Generator().manual_seed(9)
-    drawn = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype) for y in results]
+def backward(results, dtype, own=lambda whole: whole, **options):
+    """Run backward from this rank's own rows of gradients that are the same everywhere."""
+    generator, shape = torch.Generator().manual_seed(9), (SEQUENCE, BATCH, WIDTH)
+    drawn = [own(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for _ in results]
     pairs = [(y, dy) for y, dy in zip(results, drawn, strict=True) if y.requires_grad]
     torch.autograd.backward(*map(list, zip(*pairs, strict=True)), **options)
 
 
-def compare_with_truth(group, style, dtype, chunks):
+def own_rows(group, sp):
+    return lambda whole: sharded("y", whole, group, False, sp)
+
+
+def compare_with_truth(group, style, dtype, sp, settings):
     gated = STYLES[style][0] is swiglu
     expected = leaves(whole(style, dtype), torch.float64)
     outputs = truth(style, expected)
     backward(outputs, torch.float64)
-    mine = leaves({n: sharded(n, t.detach(), group, gated) for n, t in expected.items()}, dtype)
-    with late_all_reduces():
-        results = region(style, mine, group, Settings(num_chunks=chunks, region_rows=16))
-        backward(results, dtype)
+    mine = leaves({n: sharded(n, t.detach(), group, gated, sp) for n, t in expected.items()}, dtype)
+    with late_collectives():
+        results = region(style, mine, group, Settings(num_chunks=4, region_rows=4, **settings), sp)
+        backward(results, dtype, own_rows(group, sp))
     assert LateWork.unfinished == 0
-    pairs = {"s": (results[0], outputs[0]), "y": (results[1], outputs[1])}
-    pairs |= {n: (mine[n].grad, sharded(n, expected[n].grad, group, gated)) for n in mine}
+    if sp:  # each rank has the gradient of its own rows
+        for name in {"norm", "norm bias", "proj bias"} & mine.keys():
+            torch.distributed.all_reduce(mine[name].grad, group=group)
+    pairs = {name: (results[i], sharded(name, outputs[i], group, gated, sp)) for i, name in enumerate(("s", "y"))}
+    pairs |= {n: (mine[n].grad, sharded(n, expected[n].grad, group, gated, sp)) for n in mine}
     errors = {}
     for name, (found, true) in pairs.items():
         assert (found.dtype, found.shape) == (dtype, true.shape), name
@@ -141,30 +154,34 @@ def compare_with_truth(group, style, dtype, chunks):
     assert [name for name, error in errors.items() if not error <= LIMIT[dtype]] == [], errors
 
 
-@pytest.mark.sample(2)
+MODES = {"all-reduce": False, "sequence parallel": True}
+
+
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("sp", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_region_matches_the_unsharded_truth(ranks, count, style, dtype):
-    ranks(count).run(compare_with_truth, style, dtype, 4)
+def test_a_region_matches_the_unsharded_truth(ranks, count, sp, style, dtype):
+    ranks(count).run(compare_with_truth, style, dtype, sp, {})
 
 
-def compare_bits(group, style, frozen, late):
+def test_a_region_keeps_the_gathered_input(ranks):
+    settings = {"recompute_all_gather": False}
+    ranks(3).run(compare_with_truth, "swiglu, rms norm", torch.float64, True, settings)
+
+
+def compare_bits(group, style, frozen, late, sp):
     gated = STYLES[style][0] is swiglu
-    found = []
+    found, settings = [], Settings(num_chunks=4, region_rows=16)
     for run in (layers, region):
         tensors = whole(style, torch.float32)
-        mine = leaves({n: sharded(n, t, group, gated) for n, t in tensors.items()}, torch.float32, frozen)
-        settings = Settings(num_chunks=4, region_rows=16)
-        if late and run is region:
-            with late_all_reduces():
-                results = run(style, mine, group, settings)
-                backward(results, torch.float32)
-        else:
-            results = run(style, mine, group, settings)
-            backward(results, torch.float32)
+        mine = leaves({n: sharded(n, t, group, gated, sp) for n, t in tensors.items()}, torch.float32, frozen)
+        with late_collectives() if late and run is region else contextlib.nullcontext():
+            results = run(style, mine, group, settings, sp)
+            backward(results, torch.float32, own_rows(group, sp))
         found.append({"s": results[0].detach(), "y": results[1].detach(), **{n: t.grad for n, t in mine.items()}})
-    assert len(cut_of(mine, group, settings).sizes) > 1, "the machine gives other bits to every cut"
+    assert len(cut_of(mine, group, settings, sp).sizes) > 1, "the machine gives other bits to every cut"
     return [n for n in found[0] if not (found[0][n] is found[1][n] is None or torch.equal(found[0][n], found[1][n]))]
 
 
@@ -180,14 +197,16 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+@pytest.mark.parametrize("sp", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("style", STYLES)
-def test_a_region_has_the_layers_bits(ranks, style, late):
-    assert ranks(2).run(compare_bits, style, (), late) == [[], []]
+def test_a_region_has_the_layers_bits(ranks, style, sp, late):
+    assert ranks(2).run(compare_bits, style, (), late, sp) == [[], []]
 
 
+@pytest.mark.parametrize("sp", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
-def test_frozen_tensors(ranks, frozen):
-    assert ranks(2).run(compare_bits, "gelu, layer norm, biases", frozen, False) == [[], []]
+def test_frozen_tensors(ranks, frozen, sp):
+    assert ranks(2).run(compare_bits, "gelu, layer norm, biases", frozen, False, sp) == [[], []]
 
 
 def test_rows_are_filled_once_in_order_and_only_as_far_as_needed():
@@ -230,7 +249,7 @@ def leaves_nothing_behind(group, broken):
             raise ArithmeticError("third chunk")
         return activate(F.gelu, h, bias)
 
-    with late_all_reduces():
+    with late_collectives():
         try:
             with PendingRows(cut.sizes) as pending:
                 y = row_linear(mine["x"], mine["proj"], group=group, settings=cut.settings, finish=pending.take)

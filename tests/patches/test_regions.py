@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from late import LateWork, late_all_reduces
+from late import LateWork, late_collectives
 from trained import both, train
 
 REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
@@ -20,6 +20,9 @@ OPTIONS = {
     "llama": LLAMA,
     "untied, squared relu": {"tied": False, "activation_func": torch.nn.functional.relu},
     "full recompute": {"recompute": True},
+    "gpt, sequence parallel": {"sequence_parallel": True},
+    "llama, sequence parallel": {**LLAMA, "sequence_parallel": True},
+    "recompute, sequence parallel": {"recompute": True, "sequence_parallel": True},
     "recompute of the attention core": {"recompute_granularity": "selective"},
 }
 
@@ -43,7 +46,7 @@ def with_regions(options):
     return {**options, "settings": REGION}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_with_the_same_bits(ranks, options):
     for found in ranks(2).run(both, with_regions(options)):
@@ -69,21 +72,23 @@ def unfinished_rows(group, options):
     """Train with all-reduces that happen when they are waited for, and rows that are NaN until then."""
     with megatron(group.size()):
         plain = train(options, overlap=False)
-        with late_all_reduces():
+        with late_collectives():
             late = train(options, overlap=True)
     return plain[0] == late[0], [n for n in plain[1] if not torch.equal(plain[1][n], late[1][n])], LateWork.unfinished
 
 
-@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel"])
 def test_nothing_reads_rows_that_are_not_there_yet(ranks, style):
     options = with_regions({**OPTIONS[style], "recompute": style == "llama", "steps": 2})
     assert ranks(2).run(unfinished_rows, options) == [(True, [], 0)] * 2
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("count", [3, 4])
-def test_more_ranks_train_alike(ranks, count):
+def test_more_ranks_train_alike(ranks, count, sequence_parallel):
     """With more than two ranks the order of sums changes, so only the bits may differ."""
     options = {"hidden": 96 if count == 3 else 64, "heads": count, "vocab": 258 if count == 3 else 256, "steps": 1}
+    options |= {"sequence_parallel": sequence_parallel, "seq": 96}
     for found in ranks(count).run(both, with_regions(options)):
         assert found["worst"] < 1e-5
         assert found["counts"]["layer_region"]["calls"] == 2
@@ -213,7 +218,6 @@ CHANGES = {
 }
 FALLBACKS = {  # options, change, settings, the region that is left, part of the reason
     "hidden dropout": ({"hidden_dropout": 0.1}, "nothing", {}, ["mlp_region"], "hidden_dropout=0.1"),
-    "sequence parallelism": ({"sequence_parallel": True}, "nothing", {}, [], "sequence parallelism"),
     "hook on fc2": ({}, "hook on fc2", {}, [], "hooks on linear_fc2"),
     "hook on mlp": ({}, "hook on mlp", {}, [], "hooks on"),
     "hook on proj": ({}, "hook on proj", {}, ["mlp_region"], "hooks on linear_proj"),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.operators import choice_for
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.settings import Settings
@@ -43,27 +43,39 @@ _CUTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], RegionCut]]
 
 
 def region_cut(
-    matmuls: Sequence[RegionMatmul], x_m: torch.Tensor, group: dist.ProcessGroup, settings: Settings
+    matmuls: Sequence[RegionMatmul],
+    rows: int,
+    like: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    sequence_parallel: bool = False,
 ) -> RegionCut:
-    """Return the chunks of a region with the rows, dtype and device of x_m [M, ...].
+    """Return the chunks of a region of `rows` rows (one rank's, with sequence parallelism), of like's dtype and device.
 
     The first of `matmuls` is the last layer's forward: the region takes the chunks that `settings` give its
-    all-reduce, but no chunk below `settings.region_rows` rows on average. If these chunks would change the bits of
+    collective, but no chunk below `settings.region_rows` rows on average. If these chunks would change the bits of
     another matmul of the region, it takes fewer. All ranks call this; the first call of a shape may communicate.
     """
-    key = (tuple(matmuls), x_m.shape[0], x_m.dtype, x_m.device, settings)
+    key = (tuple(matmuls), rows, like.dtype, like.device, settings, sequence_parallel)
     known = _CUTS.setdefault(group, {})
     if key not in known:
-        known[key] = _cut(matmuls, x_m, group, settings)
+        operator, m = (REDUCE_SCATTER, rows * group.size()) if sequence_parallel else (ALL_REDUCE, rows)
+        problems = [
+            Problem(operator, m, matmul.k, matmul.n, like.dtype, like.device.type, group.size()) for matmul in matmuls
+        ]
+        known[key] = _cut(problems, [matmul.layout for matmul in matmuls], group, settings, like.device)
     return known[key]
 
 
-def _cut(matmuls: Sequence[RegionMatmul], x_m: torch.Tensor, group: dist.ProcessGroup, settings: Settings) -> RegionCut:
-    rows, device = x_m.shape[0], x_m.device
-    problems = [
-        Problem(ALL_REDUCE, rows, matmul.k, matmul.n, x_m.dtype, device.type, group.size()) for matmul in matmuls
-    ]
-    first = choice_for(problems[0], group, settings, device, matmuls[0].layout)
+def _cut(
+    problems: Sequence[Problem],
+    layouts: Sequence[str],
+    group: dist.ProcessGroup,
+    settings: Settings,
+    device: torch.device,
+) -> RegionCut:
+    rows = problems[0].rows
+    first = choice_for(problems[0], group, settings, device, layouts[0])
     sizes, reason = first.sizes, first.reason
     most = rows // settings.region_rows
     if first.kernel != "chunked" or settings.deterministic:
@@ -72,10 +84,10 @@ def _cut(matmuls: Sequence[RegionMatmul], x_m: torch.Tensor, group: dist.Process
         sizes = split_rows(rows, most)
         reason = f"{reason}; {rows} rows allow {len(sizes)} chunks of {settings.region_rows} (region_rows)"
     while len(sizes) > 1:
-        fixed = _fixed(settings, tuple((rows, matmul.k, matmul.n) for matmul in matmuls), sizes)
+        fixed = _fixed(settings, tuple((problem.m, problem.k, problem.n) for problem in problems), sizes)
         choices = [
-            keep_bits(choose(problem, fixed), group, device, matmul.layout)
-            for problem, matmul in zip(problems, matmuls, strict=True)
+            keep_bits(choose(problem, fixed), group, device, layout)
+            for problem, layout in zip(problems, layouts, strict=True)
         ]
         if not first.bit_exact or all(choice.bit_exact for choice in choices):
             return RegionCut(sizes, fixed, reason)
