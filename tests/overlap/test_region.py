@@ -12,7 +12,7 @@ from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.overlap.region.cuts import RegionMatmul, region_cut
 from ascend_parallel.overlap.region.mlp import ChunkedMlp, chunked_mlp
-from ascend_parallel.overlap.region.rows import LazyRows, PendingRows
+from ascend_parallel.overlap.region.rows import PendingRows
 from ascend_parallel.overlap.region.tail import Tail
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 
@@ -207,33 +207,6 @@ def test_a_region_has_the_layers_bits(ranks, style, sp, late):
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_frozen_tensors(ranks, frozen, sp):
     assert ranks(2).run(compare_bits, "gelu, layer norm, biases", frozen, False, sp) == [[], []]
-
-
-def test_rows_are_filled_once_in_order_and_only_as_far_as_needed():
-    filled = []
-    rows = LazyRows((16, 32, 8), filled.append)
-    assert rows.filled == 0
-    rows.up_to(0)
-    assert filled == []
-    rows.up_to(17)
-    assert (filled, rows.filled) == ([0, 1], 48)
-    rows.up_to(48)
-    assert filled == [0, 1]
-    rows.finish()
-    rows.finish()
-    assert (filled, rows.filled) == ([0, 1, 2], 56)
-
-
-def test_a_chunk_is_pulled_through_a_chain():
-    order = []
-    first = LazyRows((2, 2, 2), lambda index: order.append(f"first {index}"))
-
-    def fill(index):
-        first.up_to(3 * (index + 1))
-        order.append(f"second {index}")
-
-    LazyRows((3, 3), fill).up_to(3)
-    assert order == ["first 0", "first 1", "second 0"]
 
 
 def leaves_nothing_behind(group, broken):

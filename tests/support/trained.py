@@ -1,6 +1,23 @@
 """A real GPTModel of megatron-core, trained plain and overlapped from the same weights and tokens."""
 
+import contextlib
+
 import torch
+
+
+@contextlib.contextmanager
+def megatron(tensor_parallel, **options):
+    """Run with Megatron-core on the CPU and its groups; switch everything off afterwards."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
+
+    with megatron_on_cpu():
+        start_model_parallel(tensor_parallel, **options)
+        try:
+            yield
+        finally:
+            ascend_parallel.configure(num_chunks=1)
+            end_model_parallel()
 
 
 def train(options, overlap):
