@@ -30,8 +30,8 @@ from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
-from ascend_parallel.patches.megatron.layer_region import region_patch_set
 from ascend_parallel.patches.megatron.region_checks import LAYER
+from ascend_parallel.patches.megatron.region_patches import region_patch_set
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal

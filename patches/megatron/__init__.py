@@ -1,7 +1,7 @@
 """Overlapped replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
 layers     the two replacements, and which calls they cover
-layer_region, regions, region_checks  MLPs and transformer layers as regions, and which calls can run so
+region_patches, regions, layer_region, handover, region_checks  MLPs and transformer layers as regions
 wgrad      Megatron's weight gradient accumulation
 conflicts  features that exclude overlap, and replaced functions of Megatron
 coverage   the covered layers of a model

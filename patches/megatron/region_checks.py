@@ -80,6 +80,8 @@ def _mlp_reasons(megatron: Megatron, mlp: Any, hidden: torch.Tensor, per_token_s
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     if fc1.sequence_parallel is not fc2.sequence_parallel:
         yield "one of its layers alone has sequence parallelism"
+    if not fc1.skip_bias_add or not fc2.skip_bias_add:
+        yield "its layers add their biases"
     if fc1.gather_output or not fc2.input_is_parallel or fc1.disable_grad_reduce:
         yield "its layers communicate in another place"
     if megatron.group_of(fc1) is not megatron.group_of(fc2):
@@ -124,11 +126,43 @@ def _layer_reasons(layer: Any, arguments: dict[str, Any]) -> Iterator[str]:
     yield from _foreign_hooks()
 
 
+def successor_reason(megatron: Megatron, layer: Any, successor: Any) -> str | None:
+    """Return the reason why the next layer of a block cannot pull the rows of `layer`, or None.
+
+    The arguments of both calls are the same, and were judged for `layer`.
+    """
+    return next(_successor_reasons(megatron, layer, successor), None)
+
+
+def _successor_reasons(megatron: Megatron, layer: Any, successor: Any) -> Iterator[str]:
+    yield from _layer_reasons(successor, {})
+    add, attention = importlib.import_module(FUSED_ADD), successor.self_attention
+    if layer.mlp_bda is not add.get_bias_dropout_add:
+        yield "mlp_bda is not Megatron-core's"
+    if layer.config.recompute_granularity == "full" and layer.training:
+        yield "layers are recomputed one by one"
+    if type(attention).__name__ != "SelfAttention":
+        yield f"its attention is a {type(attention).__name__}"
+        return
+    if not defined_in(type(attention).get_query_key_value_tensors, sys.modules[ATTENTION]):
+        yield "get_query_key_value_tensors was replaced"
+    qkv, norm = attention.linear_qkv, type(successor.input_layernorm)
+    yield from (f"linear_qkv {reason}" for reason in _linear_reasons(megatron, qkv, "ColumnParallelLinear"))
+    if qkv.gather_output or qkv.disable_grad_reduce:
+        yield "linear_qkv communicates in another place"
+    if norm not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and norm.__module__ != FUSED_NORM:
+        yield f"its input_layernorm is a {norm.__module__}.{norm.__name__}"
+    if qkv.sequence_parallel is not layer.mlp.linear_fc2.sequence_parallel:
+        yield "one of its layers alone has sequence parallelism"
+    inside = {"the layer": layer, "the next layer": successor, "norm": successor.input_layernorm, "linear_qkv": qkv}
+    yield from (f"hooks on {name}" for name, inner in inside.items() if hooked(inner))
+
+
 def proj_reason(megatron: Megatron, proj: Any, sequence_parallel: bool) -> str | None:
     """Return the reason why the row-parallel layer of an attention cannot begin a region, or None."""
     reason = next(_linear_reasons(megatron, proj, "RowParallelLinear"), None)
-    if reason is None and not proj.input_is_parallel:
-        reason = "scatters its input"
+    if reason is None and not (proj.input_is_parallel and proj.skip_bias_add):
+        reason = "scatters its input, or adds its bias"
     if reason is None and proj.sequence_parallel is not sequence_parallel:
         reason = "and the MLP differ in sequence parallelism"
     return None if reason is None else f"linear_proj {reason}"
@@ -141,8 +175,6 @@ def _linear_reasons(megatron: Megatron, layer: Any, owner: str) -> Iterator[str]
         return
     if (reason := megatron.uncovered(layer)) is not None:
         yield f"is not overlapped: {reason}"
-    if not layer.skip_bias_add:
-        yield "adds its bias"
     if layer._parameters.get("weight") is None or int8_weight(layer) is not None:
         yield "has no plain weight"
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.operators import rows_of
+from ascend_parallel.ops.pending import Pending
 from ascend_parallel.overlap.region.cuts import RegionCut, RegionMatmul, region_cut
 from ascend_parallel.overlap.region.mlp import Activate, ChunkedMlp, chunked_mlp
 from ascend_parallel.overlap.region.rows import LazyRows
@@ -29,6 +32,19 @@ from ascend_parallel.patches.megatron.region_checks import mlp_reason
 log = logging.getLogger("ascend_parallel")
 
 
+class Handed(Protocol):
+    """Rows that a layer has left to the next; `handover.Handover` implements it."""
+
+    def is_for(self, layer: object, hidden: torch.Tensor) -> bool:
+        """Tell whether `layer`, called with `hidden`, is the layer that pulls the rows."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Have the layer pull the rows inside this context."""
+
+    def finish(self) -> None:
+        """Finish the rows."""
+
+
 class Regions:
     """Decides which calls run as a region, alike on every rank."""
 
@@ -36,6 +52,24 @@ class Regions:
         """Hold the patched layers' settings."""
         self.megatron = megatron
         self._logged: set[str] = set()
+        self._handed: Handed | None = None
+
+    def hand_over(self, handed: Handed) -> None:
+        """Keep rows for the next layer."""
+        self._handed = handed
+
+    @contextmanager
+    def received(self, layer: Any, hidden: torch.Tensor) -> Iterator[None]:
+        """Have `layer` pull the rows that the layer before has left, if it is called with these; else finish them."""
+        handed, self._handed = self._handed, None
+        if handed is None:
+            yield
+        elif handed.is_for(layer, hidden):
+            with handed.in_place():
+                yield
+        else:
+            handed.finish()
+            yield
 
     def skip(self, module: Any, reason: str) -> None:
         """Log once, on rank 0, why a module runs without a region; with strict settings raise instead."""
@@ -48,8 +82,11 @@ class Regions:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("%s", text)
 
-    def cut(self, mlp: Any, like: torch.Tensor, rows: int, proj_weight: torch.Tensor | None = None) -> RegionCut:
-        """Return the chunks of a region of `rows` rows of a rank, with the dtype and device of `like`."""
+    def cut(self, mlp: Any, like: torch.Tensor, rows: int, more: Sequence[torch.Tensor] = ()) -> RegionCut:
+        """Return the chunks of a region of `rows` rows of a rank, with the dtype and device of `like`.
+
+        more: the weights of further layers whose forward is cut at the same rows.
+        """
         w1, w2 = mlp.linear_fc1.weight, mlp.linear_fc2.weight
         group, sequence_parallel = self.megatron.group_of(mlp.linear_fc2), mlp.linear_fc2.sequence_parallel
         # fc2's input is not there yet; the choice of its chunks reads its shape, device and need of a gradient.
@@ -59,15 +96,20 @@ class Regions:
         if not settings.enabled:
             return RegionCut((rows,), settings, "tuning keeps the matmul of linear_fc2 whole")
         forward = [(w2.shape[1], w2.shape[0]), (w1.shape[1], w1.shape[0])]
-        if proj_weight is not None:
-            forward.append((proj_weight.shape[1], proj_weight.shape[0]))
+        forward += [(weight.shape[1], weight.shape[0]) for weight in more]
         matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
         matmuls += [RegionMatmul(n, k, ROW_MAJOR) for k, n in forward[:2]]
         self.megatron.confirm(group)()
         return region_cut(matmuls, rows, like, group, settings, sequence_parallel)
 
     def run_mlp(
-        self, mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCut, source: LazyRows | None
+        self,
+        mlp: Any,
+        original: Function,
+        hidden: torch.Tensor,
+        cut: RegionCut,
+        source: LazyRows | None,
+        finish: Callable[[Pending], torch.Tensor] = Pending.wait,
     ) -> Output:
         """Run an MLP in chunks; `source` finishes the rows of `hidden`, None: they are finished."""
         COUNTS.add("mlp_region" if source is None else "layer_region", len(cut.sizes), 0)
@@ -82,6 +124,7 @@ class Regions:
             fc1_gradient=megatron.weight_gradient(fc1, w1, None, deferrable=False),
             fc2_gradient=megatron.weight_gradient(fc2, w2, None, deferrable=False),
             before_communicating=megatron.confirm(group),
+            finish=finish,
         )
         return chunked_mlp(hidden, w1, fc1.bias, w2, chunked), fc2.bias
 

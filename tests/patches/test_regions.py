@@ -38,6 +38,9 @@ def test_two_ranks_train_with_the_same_bits(ranks, options):
         assert found["different"] == []
         assert found["counts"]["layer_region"]["chunks"] == 4 * found["counts"]["layer_region"]["calls"] > 0
         assert "mlp_region" not in found["counts"]
+        passed_on = found["counts"].get("region_across_layers", {"calls": 0})["calls"]
+        # From the first of two layers to the second, in each of three forwards; a recomputed layer stands alone.
+        assert passed_on == (0 if options.get("recompute") else 3)
 
 
 def with_dropout(group, options):
