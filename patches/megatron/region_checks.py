@@ -93,11 +93,11 @@ def _mlp_reasons(megatron: Megatron, mlp: Any, hidden: torch.Tensor, per_token_s
 
 
 def _layer_reasons(layer: Any, arguments: dict[str, Any]) -> Iterator[str]:
-    kind, attention = type(layer), layer.self_attention
+    kind = type(layer)
     if (kind.__module__, kind.__name__) != (LAYER, "TransformerLayer"):
         yield f"it is a {kind.__module__}.{kind.__name__}"
         return
-    own = sys.modules[LAYER]
+    own, attention = sys.modules[LAYER], layer.self_attention
     replaced = (step for step in STEPS if hasattr(kind, step) and not defined_in(getattr(kind, step), own))
     yield from (f"{step} was replaced" for step in replaced)
     if layer.hidden_dropout > 0 and layer.training:

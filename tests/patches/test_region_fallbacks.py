@@ -23,7 +23,7 @@ def reasons(group, options, change, settings):
         for overlap in ({"num_chunks": 1}, {**REGION, **settings}):
             ascend_parallel.configure(**overlap)
             ascend_parallel.ops.COUNTS.clear()
-            model = small_gpt(num_layers=1, **options)
+            model = small_gpt(**{"num_layers": 1, **options})
             CHANGES[change](model)
             torch.manual_seed(3)
             losses.append(next_token_loss(model, torch.randint(256, (4, 65))))
@@ -57,6 +57,50 @@ CHANGES = {
     "own norm": lambda model: setattr(layer(model), "pre_mlp_layernorm", torch.nn.Identity()),
     "fp32 residual": lambda model: setattr(layer(model).config, "fp32_residual_connection", True),
 }
+
+
+class Foreign(torch.nn.Module):
+    """A layer that is not Megatron-core's."""
+
+    def forward(self, hidden_states, **_):
+        return hidden_states * 2, None
+
+
+def replace_second(model):
+    """Give the second layer's place to a foreign module, once the first layer has left it rows."""
+    from ascend_parallel.patches.megatron.testing import next_token_loss
+
+    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(4))
+    next_token_loss(model, tokens)
+    model.decoder.layers[1] = Foreign()
+
+
+ACROSS = {
+    "nothing": lambda model: None,
+    "hook on the first layer": lambda model: layer(model).register_forward_hook(lambda *_: None),
+    "hook on the second": lambda model: model.decoder.layers[1].register_forward_pre_hook(lambda *_: None),
+    "hook on its norm": lambda model: model.decoder.layers[1].input_layernorm.register_forward_hook(lambda *_: None),
+    "hook on its qkv": lambda model: model.decoder.layers[1].self_attention.linear_qkv.register_forward_hook(
+        lambda *_: None
+    ),
+    "own norm in the second": lambda model: setattr(model.decoder.layers[1], "input_layernorm", torch.nn.Identity()),
+    "replaced": replace_second,
+}
+CHANGES |= ACROSS
+
+
+@pytest.mark.parametrize(
+    ("change", "across"),
+    [(change, change in ("nothing", "replaced")) for change in ACROSS],
+)
+def test_rows_cross_to_the_next_layer_only_if_it_pulls_them(ranks, change, across):
+    """The last case leaves rows in a first forward; in the second nobody is there to pull them."""
+    for _, counted, same in ranks(2).run(reasons, {"num_layers": 2}, change, {}):
+        assert "layer_region" in counted
+        assert ("region_across_layers" in counted) == across
+        assert same
+
+
 FALLBACKS = {  # options, change, settings, the region that is left, part of the reason
     "hidden dropout": ({"hidden_dropout": 0.1}, "nothing", {}, ["mlp_region"], "hidden_dropout=0.1"),
     "hook on fc2": ({}, "hook on fc2", {}, [], "hooks on linear_fc2"),
