@@ -1,9 +1,11 @@
 """What cannot run as a region in megatron-core runs layer by layer, with the same bits, and says why."""
 
+import contextlib
 import logging
 
 import pytest
 import torch
+from late import LateWork, late_collectives
 from trained import megatron
 
 REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
@@ -99,6 +101,42 @@ def test_rows_cross_to_the_next_layer_only_if_it_pulls_them(ranks, change, acros
         assert "layer_region" in counted
         assert ("region_across_layers" in counted) == across
         assert same
+
+
+class Interrupts(contextlib.nullcontext):
+    """Raises when it is entered for the second time: between the first layer and the second."""
+
+    entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+        if self.entered == 2:
+            raise InterruptedError
+
+
+def interrupted(group):
+    """Raise between two layers, the first of which has left rows; then train on."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(4))
+    with megatron(group.size()):
+        plain = next_token_loss(small_gpt(), tokens)
+        ascend_parallel.configure(**REGION)
+        with late_collectives():
+            model = small_gpt()
+            model.decoder.offload_context = Interrupts()
+            with pytest.raises(InterruptedError):
+                next_token_loss(model, tokens)
+            left = LateWork.unfinished
+            model.decoder.offload_context = contextlib.nullcontext()
+            loss = next_token_loss(model, tokens)
+            loss.backward()
+            return left, LateWork.unfinished, torch.equal(plain, loss)
+
+
+def test_rows_that_nobody_comes_for_are_finished_at_the_next_call(ranks):
+    assert ranks(2).run(interrupted) == [(4, 0, True)] * 2
 
 
 FALLBACKS = {  # options, change, settings, the region that is left, part of the reason
