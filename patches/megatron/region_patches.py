@@ -49,7 +49,7 @@ def region_patch_set(megatron: Megatron) -> PatchSet:
                 method="forward",
                 replacement=lambda original: layer_forward(original, regions),
                 parameters=("self", *bound),
-                reason="starts the MLP's chunks under the attention's all-reduce",
+                reason="runs the MLP's chunks under the attention's collective, and the next layer's under the MLP's",
             ),
         ],
     )

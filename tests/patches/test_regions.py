@@ -155,6 +155,32 @@ def test_gradient_accumulation_fusion(ranks):
     assert ranks(2).run(accumulated) == [(True, True, True)] * 2
 
 
+def recorded(group, folder):
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    with megatron(group.size()):
+        ascend_parallel.configure(**REGION)
+        model = small_gpt()
+        with ascend_parallel.timeline.record(folder):
+            next_token_loss(model, torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(3))).backward()
+
+
+def test_a_region_is_one_pass_of_a_timeline(ranks, tmp_path):
+    from ascend_parallel.diagnostics.timeline.files import read_run
+
+    ranks(2).run(recorded, tmp_path)
+    files, _ = read_run(tmp_path)
+    for file in files:
+        passes = {(p.layer, p.direction): p for p in file.passes}
+        region = passes["decoder.layers.0", "forward"]
+        assert [call["chunks"] for call in region.calls] == [4, 4]  # of proj and fc2
+        names = {span.name for span in region.spans}
+        assert {"fc1", "fc2", "activation", "norm", "add", "wait"} <= names
+        assert ("decoder.layers.0.self_attention.linear_proj", "forward") not in passes
+        assert ("decoder.layers.0.mlp", "backward") in passes
+
+
 def stages(group, sequence_parallel):
     """Two pipeline stages of two tensor-parallel ranks, three micro-batches in Megatron's own schedule."""
     from megatron.core import parallel_state
