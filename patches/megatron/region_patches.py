@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.megatron import VERSIONS
 from ascend_parallel.patches.megatron.layer_region import LayerRegion
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.region_checks import LAYER, MLP, layer_reason, mlp_reason, proj_reason
@@ -26,14 +27,14 @@ def region_patch_set(megatron: Megatron) -> PatchSet:
     if megatron.settings.region == "auto" and (not dist.is_initialized() or dist.get_rank() == 0):
         log.warning("COC_REGION=auto: the layers run one by one, because nothing measures regions yet; COC_REGION=1")
     if megatron.settings.region is not True:
-        return PatchSet("megatron-core", ">=0.10,<0.17", [])
+        return PatchSet("megatron-core", VERSIONS, [])
     regions = Regions(megatron)
     scaled = ("per_token_scale",) if megatron.version >= (0, 12) else ()
     more = ("kwargs",) if megatron.version >= (0, 16) else ()
     bound = ("args", "kwargs") if megatron.version >= (0, 12) else _monolithic(megatron.version)
     return PatchSet(
         "megatron-core",
-        ">=0.10,<0.17",
+        VERSIONS,
         [
             Patch(
                 module=MLP,

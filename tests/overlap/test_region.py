@@ -1,6 +1,7 @@
 """Regions against the unsharded computation in float64, and against the layers one by one: every row and gradient."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from regions import (
     whole,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ascend_parallel import Settings, row_linear
 from ascend_parallel.overlap.region.mlp import ChunkedMlp, chunked_mlp
@@ -162,26 +164,40 @@ def test_a_retained_graph_runs_backward_again(ranks):
     assert ranks(2).run(backward_twice) == [([], True)] * 2
 
 
-def recomputed(group, reentrant):
-    from torch.utils.checkpoint import checkpoint
+def save_all(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
 
+
+KINDS = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, save_all),
+    },
+}
+
+
+def recomputed(group, kind, sp):
     style = "gelu, layer norm, biases"
     found = []
     for run in (layers, region):
-        mine = leaves({n: sharded(n, t, group, False) for n, t in whole(style, torch.float32).items()}, torch.float32)
+        tensors = whole(style, torch.float32)
+        mine = leaves({n: sharded(n, t, group, False, sp) for n, t in tensors.items()}, torch.float32)
         names, settings = list(mine), Settings(num_chunks=4, region_rows=16)
 
         def forward(*tensors, run=run, names=names, settings=settings):
-            return run(style, dict(zip(names, tensors, strict=True)), group, settings)
+            return run(style, dict(zip(names, tensors, strict=True)), group, settings, sp)
 
-        backward(checkpoint(forward, *mine.values(), use_reentrant=reentrant), torch.float32)
+        backward(checkpoint(forward, *mine.values(), **KINDS[kind]), torch.float32, own_rows(group, sp))
         found.append({n: t.grad for n, t in mine.items()})
     return [n for n in found[0] if not torch.equal(found[0][n], found[1][n])]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recompute(ranks, reentrant):
-    assert ranks(2).run(recomputed, reentrant) == [[], []]
+@pytest.mark.parametrize("sp", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recompute(ranks, kind, sp):
+    assert ranks(2).run(recomputed, kind, sp) == [[], []]
 
 
 def cuts(group):

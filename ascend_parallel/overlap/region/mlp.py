@@ -161,8 +161,11 @@ class _ChunkedMlp(torch.autograd.Function):
             for index, dh_c in _hidden_gradients(ctx, gradients, w2, dh_r):
                 if reduced is not None:
                     reduced.send(index, compute(MATMUL, "fc1", reduced.multiply, index, dh_c, w1))
-            dy_m, x_m = gradients.wait(), x if again is None else again.wait()
-            dw1, db1, dw2 = _parameter_gradients(ctx, dy_m, x_m, a_m, None if dh_r is None else dh_r.flatten(0, 1))
+            dw2 = None
+            if a_m is not None:  # before fc1's, as without regions, and under the rest of the gather of x
+                dw2 = compute(MATMUL, "weight gradient", mlp.fc2_gradient.compute, a_m, gradients.wait())
+            x_m = x if again is None else again.wait()
+            dw1, db1 = _fc1_gradients(ctx, x_m, None if dh_r is None else dh_r.flatten(0, 1))
             dx = None if reduced is None else reduced.pending.wait().view(ctx.x_shape)
         return dx, dw1, db1, dw2, None
 
@@ -219,19 +222,17 @@ def _hidden_gradients(
         yield index, dh_c
 
 
-def _parameter_gradients(
-    ctx: Any, dy_m: torch.Tensor, x: torch.Tensor | None, a_m: torch.Tensor | None, dh_m: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of w1, b1 and w2, None where not needed; fc2's is computed first, as without regions."""
-    mlp: ChunkedMlp = ctx.mlp
-    dw1 = db1 = dw2 = None
-    if a_m is not None:
-        dw2 = compute(MATMUL, "weight gradient", mlp.fc2_gradient.compute, a_m, dy_m)
-    if dh_m is not None and ctx.needs_input_grad[2]:
-        db1 = dh_m.sum(dim=0)
-    if dh_m is not None and x is not None:
-        dw1 = compute(MATMUL, "weight gradient", mlp.fc1_gradient.compute, rows_of(x.contiguous()), dh_m)
-    return dw1, db1, dw2
+def _fc1_gradients(
+    ctx: Any, x_m: torch.Tensor | None, dh_m: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of fc1's weight and bias, None where not needed: x_m [M, K], dh_m [M, F]."""
+    if dh_m is None:
+        return None, None
+    db1 = dh_m.sum(dim=0) if ctx.needs_input_grad[2] else None
+    if x_m is None:
+        return None, db1
+    gradient = ctx.mlp.fc1_gradient
+    return compute(MATMUL, "weight gradient", gradient.compute, rows_of(x_m.contiguous()), dh_m), db1
 
 
 @contextmanager

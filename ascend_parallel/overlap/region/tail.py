@@ -18,6 +18,7 @@ from ascend_parallel.ops.operators import rows_of, shaped
 from ascend_parallel.ops.record import BESIDE, compute
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.region.rows import LazyRows
+from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 
 Add = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """``add(y, bias, residual)`` returns ``residual + (y + bias)``, row by row."""
@@ -50,6 +51,7 @@ class Tail:
 
 class _Tail(torch.autograd.Function):
     @staticmethod
+    @hidden_from_selective_checkpoint
     def forward(
         ctx: Any,
         y: torch.Tensor,
@@ -63,6 +65,7 @@ class _Tail(torch.autograd.Function):
         chunks = [torch.split_with_sizes(x_m, tail.sizes) for x_m in (y_m, rows_of(residual), s_m, n_m)]
         stops = torch.tensor(tail.sizes).cumsum(0).tolist()
 
+        @hidden_from_selective_checkpoint
         def fill(index: int) -> None:
             tail.source.up_to(stops[index])
             y_c, residual_c, s_c, n_c = (parts[index] for parts in chunks)
