@@ -37,7 +37,7 @@ class LeftRows:
 
     def __init__(self, cut: RegionCut, stack: ExitStack) -> None:
         """Expect the collectives of a layer in the chunks of `cut`; `stack` waits for them at last."""
-        self._sizes = cut.sizes
+        self.sizes = cut.sizes
         self.pending = stack.enter_context(PendingRows(cut.sizes))
         self.y: torch.Tensor | None = None
         self.sum: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class LeftRows:
                 functools.partial(type(norm).forward, norm),
                 list(norm.parameters()),
                 self.pending.rows,
-                self._sizes,
+                self.sizes,
             )
             self.sum, self.normed = tail.apply(y, bias, residual)
             self.rows = tail.rows
@@ -101,7 +101,7 @@ class Handover:
     def in_place(self) -> Iterator[None]:
         """Stand in for the next layer's input norm and linear_qkv; on exit all rows are finished."""
         norm, qkv = self._successor.input_layernorm, self._successor.self_attention.linear_qkv
-        COUNTS.add("region_across_layers", len(self._left._sizes), 0)
+        COUNTS.add("region_across_layers", len(self._left.sizes), 0)
         with self._stack as stack:
             stack.enter_context(replaced(norm, "forward", functools.partial(self._left.norm, norm)))
             stack.enter_context(replaced(qkv, "forward", functools.partial(self._column, qkv)))
@@ -118,7 +118,7 @@ class Handover:
             return output
         bias = None if layer.skip_bias_add else layer.bias
         keep = not settings.recompute_all_gather and weight.requires_grad
-        pulled = PulledColumn(group, self._left._sizes, self._left.rows, layer.sequence_parallel, keep)
+        pulled = PulledColumn(group, self._left.sizes, self._left.rows, layer.sequence_parallel, keep)
         y = column_linear(
             input_,
             weight,
