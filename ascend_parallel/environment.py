@@ -115,6 +115,9 @@ def _parse(variable: str, name: str, text: str) -> Any:
     if name in SWITCHES:
         require(variable, text, word in ("0", "1"), "0 or 1")
         return word == "1"
+    if name == "region":
+        require(variable, text, word.lower() in ("0", "1", "auto"), "0, 1 or auto")
+        return "auto" if word.lower() == "auto" else word == "1"
     if name in ("plan", "tune", "timeline"):
         require(variable, text, name != "timeline" or text.strip() != "", "the folder to write to")
         return text

@@ -264,10 +264,10 @@ class PatchControl:
         if self._patches is None:
             where = "" if _installed("megatron.core") else ", which is not installed"
             return f"waiting for the import of megatron-core{where}"
-        own = [patch.applied for patch in patches if patch.target.startswith("megatron.")]
+        own = [patch.applied for patch in patches if patch.target.startswith(megatron.LAYERS)]
         text = f"{sum(own)} of {len(own)} methods of megatron-core {megatron.installed_version()} replaced"
         others = [patch.applied for patch in patches[len(own) :]]
-        return f"{text}, and {sum(others)} of {len(others)} of MindSpeed" if others else text
+        return f"{text}, and {sum(others)} of {len(others)} others" if others else text
 
     def _notes(self) -> list[str]:
         notes = [f"{name} is set, which nothing reads; {meant} is" for name, meant in near_misses(os.environ).items()]

@@ -59,6 +59,7 @@ VARIABLES = {
     "timeline": "COC_TIMELINE",
     "verify_every": "COC_VERIFY",
     "take_over": "COC_TAKE_OVER",
+    "region": "COC_REGION",
     "log_level": "COC_LOG_LEVEL",
 }
 # Fields that affect no computation, so ranks may differ in them.
@@ -91,6 +92,11 @@ class Settings(OperatorSettings):
         Largest error of a check, relative to the largest magnitude; None: 2e-2 in 16 bits, else 1e-6.
     take_over
         Take the place of MindSpeed's CoC, with MindSpeed's arguments. COC_TAKE_OVER.
+    region
+        True: run MLPs and transformer layers of Megatron-core as regions, in the layers' chunks. "auto": where a
+        measurement finds regions faster; nothing measures them yet, so they are off. COC_REGION.
+    region_rows
+        The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
     log_level
         Level of the logger "ascend_parallel"; None: unchanged, which shows warnings. COC_LOG_LEVEL.
 
@@ -105,6 +111,8 @@ class Settings(OperatorSettings):
     verify_every: int = 0
     verify_limit: float | None = None
     take_over: bool = False
+    region: bool | str = False
+    region_rows: int = 64
     log_level: str | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +121,10 @@ class Settings(OperatorSettings):
         require_switch("enable_coc_in_column_backward", self.enable_coc_in_column_backward)
         require_switch("recompute_all_gather", self.recompute_all_gather)
         require_switch("take_over", self.take_over)
+        allowed = isinstance(self.region, bool) or self.region == "auto"
+        require("region", self.region, allowed, 'true, false or "auto"')
+        least = self.region_rows
+        require("region_rows", least, type(least) is int and least >= 1, "a whole number of rows, 1 or more")
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))
         every, error = self.verify_every, self.verify_limit
         require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)

@@ -1,4 +1,4 @@
-"""Time whole training steps of a real GPT (megatron-core), with and without overlap.
+"""Time whole training steps of a real GPT (megatron-core): plain, with overlapped layers, and in regions.
 
     python benchmarks/training.py --link 1gbit      about four minutes; needs root for the link
     python benchmarks/training.py                   over the loopback, where there is little to hide
@@ -35,7 +35,11 @@ RANKS, PLAIN = 2, "plain"
 def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=15)
-    parser.add_argument("--chunks", default="auto,4", help="values of COC_PARALLEL_NUM beside the plain step")
+    parser.add_argument(
+        "--chunks",
+        default="auto,4,4 region",
+        help='values of COC_PARALLEL_NUM beside the plain step; "region": in regions',
+    )
     for name, size in {"hidden": 768, "layers": 2, "seq": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     options = vars(parser.parse_args())
@@ -89,29 +93,32 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, tuple[float, list[float]]
     return {name: (first[name], times[name]) for name in runs}
 
 
-def _variants(chunks: list[str]) -> dict[str, tuple[Any, Any]]:
-    """Return both layers' forward methods by setting, the plain methods first."""
+def _variants(chunks: list[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the patched forward methods by setting, the plain methods first."""
     ascend_parallel.configure(num_chunks=1)
     variants = {PLAIN: _forwards()}
     for requested in chunks:
-        ascend_parallel.configure(**({"auto": True} if requested == "auto" else {"num_chunks": int(requested)}))
+        number, *region = requested.split()
+        own = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
+        ascend_parallel.configure(**own, region=bool(region))
         variants[requested] = _forwards()
         ascend_parallel.configure(num_chunks=1)
     return variants
 
 
-def _classes() -> tuple[Any, Any]:
+def _classes() -> tuple[Any, ...]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    return ColumnParallelLinear, RowParallelLinear
-
-
-def _forwards() -> tuple[Any, Any]:
-    column, row = _classes()
-    return column.forward, row.forward
+    return ColumnParallelLinear, RowParallelLinear, MLP, TransformerLayer
 
 
-def _with(forwards: tuple[Any, Any], step: Callable[[], None]) -> None:
+def _forwards() -> tuple[Any, ...]:
+    return tuple(owner.forward for owner in _classes())
+
+
+def _with(forwards: tuple[Any, ...], step: Callable[[], None]) -> None:
     """Run a step with these methods; what a setting has found out stays with its methods."""
     for owner, forward in zip(_classes(), forwards, strict=True):
         owner.forward = forward

@@ -150,7 +150,10 @@ class Recorder:
 
     @contextmanager
     def layer(self, kind: str, direction: str, name: str, device: str) -> Iterator[None]:
-        """Record the context as a pass of a layer."""
+        """Record the context as a pass of a layer; inside a running pass, of a region, as a part of that pass."""
+        if self._open:
+            yield
+            return
         with self._running(self._begin(RecordedPass(self._clock(device), kind, direction, name))):
             yield
 

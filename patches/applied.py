@@ -14,13 +14,16 @@ from ascend_parallel.patches import megatron, mindspeed
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.patches.megatron.built_classes import BuiltClasses
 from ascend_parallel.patches.megatron.layers import Megatron
+from ascend_parallel.patches.megatron.region_checks import LAYER
+from ascend_parallel.patches.megatron.region_patches import region_patch_set
 from ascend_parallel.patches.mindspeed import layernorm_column
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-# Modules of packages on top of Megatron-core -> the patches of their own layers, once the module is imported.
-ON_TOP: dict[str, Callable[[Megatron], PatchSet]] = {layernorm_column.MODULE: layernorm_column.patch_set}
+# Modules that need Megatron-core's layers -> the patches of their classes, once the module is imported.
+MINDSPEED: dict[str, Callable[[Megatron], PatchSet]] = {layernorm_column.MODULE: layernorm_column.patch_set}
+ON_TOP = {LAYER: region_patch_set} | MINDSPEED
 
 
 class AppliedPatches:
@@ -48,18 +51,19 @@ class AppliedPatches:
             unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False) and found is not imported
             if found is not None and not unfinished and module not in self._sets:
                 self._add(module, patch_set(self._megatron))
-                _log_once(mindspeed.version_note())
+                if module in MINDSPEED:
+                    _log_once(mindspeed.version_note())
         for patches in self._sets.values():
             patches.apply(megatron.installed_version())
 
     def _add(self, module: str, patches: PatchSet) -> None:
         """Add the patches of a module, or log why they do not fit it; with strict settings raise instead."""
         try:
-            patches.check("")
+            patches.check(megatron.installed_version())
         except PatchError as error:
             if self._strict:
                 raise
-            _log_once(f"layers of {module} run without overlap: {error}")
+            _log_once(f"{module} is left as it is: {error}")
         else:
             self._sets[module] = patches
 

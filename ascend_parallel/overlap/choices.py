@@ -83,6 +83,8 @@ def overlap_in_words(settings: Settings) -> str:
     if settings.effective_mode == 1:
         return "off: COC_MODE=1 runs the layers without chunks"
     how = _how(settings)
+    if how and settings.region is True:
+        how += ", in regions where they can run (COC_REGION=1)"
     return f"on: {how}" if how else "off: COC_PARALLEL_NUM=1 leaves every matmul whole"
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.ops.operators import without_autocast
+from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import RECORDING, recorded_layer
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
@@ -34,6 +35,7 @@ class Layer:
     weight_gradient: WeightGradient = field(default_factory=WeightGradient)
     before_communicating: Callable[[], None] | None = None
     forward_wrapper: ForwardWrapper = run_directly
+    finish: Callable[[Pending], torch.Tensor] = Pending.wait
 
     @cached_property
     def in_column_backward(self) -> Layer:

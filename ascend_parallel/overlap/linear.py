@@ -102,6 +102,7 @@ def row_linear(
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
     forward_wrapper: ForwardWrapper = run_directly,
+    finish: Callable[[Pending], torch.Tensor] = Pending.wait,
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -109,7 +110,8 @@ def row_linear(
     weight_shard_k  [N, K / R], or as in `quantised_row_linear` a frozen int8 weight [K / R, N]
     returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
 
-    The caller adds the bias to the result. Options and errors as in `column_linear`.
+    The caller adds the bias to the result. finish(pending) returns the rows of the forward's collectives: it waits for
+    them, or hands them to a consumer that does. Other options and errors as in `column_linear`.
     """
     layer = Layer(
         group=group,
@@ -118,6 +120,7 @@ def row_linear(
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
+        finish=finish,
     )
     return run_row(x_shard_k, weight_shard_k, layer)
 
@@ -221,9 +224,9 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
     w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
     if layer.sequence_parallel:
         plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
-        y_m = start_matmul_reduce_scatter(x, plain, group, settings, layout=layout).wait()
+        y_m = layer.finish(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout))
         return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-    y_m = start_matmul_all_reduce(x, w, group, settings, layout=layout).wait()
+    y_m = layer.finish(start_matmul_all_reduce(x, w, group, settings, layout=layout))
     return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 

@@ -255,3 +255,18 @@ def test_a_file_that_exhausts_its_parser_is_named(tmp_path, variable, ending, te
     assert len(str(error.value)) < 2000
     named = "deep" in str(error.value) or "order=" in str(error.value) or "customized_coc key" in str(error.value)
     assert named
+
+
+def test_regions():
+    assert Settings().region is False
+    for text, value in (("0", False), ("1", True), ("auto", "auto"), (" AUTO ", "auto")):
+        assert read_settings({"COC_REGION": text}).region == value
+    for text in ("", "2", "yes"):
+        with pytest.raises(SettingsError, match=r"COC_REGION=.* is not allowed: .*0, 1 or auto"):
+            read_settings({"COC_REGION": text})
+    for value in (1, "1", None):
+        with pytest.raises(SettingsError, match=r'region=.*true, false or "auto"'):
+            Settings(region=value)
+    with pytest.raises(SettingsError, match="region_rows=0"):
+        Settings(region_rows=0)
+    assert not Settings(region=True).enabled

@@ -2,58 +2,7 @@
 
 import pytest
 import torch
-
-
-def train(options, overlap):
-    """Train from scratch; return every loss, the last gradients and the operators' counts."""
-    import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import finalize_gradients, next_token_loss, small_gpt
-
-    options = dict(options)
-    dropout, steps, seq = options.pop("dropout", 0.0), options.pop("steps", 3), options.pop("seq", 64)
-    settings = options.pop("settings", {"num_chunks": 4})
-    ascend_parallel.configure(**(settings if overlap else {"num_chunks": 1}))
-    ascend_parallel.ops.COUNTS.clear()
-    model = small_gpt(seq=seq, attention_dropout=dropout, hidden_dropout=dropout, **options)
-    torch.manual_seed(11)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(steps):
-        tokens = torch.randint(256, (4, seq + 1))
-        optimizer.zero_grad()
-        loss = next_token_loss(model, tokens)
-        loss.backward()
-        finalize_gradients(model)
-        optimizer.step()
-        losses.append(loss.item().hex())
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert all(gradient is not None for gradient in gradients.values())
-    return losses, gradients, ascend_parallel.ops.COUNTS.as_dict(), ascend_parallel.coverage(model)
-
-
-def both(group, options):
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
-
-    with megatron_on_cpu():
-        start_model_parallel(group.size())
-        model_parallel_cuda_manual_seed(1234)
-        plain = train(options, overlap=False)
-        model_parallel_cuda_manual_seed(1234)
-        overlapped = train(options, overlap=True)
-        end_model_parallel()
-    different = [name for name in plain[1] if not torch.equal(plain[1][name], overlapped[1][name])]
-    worst = max((plain[1][n] - overlapped[1][n]).abs().max().item() / plain[1][n].abs().max().item() for n in plain[1])
-    return {
-        "losses": (plain[0], overlapped[0]),
-        "different": different,
-        "worst": worst,
-        "plain counts": plain[2],
-        "counts": overlapped[2],
-        "coverage": str(overlapped[3]),
-    }
-
+from trained import both
 
 OPTIONS = {
     "all-reduce": {},

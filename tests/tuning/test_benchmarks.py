@@ -15,10 +15,24 @@ SMALLEST = {
     "fused.py": ("--rounds", "1", "--shapes", "64,16,32"),
     "host_cost.py": ("--rounds", "1", "--calls", "1", "--chunks", "2", "4"),
     "host_time.py": ("--rounds", "1", "--blocks", "2"),
+    "region.py": ("--rounds", "1", "--shapes", "64,32", "--chunks", "2"),
     "recompute.py": ("--rounds", "1", "--ranks", "1"),
     "sharding.py": ("--rounds", "1"),
     "timeline_cost.py": ("--rounds", "1"),
-    "training.py": ["--rounds", "1", "--hidden", "48", "--layers", "1", "--seq", "32", "--batch", "1", "--chunks", "2"],
+    "training.py": [
+        "--rounds",
+        "1",
+        "--hidden",
+        "48",
+        "--layers",
+        "1",
+        "--seq",
+        "32",
+        "--batch",
+        "1",
+        "--chunks",
+        "2,2 region",
+    ],
 }
 
 

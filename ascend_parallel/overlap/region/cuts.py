@@ -1,0 +1,103 @@
+"""The chunks of a region: all its matmuls are cut at the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.bits import keep_bits
+from ascend_parallel.ops.operators import choice_for
+from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.registry import choose
+from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.settings import Settings
+
+
+@dataclass(frozen=True)
+class RegionMatmul:
+    """A matmul ``[rows, k] x [k, n]`` of a region; `layout` is the memory layout of its right operand."""
+
+    k: int
+    n: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class RegionCut:
+    """The rows of each chunk of a region, settings with which its all-reduces take these chunks, and the reason.
+
+    A region of a single chunk has nothing to hide: the layers then run one by one.
+    """
+
+    sizes: Sizes
+    settings: Settings
+    reason: str
+
+
+_CUTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], RegionCut]] = WeakKeyDictionary()
+
+
+def region_cut(
+    matmuls: Sequence[RegionMatmul],
+    rows: int,
+    like: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    sequence_parallel: bool = False,
+) -> RegionCut:
+    """Return the chunks of a region of `rows` rows (one rank's, with sequence parallelism), of like's dtype and device.
+
+    The first of `matmuls` is the last layer's forward: the region takes the chunks that `settings` give its
+    collective, but no chunk below `settings.region_rows` rows on average. If these chunks would change the bits of
+    another matmul of the region, it takes fewer. All ranks call this; the first call of a shape may communicate.
+    """
+    key = (tuple(matmuls), rows, like.dtype, like.device, settings, sequence_parallel)
+    known = _CUTS.setdefault(group, {})
+    if key not in known:
+        operator, m = (REDUCE_SCATTER, rows * group.size()) if sequence_parallel else (ALL_REDUCE, rows)
+        problems = [
+            Problem(operator, m, matmul.k, matmul.n, like.dtype, like.device.type, group.size()) for matmul in matmuls
+        ]
+        known[key] = _cut(problems, [matmul.layout for matmul in matmuls], group, settings, like.device)
+    return known[key]
+
+
+def _cut(
+    problems: Sequence[Problem],
+    layouts: Sequence[str],
+    group: dist.ProcessGroup,
+    settings: Settings,
+    device: torch.device,
+) -> RegionCut:
+    rows = problems[0].rows
+    first = choice_for(problems[0], group, settings, device, layouts[0])
+    sizes, reason = first.sizes, first.reason
+    most = rows // settings.region_rows
+    if first.kernel != "chunked" or settings.deterministic:
+        sizes = (rows,)  # a fused kernel, and the tiles of the deterministic mode, have other matmuls
+    elif len(sizes) > most:
+        sizes = split_rows(rows, most)
+        reason = f"{reason}; {rows} rows allow {len(sizes)} chunks of {settings.region_rows} (region_rows)"
+    while len(sizes) > 1:
+        fixed = _fixed(settings, tuple((problem.m, problem.k, problem.n) for problem in problems), sizes)
+        choices = [
+            keep_bits(choose(problem, fixed), group, device, layout)
+            for problem, layout in zip(problems, layouts, strict=True)
+        ]
+        if not first.bit_exact or all(choice.bit_exact for choice in choices):
+            return RegionCut(sizes, fixed, reason)
+        sizes = split_rows(rows, len(sizes) - 1)
+        reason = f"{first.reason}; {len(sizes)}, because more chunks change the bits of a matmul of the region"
+    return RegionCut((rows,), settings, reason)
+
+
+@lru_cache(maxsize=64)
+def _fixed(settings: Settings, shapes: tuple[tuple[int, int, int], ...], sizes: Sizes) -> Settings:
+    """Return the settings with these chunks for matmuls of `shapes`."""
+    table = dict.fromkeys(shapes, sizes)
+    return replace(settings, customized_coc=table, plan=None, tune=None, auto=False, mode=2)

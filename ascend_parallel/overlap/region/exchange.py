@@ -1,0 +1,135 @@
+"""How a region's MLP communicates, chunk by chunk: with all-reduces, or with sequence parallelism.
+
+Rows have the shape [r, m, N]. With all-reduces r is 1, and m is all rows. With sequence parallelism r is the number of
+ranks, and m is one rank's rows: chunk i holds the i-th slice of every rank's rows, in all matmuls of the region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.collectives import reduce_scatters
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.multiply import multiply_blocks, rank_blocks
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.overlap.region.rows import LazyRows
+
+# A chunk is sent before the chunk this many places earlier is multiplied. More would wait for rows too early.
+AHEAD = 1
+
+
+def chunk_bounds(sizes: Sizes) -> list[tuple[int, int]]:
+    """Return the first row of each chunk, and the first row behind it."""
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+def multiply_rows(x_r: torch.Tensor, w: torch.Tensor, y_r: torch.Tensor) -> None:
+    """Write ``x_r @ w`` to y_r: x_r [r, m, K], w [K, N], y_r [r, m, N]; a matmul for each block of rows."""
+    if x_r.shape[0] == 1:
+        multiply_blocks([x_r[0]], w, [y_r[0]])
+    else:
+        multiply_blocks(rank_blocks(x_r), w, rank_blocks(y_r))
+
+
+class Rows:
+    """The input of a pass, all of whose rows this rank has."""
+
+    def __init__(self, x_m: torch.Tensor, sizes: Sizes, source: LazyRows | None) -> None:
+        """Hold x_m [m, K]; `source` finishes its rows, None: they are finished."""
+        self.x_r = x_m[None]
+        self._bounds, self._source = chunk_bounds(sizes), source
+
+    def chunk(self, index: int) -> torch.Tensor:
+        """Return the finished rows [1, m_c, K] of a chunk."""
+        start, stop = self._bounds[index]
+        if self._source is not None:
+            self._source.up_to(stop)
+        return self.x_r[:, start:stop]
+
+    def wait(self) -> torch.Tensor:
+        """Return all rows [m, K]."""
+        return self.x_r[0]
+
+
+class GatheredRows:
+    """The input of a pass, gathered from all ranks chunk by chunk: ``x_r = all_gather(x_m)`` [R, m, K]."""
+
+    def __init__(
+        self, x_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, source: LazyRows | None, ahead: int = AHEAD
+    ) -> None:
+        """Send nothing yet; chunk i is sent when chunk ``i - ahead`` is asked for."""
+        self.x_r = x_m.new_empty(group.size(), *x_m.shape)
+        self.pending = Pending(self.x_r.flatten(0, 1), ALL_GATHER, group, len(sizes))
+        self._x_m, self._bounds, self._group = x_m, chunk_bounds(sizes), group
+        self._source, self._ahead, self._sent = source, ahead, 0
+        COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
+
+    def send(self, count: int) -> None:
+        """Start the gathers of the first `count` chunks."""
+        for start, stop in self._bounds[self._sent : count]:
+            if self._source is not None:
+                self._source.up_to(stop)
+            places = [x_m[start:stop] for x_m in self.x_r.unbind()]
+            x_c = self._x_m[start:stop].contiguous()
+            self.pending.launch(dist.all_gather, places, x_c, group=self._group, async_op=True)
+            self._sent += 1
+
+    def chunk(self, index: int) -> torch.Tensor:
+        """Return the gathered rows [R, m_c, K] of a chunk."""
+        self.send(index + 1 + self._ahead)
+        self.pending.wait_for(index)
+        start, stop = self._bounds[index]
+        return self.x_r[:, start:stop]
+
+    def wait(self) -> torch.Tensor:
+        """Return all gathered rows [R m, K], in rank order."""
+        self.send(len(self._bounds))
+        return self.pending.wait()
+
+
+class Reduced:
+    """The result of a pass, y_m [m, N], summed over all ranks chunk by chunk; m as in `Rows` or `GatheredRows`."""
+
+    def __init__(self, y_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        """Post the receives, if the backend needs that."""
+        operator = REDUCE_SCATTER if sequence_parallel else ALL_REDUCE
+        self.pending = Pending(y_m, operator, group, len(sizes))
+        self._y_m, self._bounds, self._group = y_m, chunk_bounds(sizes), group
+        self._starts: Sequence[Callable[[torch.Tensor], object]] | None = None
+        if sequence_parallel:
+            self._starts = self.pending.expect(reduce_scatters, y_m, sizes, group)
+        COUNTS.add(operator, len(sizes), len(sizes))
+
+    def multiply(self, index: int, x_r: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a chunk of the result, ``x_r @ w`` [r, m_c, N]: x_r [r, m_c, K], w [K, N]."""
+        start, stop = self._bounds[index]
+        if self._starts is None:
+            y_r = self._y_m[None, start:stop]
+        else:
+            y_r = self._y_m.new_empty(x_r.shape[0], stop - start, w.shape[1])
+        multiply_rows(x_r, w, y_r)
+        return y_r
+
+    def send(self, index: int, y_r: torch.Tensor) -> None:
+        """Start the collective of a chunk."""
+        if self._starts is None:
+            self.pending.launch(dist.all_reduce, y_r[0], group=self._group, async_op=True)
+        else:
+            self.pending.launch(self._starts[index], y_r.flatten(0, 1))  # type: ignore[arg-type]
+
+
+@contextmanager
+def draining(*pending: Pending) -> Iterator[None]:
+    """Guard a loop that starts collectives: if it fails, wait for those that have started."""
+    if not pending:
+        yield
+        return
+    with pending[0].launching(), draining(*pending[1:]):
+        yield

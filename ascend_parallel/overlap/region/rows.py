@@ -1,0 +1,73 @@
+"""Rows of a tensor that are filled in order, on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.rows import Sizes
+
+
+class LazyRows:
+    """The rows of a tensor, of which only the first `filled` are finished.
+
+    A consumer calls ``up_to(stop)`` before it reads rows before `stop`. Filling a chunk may ask the rows that it is
+    made of in turn, so a chunk is pulled through a whole chain of operators. There is no scheduler: the order of the
+    consumer's reads is the order of the work.
+
+    Nothing stops a reader that does not ask: it reads unfinished rows. Hand the tensor only to consumers that ask,
+    or call `finish` first.
+    """
+
+    def __init__(self, sizes: Sizes, fill: Callable[[int], object]) -> None:
+        """Hold chunks of `sizes` rows; ``fill(i)`` finishes chunk i, and is called once for each, in order."""
+        self._stops = list(accumulate(sizes))
+        self._fill = fill
+        self._next = 0
+
+    @property
+    def filled(self) -> int:
+        """The number of finished rows."""
+        return self._stops[self._next - 1] if self._next else 0
+
+    def up_to(self, stop: int) -> None:
+        """Finish all rows before `stop`."""
+        while self._next < len(self._stops) and self.filled < stop:
+            self._fill(self._next)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Finish all rows."""
+        self.up_to(self._stops[-1] if self._stops else 0)
+
+
+class PendingRows:
+    """Takes the started all-reduce of a row-parallel layer, and finishes its rows on demand.
+
+    `take` is the `finish` of `row_linear`. The context manager waits for the collectives on exit, also after an
+    exception: a consumer that never comes leaves no collective behind.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        """Expect an all-reduce in chunks of `sizes` rows."""
+        self._sizes = sizes
+        self._pending: Pending | None = None
+        self.rows: LazyRows | None = None
+
+    def take(self, pending: Pending) -> torch.Tensor:
+        """Keep the collectives and return their tensor, whose rows are unfinished."""
+        self._pending = pending
+        self.rows = LazyRows(self._sizes, pending.wait_for)
+        return pending.tensor
+
+    def __enter__(self) -> PendingRows:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Wait for the remaining collectives."""
+        if self._pending is not None:
+            self._pending.__exit__(kind, *rest)

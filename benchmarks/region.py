@@ -1,0 +1,154 @@
+"""Time the region between two attention cores: serial, layer by layer, and as a region.
+
+    python benchmarks/region.py --link 1gbit        a few minutes; needs root for the link
+
+proj, all-reduce, bias, add, norm, fc1, gelu, fc2, all-reduce; fp32, feed-forward 4 H, 2 ranks of one thread. The table
+has medians in ms, and the ratios serial / region and layers / region, paired by round, with bootstrap intervals. Two
+bounds stand beside: "layers" hides each collective under its own matmul alone, "region" under all computation. They are
+sums of the parts' medians, each part timed alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
+from torch.nn import functional as F
+
+from ascend_parallel import Settings, column_linear, row_linear
+from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.overlap.region.cuts import RegionMatmul, region_cut
+from ascend_parallel.overlap.region.mlp import ChunkedMlp, chunked_mlp
+from ascend_parallel.overlap.region.rows import PendingRows
+from ascend_parallel.overlap.region.tail import Tail
+from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.tuning.bench.results import interval
+
+RANKS = 2
+SHAPES = ["1024,768", "2048,1024", "4096,512"]
+Tensors = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = options_of(__doc__, rounds=25)
+    parser.add_argument("--chunks", type=int, default=4, help="default: 4")
+    parser.add_argument(
+        "--shapes", nargs="+", default=SHAPES, help=f"rows and hidden size; default: {' '.join(SHAPES)}"
+    )
+    parser.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
+    options = vars(parser.parse_args())
+    shapes = [tuple(map(int, text.split(","))) for text in options.pop("shapes")]
+    found = on_ranks("region:rank", RANKS, link=options.pop("link"), limit=1800, options=options | {"shapes": shapes})
+    heads = ["M, H", "serial", "layers", "region", "bound layers", "bound region"]
+    heads += ["serial / region", "95 %", "layers / region", "95 %"]
+    print(table(heads, [_row(shape, *times) for shape, times in zip(shapes, found, strict=True)]))
+
+
+def _row(shape: tuple[int, ...], times: dict[str, list[float]], parts: dict[str, list[float]]) -> list[object]:
+    part = {name: median(of_part) for name, of_part in parts.items()}
+    bounds: list[object] = ["", ""]
+    if part:
+        beside = part["tail"] + part["fc1"] + part["gelu"]
+        layers = max(part["proj"], part["all-reduce"]) + beside + max(part["fc2"], part["all-reduce"])
+        region = max(part["proj"] + beside + part["fc2"], 2 * part["all-reduce"])
+        bounds = [f"{1e3 * layers:.1f}", f"{1e3 * region:.1f}"]
+    ratios: list[object] = []
+    for name in ("serial", "layers"):
+        low, high = interval(np.array(times[name]) / np.array(times["region"]))
+        ratios += [f"{gain(times[name], times['region']):.3f}", f"{low:.3f}-{high:.3f}"]
+    medians = [milliseconds(times[name]) for name in ("serial", "layers", "region")]
+    return [", ".join(map(str, shape)), *medians, *bounds, *ratios]
+
+
+def rank(group: dist.ProcessGroup, options: dict[str, Any]) -> list[Any]:
+    """Time every shape on this rank."""
+    return [_shape(group, *shape, options) for shape in options["shapes"]]
+
+
+def _shape(group: dist.ProcessGroup, rows: int, hidden: int, options: dict[str, Any]) -> list[dict[str, list[float]]]:
+    """Return the seconds by variant, and by part of the serial forward."""
+    graded, wide = options["backward"], 4 * hidden // RANKS
+    shapes = {"x": (rows, hidden // RANKS), "proj": (hidden, hidden // RANKS), "bias": (hidden,)}
+    shapes |= {"residual": (rows, hidden), "norm": (hidden,), "fc1": (wide, hidden), "fc2": (hidden, wide)}
+    p = {name: (torch.randn(shape) / shape[-1] ** 0.5).requires_grad_(graded) for name, shape in shapes.items()}
+    chunked = Settings(num_chunks=options["chunks"])
+    cut = _cut(p, group, chunked)
+    serial = Settings(mode=1)
+    variants: dict[str, Callable[[], torch.Tensor]] = {
+        "serial": lambda: _layers(p, group, serial),
+        "layers": lambda: _layers(p, group, chunked),
+        "region": lambda: _region(p, group, cut),
+    }
+    if graded:
+        runs = {name: functools.partial(_with_backward, forward) for name, forward in variants.items()}
+        return [in_turn(runs, options["rounds"]), {}]
+    return [in_turn(variants, options["rounds"]), in_turn(_parts(p, group), options["rounds"])]
+
+
+def _with_backward(forward: Callable[[], torch.Tensor]) -> None:
+    y = forward()
+    y.backward(torch.ones_like(y))
+
+
+def _cut(p: Tensors, group: dist.ProcessGroup, settings: Settings) -> Any:
+    forward = [(p[name].shape[1], p[name].shape[0]) for name in ("fc2", "fc1", "proj")]
+    matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
+    matmuls += [RegionMatmul(n, k, ROW_MAJOR) for k, n in forward[:2]]
+    return region_cut(matmuls, p["x"].shape[0], p["x"], group, settings)
+
+
+def _add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    assert bias is not None
+    return residual + (y + bias)
+
+
+def _norm(p: Tensors, s: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(s, p["norm"].shape, p["norm"], p["bias"])
+
+
+def _layers(p: Tensors, group: dist.ProcessGroup, settings: Settings) -> torch.Tensor:
+    s = _add(row_linear(p["x"], p["proj"], group=group, settings=settings), p["bias"], p["residual"])
+    h = column_linear(_norm(p, s), p["fc1"], group=group, settings=settings)
+    return s + row_linear(F.gelu(h), p["fc2"], group=group, settings=settings)
+
+
+def _region(p: Tensors, group: dist.ProcessGroup, cut: Any) -> torch.Tensor:
+    with PendingRows(cut.sizes) as pending:
+        y = row_linear(p["x"], p["proj"], group=group, settings=cut.settings, finish=pending.take)
+        assert pending.rows is not None
+        tail = Tail(_add, functools.partial(_norm, p), [p["norm"], p["bias"]], pending.rows, cut.sizes)
+        s, n = tail.apply(y, p["bias"], p["residual"])
+        mlp = ChunkedMlp(
+            group=group,
+            cut=cut,
+            activate=lambda h, _: F.gelu(h),
+            source=tail.rows,
+            fc1_gradient=WeightGradient(),
+            fc2_gradient=WeightGradient(),
+            before_communicating=lambda: None,
+        )
+        return s + chunked_mlp(n, p["fc1"], None, p["fc2"], mlp)
+
+
+def _parts(p: Tensors, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
+    """Return the parts of the serial forward."""
+    y, a = torch.empty_like(p["residual"]), p["residual"] @ p["fc1"].t()
+    return {
+        "proj": lambda: p["x"] @ p["proj"].t(),
+        "all-reduce": lambda: dist.all_reduce(y, group=group),
+        "tail": lambda: _norm(p, _add(p["residual"], p["bias"], p["residual"])),
+        "fc1": lambda: p["residual"] @ p["fc1"].t(),
+        "gelu": lambda: F.gelu(a),
+        "fc2": lambda: a @ p["fc2"].t(),
+    }
+
+
+if __name__ == "__main__":
+    run(main)

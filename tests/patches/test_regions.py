@@ -1,0 +1,228 @@
+"""Regions in a real GPT of megatron-core: losses and gradients bit for bit at TP=2 in fp32, and the ways to train."""
+
+import contextlib
+
+import pytest
+import torch
+from late import LateWork, late_collectives
+from trained import both, megatron, train
+
+REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+}
+OPTIONS = {
+    "gpt": {},
+    "llama": LLAMA,
+    "untied, squared relu": {"tied": False, "activation_func": torch.nn.functional.relu},
+    "full recompute": {"recompute": True},
+    "gpt, sequence parallel": {"sequence_parallel": True},
+    "llama, sequence parallel": {**LLAMA, "sequence_parallel": True},
+    "recompute, sequence parallel": {"recompute": True, "sequence_parallel": True},
+    "recompute of the attention core": {"recompute_granularity": "selective"},
+}
+
+
+def with_regions(options):
+    return {**options, "settings": REGION}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_two_ranks_train_with_the_same_bits(ranks, options):
+    for found in ranks(2).run(both, with_regions(options)):
+        assert found["losses"][0] == found["losses"][1]
+        assert found["different"] == []
+        assert found["counts"]["layer_region"]["chunks"] == 4 * found["counts"]["layer_region"]["calls"] > 0
+        assert "mlp_region" not in found["counts"]
+        passed_on = found["counts"].get("region_across_layers", {"calls": 0})["calls"]
+        # From the first of two layers to the second, in each of three forwards; a recomputed layer stands alone.
+        assert passed_on == (0 if options.get("recompute") else 3)
+
+
+def with_dropout(group, options):
+    return both(group, {**options, "dropout": 0.1})
+
+
+def test_an_mlp_is_a_region_where_its_layer_cannot_be(ranks):
+    for found in ranks(2).run(with_dropout, with_regions({})):
+        assert found["losses"][0] == found["losses"][1]
+        assert found["different"] == []
+        assert found["counts"]["mlp_region"]["calls"] == 6
+        assert "layer_region" not in found["counts"]
+
+
+def unfinished_rows(group, options):
+    """Train with all-reduces that happen when they are waited for, and rows that are NaN until then."""
+    with megatron(group.size()):
+        plain = train(options, overlap=False)
+        with late_collectives():
+            late = train(options, overlap=True)
+    return plain[0] == late[0], [n for n in plain[1] if not torch.equal(plain[1][n], late[1][n])], LateWork.unfinished
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel"])
+def test_nothing_reads_rows_that_are_not_there_yet(ranks, style):
+    options = with_regions({**OPTIONS[style], "recompute": style == "llama", "steps": 2})
+    assert ranks(2).run(unfinished_rows, options) == [(True, [], 0)] * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("count", [3, 4])
+def test_more_ranks_train_alike(ranks, count, sequence_parallel):
+    """With more than two ranks the order of sums changes, so only the bits may differ."""
+    options = {"hidden": 96 if count == 3 else 64, "heads": count, "vocab": 258 if count == 3 else 256, "steps": 1}
+    options |= {"sequence_parallel": sequence_parallel, "seq": 96}
+    for found in ranks(count).run(both, with_regions(options)):
+        assert found["worst"] < 1e-5
+        assert found["counts"]["layer_region"]["calls"] == 2
+        for plain, overlapped in zip(*found["losses"], strict=True):
+            assert float.fromhex(plain) == pytest.approx(float.fromhex(overlapped), rel=1e-6)
+
+
+def data_parallel(group, distributed_optimizer):
+    """Megatron's DistributedDataParallel with overlapped gradient reduction, DP=2 x TP=2."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    gradients = []
+    with megatron(2):
+        for settings in ({"num_chunks": 1}, REGION):
+            ascend_parallel.configure(**settings)
+            ascend_parallel.ops.COUNTS.clear()
+            model = small_gpt(seq=64)
+            config = DistributedDataParallelConfig(
+                overlap_grad_reduce=True, bucket_size=20000, use_distributed_optimizer=distributed_optimizer
+            )
+            wrapped = DistributedDataParallel(model.config, config, model)
+            for step in range(2):
+                wrapped.zero_grad_buffer()
+                torch.manual_seed(step + 10 * parallel_state.get_data_parallel_rank())
+                for last in (False, True):  # of two micro-batches
+                    with contextlib.nullcontext() if last else wrapped.no_sync():
+                        next_token_loss(wrapped, torch.randint(256, (4, 65))).backward()
+                wrapped.finish_grad_sync()
+            gradients.append([parameter.main_grad.clone() for parameter in model.parameters()])
+        counts = ascend_parallel.ops.COUNTS.as_dict()
+    moved = all(bool(g.abs().sum() > 0) for g in gradients[1]) or distributed_optimizer
+    return all(map(torch.equal, *gradients)) and moved, counts["layer_region"]["calls"]
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_ddp_with_overlapped_gradient_reduction(ranks, distributed_optimizer):
+    assert ranks(4).run(data_parallel, distributed_optimizer) == [(True, 8)] * 4
+
+
+def accumulated(group):
+    """gradient_accumulation_fusion: weight gradients go to main_grad, fc2's before fc1's, and hooks fire."""
+    from megatron.core.tensor_parallel import layers as module
+
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    order, found = [], []
+
+    class Extension:
+        @staticmethod
+        def wgrad_gemm_accum_fp32(x, dy, main_grad):
+            order[-1].append(tuple(main_grad.shape))
+            main_grad.add_(dy.t().matmul(x))
+
+    module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension, True
+    with megatron(group.size()):
+        for settings in ({"num_chunks": 1}, REGION):
+            ascend_parallel.configure(**settings)
+            model = small_gpt(num_layers=1, gradient_accumulation_fusion=True, ffn_hidden_size=96)
+            for parameter in model.parameters():
+                parameter.main_grad = torch.ones_like(parameter)
+                parameter.grad_added_to_main_grad = False
+            order.append([])
+            torch.manual_seed(3)
+            next_token_loss(model, torch.randint(256, (4, 65))).backward()
+            flags = [parameter.grad_added_to_main_grad for parameter in model.parameters()]
+            found.append(([parameter.main_grad for parameter in model.parameters()], flags))
+    same = all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    return same, found[0][1] == found[1][1], order[0] == order[1]
+
+
+def test_gradient_accumulation_fusion(ranks):
+    assert ranks(2).run(accumulated) == [(True, True, True)] * 2
+
+
+def recorded(group, folder):
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    with megatron(group.size()):
+        ascend_parallel.configure(**REGION)
+        model = small_gpt()
+        with ascend_parallel.timeline.record(folder):
+            next_token_loss(model, torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(3))).backward()
+
+
+def test_a_region_is_one_pass_of_a_timeline(ranks, tmp_path):
+    from ascend_parallel.diagnostics.timeline.files import read_run
+
+    ranks(2).run(recorded, tmp_path)
+    files, _ = read_run(tmp_path)
+    for file in files:
+        passes = {(p.layer, p.direction): p for p in file.passes}
+        region = passes["decoder.layers.0", "forward"]
+        assert [call["chunks"] for call in region.calls] == [4, 4]  # of proj and fc2
+        names = {span.name for span in region.spans}
+        assert {"fc1", "fc2", "activation", "norm", "add", "wait"} <= names
+        assert ("decoder.layers.0.self_attention.linear_proj", "forward") not in passes
+        assert ("decoder.layers.0.mlp", "backward") in passes
+
+
+def stages(group, sequence_parallel):
+    """Two pipeline stages of two tensor-parallel ranks, three micro-batches in Megatron's own schedule."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import megatron_on_cpu, small_gpt
+
+    runs, counts = [], []
+    with megatron(2, pipeline_parallel=2), megatron_on_cpu(schedules=True):
+        for settings in ({"num_chunks": 1}, REGION):
+            ascend_parallel.configure(**settings)
+            ascend_parallel.ops.COUNTS.clear()
+            model = small_gpt(num_layers=4, tied=False, sequence_parallel=sequence_parallel)
+            generator = torch.Generator().manual_seed(3)
+            batches = iter([torch.randint(256, (4, 65), generator=generator) for _ in range(3)])
+
+            def step(iterator, model):
+                tokens = next(iterator)
+                inputs, labels = tokens[:, :-1], tokens[:, 1:]
+                positions = torch.arange(64).expand_as(inputs)
+                mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
+                output = model(inputs, positions, mask, labels=labels)
+                return output, lambda each: (each.mean(), {"loss": each.mean().detach()})
+
+            losses = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=batches,
+                model=model,
+                num_microbatches=3,
+                seq_length=64,
+                micro_batch_size=4,
+                forward_only=False,
+            )
+            gradients = [parameter.grad for parameter in model.parameters()]
+            runs.append([*(loss["loss"] for loss in losses), *gradients])
+            counts.append(ascend_parallel.ops.COUNTS.as_dict())
+        last = parallel_state.is_pipeline_last_stage()
+    assert len(runs[0]) > 4 + 3 * last
+    return all(map(torch.equal, *runs)), counts[1]["layer_region"]["calls"]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_pipeline_stages(ranks, sequence_parallel):
+    assert ranks(4).run(stages, sequence_parallel) == [(True, 6)] * 4
