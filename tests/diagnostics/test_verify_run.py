@@ -12,8 +12,8 @@ import pytest
 import torch
 from allocations import _Watch
 from launch import launch
-from test_megatron_training import train
 from test_verify import verifying
+from trained import train
 
 from ascend_parallel import Settings, SettingsError, Verification
 from ascend_parallel.diagnostics.verify import difference, worst_place
