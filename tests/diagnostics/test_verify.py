@@ -293,23 +293,19 @@ def nothing_left_behind(group):
         states = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
         x = torch.randn(64, 2, 96, requires_grad=True)
         before = torch.get_rng_state()
-        original = module.LinearWithGradAccumulationAndAsyncCommunication
-        drawing = {"forward": 0}
+        original, drawn = module.get_global_memory_buffer, []
 
-        class Drawing(original):
-            @staticmethod
-            def forward(ctx, *args):
-                torch.rand(3)
-                drawing["forward"] += 1
-                return original.forward(ctx, *args)
+        def drawing():  # Megatron-core's own forward and backward ask for the buffer, a patched layer does not
+            drawn.append(torch.rand(3))
+            return original()
 
-        module.LinearWithGradAccumulationAndAsyncCommunication = Drawing
+        module.get_global_memory_buffer = drawing
         y = layer(x)[0]
         y.sum().backward()
-        module.LinearWithGradAccumulationAndAsyncCommunication = original
+        module.get_global_memory_buffer = original
         after = get_cuda_rng_tracker().get_states()
         kept = {
-            "drawn": drawing["forward"] == 1 and torch.equal(before, torch.get_rng_state()),
+            "drawn": len(drawn) > 0 and torch.equal(before, torch.get_rng_state()),
             "tracker": all(torch.equal(state, after[name]) for name, state in states.items()),
             "buffer": parallel_state.get_global_memory_buffer() is buffer and bool((sentinel == 3).all()),
             "hooks": fired == ["forward", "weight"],
