@@ -1,5 +1,6 @@
 """Ranks that disagree, die or raise: the remaining ranks raise a clear error within the time limit."""
 
+import re
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -111,9 +112,8 @@ def test_a_rank_that_dies_is_named_by_the_others(operator):
     ranks = launch(code(DIES.replace("OPERATOR", operator), limit=8), [{}] * 3)
     assert ranks[1].returncode == 7
     for survivor in (ranks[0], ranks[2]):
-        assert (
-            f"{operator}, collective 1 of 4, on group 'default_pg' of ranks 0, 1, 2 failed on rank" in survivor.stdout
-        )
+        failed = rf"{operator}, collective \d of 4, on group 'default_pg' of ranks 0, 1, 2 failed on rank"
+        assert re.search(failed, survivor.stdout), survivor.stdout
         assert "no sign of rank 1 within 5 s: it has stopped or never called the collective" in survivor.stdout
         assert "after" in survivor.stdout  # launch() limits the total time
 

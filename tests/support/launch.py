@@ -42,7 +42,7 @@ def launch(code, environs, timeout=120, fresh=False):
 class _Fresh:
     def start(self, code, environ, out, err):
         with out.open("w") as stdout, err.open("w") as stderr:
-            return subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=stdout, stderr=stderr)
+            return subprocess.Popen([sys.executable, "-u", "-c", code], env=environ, stdout=stdout, stderr=stderr)
 
     def wait(self, processes, timeout):
         end, found = time.monotonic() + timeout, []

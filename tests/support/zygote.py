@@ -76,6 +76,8 @@ def run(call):
         opened = os.open(name, os.O_RDWR)
         os.dup2(opened, number)
         os.close(opened)
+    # A program that ends by os._exit has said what it printed.
+    sys.stdout.reconfigure(line_buffering=True)
     torch.set_num_threads(1)
     ascend_parallel_autoload.register()  # as `import torch` does at its end
     program = types.ModuleType("__main__")
