@@ -21,6 +21,7 @@ from ascend_parallel.ops.operators import rows_of
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.overlap.linear import row_linear
 from ascend_parallel.overlap.region.cuts import RegionCut
+from ascend_parallel.overlap.region.row import send_rows_on_demand
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.handover import Handover, LeftRows, replaced, successor_of
 from ascend_parallel.patches.megatron.original import Output
@@ -84,6 +85,11 @@ class LayerRegion:
         if (recorder := RECORDING.recorder) is not None:
             self._stack.enter_context(recorder.layer("region", "forward", self._name, input_.device.type))
         self._proj_rows = LeftRows(self._cut, self._stack)
+        pending, sizes = self._proj_rows.pending, self._cut.sizes
+        on_demand = {}
+        if layer.sequence_parallel:
+            x, w = input_.detach(), weight.detach()
+            on_demand["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, sizes, pending)
         self._proj_rows.y = row_linear(
             input_,
             weight,
@@ -92,7 +98,8 @@ class LayerRegion:
             sequence_parallel=layer.sequence_parallel,
             before_communicating=megatron.confirm(group),
             weight_gradient=megatron.weight_gradient(layer, weight, None, deferrable=False),
-            finish=self._proj_rows.pending.take,
+            finish=pending.take,
+            **on_demand,
         )
         return self._proj_rows.y, layer.bias
 

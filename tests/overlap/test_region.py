@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ascend_parallel import Settings, row_linear
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
 from ascend_parallel.overlap.region.mlp import ChunkedMlp, chunked_mlp
 from ascend_parallel.overlap.region.rows import PendingRows
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -109,6 +112,29 @@ def test_a_region_has_the_layers_bits(ranks, style, sp, late):
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_frozen_tensors(ranks, frozen, sp):
     assert ranks(2).run(compare_bits, "gelu, layer norm, biases", frozen, False, sp) == [[], []]
+
+
+def order_of_sends(group, sp):
+    """Return the operators of a region's forward in the order in which its collectives are started."""
+    style, order = "gelu, layer norm, biases", []
+    mine = leaves({n: sharded(n, t, group, False, sp) for n, t in whole(style, torch.float32).items()}, torch.float32)
+    launch = Pending.launch
+
+    def launched(self, *args, **kwargs):
+        order.append(self._operator)
+        launch(self, *args, **kwargs)
+
+    with patch.object(Pending, "launch", launched):
+        region(style, mine, group, Settings(num_chunks=4, region_rows=4), sp)
+    return order
+
+
+def test_with_sequence_parallelism_the_first_gather_does_not_wait_behind_all_rows_of_proj(ranks):
+    for order in ranks(2).run(order_of_sends, True):
+        assert len(order) == 12
+        assert order.index(ALL_GATHER) == 2, order
+        assert order[:8].count(ALL_GATHER) == 4 - order[8:].count(ALL_GATHER) >= 2, order
+    assert ranks(2).run(order_of_sends, False) == [[ALL_REDUCE] * 8] * 2
 
 
 def leaves_nothing_behind(group, broken):

@@ -9,6 +9,7 @@ from ascend_parallel import column_linear, row_linear
 from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.overlap.region.cuts import RegionMatmul, region_cut
 from ascend_parallel.overlap.region.mlp import ChunkedMlp, chunked_mlp
+from ascend_parallel.overlap.region.row import send_rows_on_demand
 from ascend_parallel.overlap.region.rows import PendingRows
 from ascend_parallel.overlap.region.tail import Tail
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -94,6 +95,9 @@ def region(style, p, group, settings, sp=False):
     cut = cut_of(p, group, settings, sp)
     options = {"group": group, "settings": cut.settings, "sequence_parallel": sp}
     with PendingRows(cut.sizes) as pending:
+        if sp:
+            x, w = p["x"].detach(), p["proj"].detach()
+            options["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, cut.sizes, pending)
         y = row_linear(p["x"], p["proj"], finish=pending.take, **options)
         parameters = [p[name] for name in ("norm", "norm bias") if name in p]
         tail = Tail(add, normalise(norm, p), parameters, pending.rows, cut.sizes)

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.operators import rows_of, shaped
-from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.forward_wrapper import Products
-from ascend_parallel.overlap.region.exchange import GatheredRows, Rows, chunk_bounds, draining, multiply_rows
+from ascend_parallel.overlap.region.exchange import GatheredRows, Rows, chunk_bounds, draining
 from ascend_parallel.overlap.region.rows import LazyRows
 
 
@@ -37,7 +36,7 @@ class PulledColumn:
             inputs = GatheredRows(x_m, self.sizes, self.group, self.source)
         with draining(*([inputs.pending] if isinstance(inputs, GatheredRows) else [])):
             for index, (start, stop) in enumerate(chunk_bounds(self.sizes)):
-                compute(MATMUL, "matmul", multiply_rows, inputs.chunk(index), weight.t(), y_r[:, start:stop])
+                inputs.multiply(index, weight.t(), y_r[:, start:stop], "matmul")
         gathered = inputs.wait() if self.sequence_parallel and self.keep else None
         y = shaped(y_r.flatten(0, 1), (ranks * x.shape[0], *x.shape[1:-1], weight.shape[0]))
         return y if bias is None else y.add_(bias), gathered

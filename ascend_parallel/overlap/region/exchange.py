@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import reduce_scatters
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import multiply_blocks, rank_blocks
+from ascend_parallel.ops.multiply import multiply, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.region.rows import LazyRows
 
@@ -46,12 +47,12 @@ class Rows:
         self.x_r = x_m[None]
         self._bounds, self._source = chunk_bounds(sizes), source
 
-    def chunk(self, index: int) -> torch.Tensor:
-        """Return the finished rows [1, m_c, K] of a chunk."""
+    def multiply(self, index: int, w: torch.Tensor, y_r: torch.Tensor, label: str) -> None:
+        """Write the product of a chunk's rows, once they are finished, to y_r: w [K, N], y_r [1, m_c, N]."""
         start, stop = self._bounds[index]
         if self._source is not None:
             self._source.up_to(stop)
-        return self.x_r[:, start:stop]
+        compute(MATMUL, label, multiply_rows, self.x_r[:, start:stop], w, y_r)
 
     def wait(self) -> torch.Tensor:
         """Return all rows [m, K]."""
@@ -81,12 +82,19 @@ class GatheredRows:
             self.pending.launch(dist.all_gather, places, x_c, group=self._group, async_op=True)
             self._sent += 1
 
-    def chunk(self, index: int) -> torch.Tensor:
-        """Return the gathered rows [R, m_c, K] of a chunk."""
+    def multiply(self, index: int, w: torch.Tensor, y_r: torch.Tensor, label: str) -> None:
+        """Write the product of a chunk's gathered rows to y_r: w [K, N], y_r [R, m_c, N].
+
+        The rank's own rows need no gather. They are multiplied first, under the gather of the others.
+        """
+        self.send(index + 1)
+        start, stop = self._bounds[index]
+        own = self._group.rank()
+        compute(MATMUL, label, multiply, self._x_m[start:stop], w, y_r[own])
         self.send(index + 1 + self._ahead)
         self.pending.wait_for(index)
-        start, stop = self._bounds[index]
-        return self.x_r[:, start:stop]
+        others = rank_blocks(self.x_r[:, start:stop], but=own)
+        compute(MATMUL, label, multiply_blocks, others, w, rank_blocks(y_r, but=own))
 
     def wait(self) -> torch.Tensor:
         """Return all gathered rows [R m, K], in rank order."""

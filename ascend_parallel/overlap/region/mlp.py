@@ -32,7 +32,6 @@ from ascend_parallel.overlap.region.exchange import (
     Rows,
     chunk_bounds,
     draining,
-    multiply_rows,
 )
 from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
@@ -115,9 +114,8 @@ class _ChunkedMlp(torch.autograd.Function):
             reduced = Reduced(x_m.new_empty(x_m.shape[0], w2.shape[0]), sizes, mlp.group, mlp.sequence_parallel)
             with _guarded(inputs, reduced):
                 for index, (start, stop) in enumerate(chunk_bounds(sizes)):
-                    x_r = inputs.chunk(index)
                     h_r = x_m.new_empty(ranks, stop - start, w1.shape[0])
-                    compute(MATMUL, "fc1", multiply_rows, x_r, w1.t(), h_r)
+                    inputs.multiply(index, w1.t(), h_r, "fc1")
                     a_c, graph = compute(BESIDE, "activation", _activate, mlp.activate, h_r, bias, graphed)
                     graphs.append(graph)
                     a_c = a_c.view(ranks, stop - start, w2.shape[1])
@@ -207,16 +205,15 @@ def _hidden_gradients(
     # A second backward of a retained graph needs the activations' graphs again; else they are freed chunk by chunk.
     kept = torch._C._autograd._get_current_graph_task_keep_graph()
     for index, (start, stop) in enumerate(chunk_bounds(ctx.mlp.cut.sizes)):
-        dy_r = gradients.chunk(index)
-        da_r = dy_r.new_empty(*dy_r.shape[:2], w2.shape[1])
-        compute(MATMUL, "fc2", multiply_rows, dy_r, w2, da_r)
+        da_r = w2.new_empty(gradients.x_r.shape[0], stop - start, w2.shape[1])
+        gradients.multiply(index, w2, da_r, "fc2")
         a_edge, h_edge = ctx.graphs[index]
         da_c = da_r.flatten(0, 1)
         (dh_c,) = compute(BESIDE, "activation", torch.autograd.grad, [a_edge], [h_edge], [da_c], retain_graph=kept)
         if not kept:
             ctx.graphs[index] = None
         del a_edge, h_edge
-        dh_c = dh_c.view(*dy_r.shape[:2], ctx.hidden)
+        dh_c = dh_c.view(*da_r.shape[:2], ctx.hidden)
         if dh_r is not None:
             dh_r[:, start:stop].copy_(dh_c)
         yield index, dh_c

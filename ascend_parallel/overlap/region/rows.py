@@ -45,22 +45,38 @@ class LazyRows:
 
 
 class PendingRows:
-    """Takes the started all-reduce of a row-parallel layer, and finishes its rows on demand.
+    """Takes the started collectives of a row-parallel layer, and finishes its rows on demand.
 
-    `take` is the `finish` of `row_linear`. The context manager waits for the collectives on exit, also after an
-    exception: a consumer that never comes leaves no collective behind.
+    `take` is the `finish` of `row_linear`. The context manager starts and waits for the remaining collectives on exit,
+    also after an exception: a consumer that never comes leaves no collective behind, and no rank waiting.
     """
 
     def __init__(self, sizes: Sizes) -> None:
         """Expect an all-reduce in chunks of `sizes` rows."""
         self._sizes = sizes
         self._pending: Pending | None = None
+        self._send: Callable[[int], None] = _all_sent
         self.rows: LazyRows | None = None
 
     def take(self, pending: Pending) -> torch.Tensor:
         """Keep the collectives and return their tensor, whose rows are unfinished."""
         self._pending = pending
         self.rows = LazyRows(self._sizes, pending.wait_for)
+        return pending.tensor
+
+    def take_unsent(self, pending: Pending, send: Callable[[int], None], ahead: int) -> torch.Tensor:
+        """Keep collectives that are not started yet, and return their tensor, whose rows are unfinished.
+
+        ``send(count)`` starts the collectives of the first `count` chunks. It is called for chunk i before the rows of
+        chunk ``i - ahead`` are waited for.
+        """
+
+        def fill(index: int) -> None:
+            send(min(len(self._sizes), index + 1 + ahead))
+            pending.wait_for(index)
+
+        self._pending, self._send = pending, send
+        self.rows = LazyRows(self._sizes, fill)
         return pending.tensor
 
     def __enter__(self) -> PendingRows:
@@ -70,4 +86,10 @@ class PendingRows:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the remaining collectives."""
         if self._pending is not None:
+            with self._pending.launching():
+                self._send(len(self._sizes))
             self._pending.__exit__(kind, *rest)
+
+
+def _all_sent(count: int) -> None:
+    """Start nothing."""
