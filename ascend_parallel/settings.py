@@ -44,6 +44,7 @@ SWITCHES = (
     "strict",
     "auto",
     "take_over",
+    "split_weight_gradient",
 )
 
 # Field of Settings -> environment variable that sets it.
@@ -60,6 +61,7 @@ VARIABLES = {
     "verify_every": "COC_VERIFY",
     "take_over": "COC_TAKE_OVER",
     "region": "COC_REGION",
+    "split_weight_gradient": "COC_SPLIT_WEIGHT_GRADIENT",
     "log_level": "COC_LOG_LEVEL",
 }
 # Fields that affect no computation, so ranks may differ in them.
@@ -81,6 +83,9 @@ class Settings(OperatorSettings):
     order
         The first of two independent steps in the column layer's sequence-parallel backward: the input gradient
         ("compute_first") or the gather ("communicate_first"). "auto" is "communicate_first".
+    split_weight_gradient
+        Sum the row layer's weight gradient chunk by chunk under the gather of its sequence-parallel backward, in fp32:
+        its bits depend on the chunks. COC_SPLIT_WEIGHT_GRADIENT.
     timeline
         Folder to which every rank writes the times of its matmuls and collectives. COC_TIMELINE.
     timeline_passes
@@ -106,6 +111,7 @@ class Settings(OperatorSettings):
     enable_coc_in_column_backward: bool = False
     recompute_all_gather: bool = True
     order: str = "auto"
+    split_weight_gradient: bool = False
     timeline: str | None = None
     timeline_passes: int = 4096
     verify_every: int = 0
@@ -121,6 +127,12 @@ class Settings(OperatorSettings):
         require_switch("enable_coc_in_column_backward", self.enable_coc_in_column_backward)
         require_switch("recompute_all_gather", self.recompute_all_gather)
         require_switch("take_over", self.take_over)
+        require_switch("split_weight_gradient", self.split_weight_gradient)
+        if self.split_weight_gradient and self.deterministic:
+            raise SettingsError(
+                "COC_SPLIT_WEIGHT_GRADIENT=1 is not allowed with COC_DETERMINISTIC=1: the bits of a split weight "
+                "gradient depend on the chunks; set one of the two to 0"
+            )
         allowed = isinstance(self.region, bool) or self.region == "auto"
         require("region", self.region, allowed, 'true, false or "auto"')
         least = self.region_rows

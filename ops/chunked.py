@@ -14,6 +14,8 @@ Each tensor is split once, before the loop: slicing inside the loop costs severa
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,9 @@ from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
 supports = summed_in_backend_order
+
+EachRows = Callable[[int, slice, torch.Tensor], object]
+"""``each(rank, rows, x [m, K])`` is called with the rows `rows` of a rank's M / R once they are gathered."""
 
 
 def matmul_all_reduce(
@@ -133,22 +138,30 @@ def all_gather_matmul(
     *,
     keep_gathered: bool = True,
     row_tile: int = 0,
+    each: EachRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N].
 
     All gathers start at once and write in place. The rank's own rows are multiplied first, since they need no
-    gather; then the other ranks' rows, chunk by chunk, as they arrive.
+    gather; then the other ranks' rows, chunk by chunk, as they arrive. `each` is called after each of these matmuls.
     """
     ranks, rank, x_shard_m = group.size(), group.rank(), x_shard_m.contiguous()
+    bounds = list(pairwise(accumulate(sizes, initial=0)))
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
     gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER)
     with gathering.launching():
         compute(MATMUL, "own rows", multiply, x_shard_m, w, y_r_m[rank], row_tile)
+        if each is not None:
+            each(rank, slice(0, x_shard_m.shape[0]), x_shard_m)
         inputs = cut_blocks(rank_blocks(gathered, row_tile, but=rank), sizes)
         outputs = cut_blocks(rank_blocks(y_r_m, row_tile, but=rank), sizes)
         for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
             gathering.wait_for(index)
             compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
+            if each is not None:
+                rows = slice(*bounds[index])
+                for other in (*range(rank), *range(rank + 1, ranks)):
+                    each(other, rows, gathered[other, rows])
     COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
     return y_r_m.flatten(0, 1), gathering.wait()
 

@@ -110,15 +110,18 @@ def run_all_gather_matmul(
     keep_gathered: bool = True,
     *,
     layout: str = ANY,
+    each: chunked.EachRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K], finished: w [K, N].
 
     x_shard and w may both be in int8; keep_gathered is then False. With keep_gathered=False the second result may be
-    None: fused kernels then need not store it. `layout` as in `start_matmul_all_reduce`.
+    None: fused kernels then need not store it. `layout` as in `start_matmul_all_reduce`. `each` is called for the rows
+    of each chunk; the chunked kernel alone does so.
     """
     assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
     x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings, layout)
-    y_m, gathered_m = _run(choice, x_m, right, group, keep_gathered=keep_gathered)
+    more = {"each": each} if each is not None and choice.kernel == "chunked" else {}
+    y_m, gathered_m = _run(choice, x_m, right, group, keep_gathered=keep_gathered, **more)
     return y_m, gathered_m
 
 

@@ -15,7 +15,6 @@ the input gradient's communication. It is never cut: chunks would change the ord
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -39,6 +38,11 @@ from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
 from ascend_parallel.overlap.layer import Layer, layer_backward, layer_forward
+from ascend_parallel.overlap.sequence_backward import (
+    column_sequence_backward,
+    row_sequence_backward,
+    weight_gradient_of,
+)
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
 
@@ -159,11 +163,11 @@ class _ColumnLinear(torch.autograd.Function):
         if postponed:
             kept = None
         if layer.sequence_parallel:
-            dx, dw = _column_sequence_backward(dy, kept, weight, layer)
+            dx, dw = column_sequence_backward(dy, kept, weight, layer)
         elif layer.reduce_input_grad and weight is not None:
             layer.about_to_communicate()
             with start_matmul_all_reduce(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR) as pending:
-                dw = _weight_gradient(layer, kept, dy)
+                dw = weight_gradient_of(layer, kept, dy)
                 dx = pending.wait()
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
@@ -193,10 +197,9 @@ class _RowLinear(torch.autograd.Function):
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
-            dx, dy_m = run_all_gather_matmul(dy, weight, layer.group, layer.settings, x is not None, layout=layout)
-            dw = None if dy_m is None else _weight_gradient(layer, x, dy_m)
+            dx, dw = row_sequence_backward(dy, x, weight, layer, layout)
         else:
-            dx, dw = None, _weight_gradient(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
+            dx, dw = None, weight_gradient_of(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
         return None if dx is None else dx.view(ctx.x_shape), dw, None
 
 
@@ -230,51 +233,12 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
     return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 
-def _column_sequence_backward(
-    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
-
-    The gather and the input gradient are independent, so either can start first. With the gather first (the default)
-    the gather runs under the input gradient's matmul, and the reduce-scatter under the weight gradient's matmul.
-    """
-    group, settings = layer.group, layer.settings
-
-    def start_gather() -> Pending | None:
-        if kept is None or not settings.recompute_all_gather:
-            return None
-        return running.enter_context(start_gather_rows(kept, group, settings))
-
-    def start_input_gradient(after: Pending | None) -> Pending | None:
-        if weight is None:
-            return None
-        started = start_matmul_reduce_scatter(dy, weight, group, settings, after, layout=ROW_MAJOR)
-        return running.enter_context(started)
-
-    with ExitStack() as running:
-        if settings.order == "compute_first":
-            pending_dx, pending_x = start_input_gradient(None), start_gather()
-        else:
-            pending_x = start_gather()
-            pending_dx = start_input_gradient(pending_x)
-        dw = _weight_gradient(layer, pending_x.wait() if pending_x else kept, dy)
-        return (pending_dx.wait() if pending_dx else None), dw
-
-
 def _local_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication."""
     dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
-    return dx, _weight_gradient(layer, x, dy)
-
-
-def _weight_gradient(layer: Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
-    """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
-    if x is None:
-        return None
-    x_m, dy_m = rows_of(x.contiguous()), rows_of(dy.contiguous())
-    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
+    return dx, weight_gradient_of(layer, x, dy)
 
 
 def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:

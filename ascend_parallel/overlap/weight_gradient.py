@@ -4,6 +4,40 @@ from __future__ import annotations
 
 import torch
 
+from ascend_parallel.ops.record import MATMUL, compute
+
+
+class GradientParts:
+    """Sums a weight gradient over parts of the rows, in fp32, or in float64 for such operands."""
+
+    def __init__(self) -> None:
+        """Hold no part yet."""
+        self._total: torch.Tensor | None = None
+        self._dtype = torch.float32
+
+    def add(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> None:
+        """Add ``dy_m.t() @ x_m`` [N, K]: x_m [m, K], dy_m [m, N], the same rows of both."""
+        compute(MATMUL, "weight gradient", self._add, x_m, dy_m)
+
+    def _add(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> None:
+        if self._total is None:
+            self._dtype = x_m.dtype
+            summed = torch.promote_types(x_m.dtype, torch.float32)
+            self._total = x_m.new_zeros(dy_m.shape[1], x_m.shape[1], dtype=summed)
+        if self._total.dtype == x_m.dtype:
+            self._total.addmm_(dy_m.t(), x_m)
+        else:
+            self._total.add_(dy_m.t() @ x_m)
+
+    @property
+    def begun(self) -> bool:
+        """Tell whether a part was added."""
+        return self._total is not None
+
+    def total(self) -> torch.Tensor | None:
+        """Return the sum in the operands' dtype, or None if it was accumulated elsewhere."""
+        return None if self._total is None else self._total.to(self._dtype)
+
 
 class WeightGradient:
     """Returns the weight gradient to autograd; frameworks derive from this class to accumulate elsewhere."""
@@ -22,3 +56,7 @@ class WeightGradient:
     def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
         """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N]."""
         return dy_m.t().matmul(x_m)
+
+    def parts(self) -> GradientParts:
+        """Return what sums this backward's gradient part by part, in place of `compute`."""
+        return GradientParts()

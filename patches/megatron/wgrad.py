@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.overlap.weight_gradient import GradientParts, WeightGradient
 
 Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 """Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
@@ -74,14 +74,26 @@ class MegatronWeightGradient(WeightGradient):
         if not self._fused:
             return super().compute(x_m, dy_m)
         weight = self._weight
-        if self._main_grad is not None:
-            weight.main_grad = self._main_grad
+        self._place_main_grad()
         if hasattr(weight, "__fsdp_param__"):
             weight.main_grad = weight.get_main_grad()
             torch.matmul(dy_m.t(), x_m, out=weight.main_grad)
         else:
             self._accumulate(x_m, dy_m)
         return _dummy(weight, x_m)
+
+    def parts(self) -> GradientParts:
+        """Return what sums the gradient part by part; with fusion every part is added to main_grad."""
+        if not self._fused:
+            return super().parts()
+        self._place_main_grad()
+        if hasattr(self._weight, "__fsdp_param__"):  # its main_grad is written, not added to
+            return _WrittenParts(self._weight)
+        return _MainGradParts(self._weight, self._accumulate)
+
+    def _place_main_grad(self) -> None:
+        if self._main_grad is not None:
+            self._weight.main_grad = self._main_grad
 
     def _accumulate(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> None:
         main_grad = self._weight.main_grad
@@ -96,6 +108,44 @@ class MegatronWeightGradient(WeightGradient):
             raise RuntimeError(
                 f"main_grad is {main_grad.dtype}; Megatron-core's fusion allows float32, float16, bfloat16"
             )
+
+
+class _MainGradParts(GradientParts):
+    """Adds every part to main_grad."""
+
+    def __init__(self, weight: Any, accumulate: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Hold the parameter, and what adds to its main_grad."""
+        super().__init__()
+        self._weight, self._accumulate = weight, accumulate
+        self._last: torch.Tensor | None = None
+
+    def _add(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> None:
+        self._accumulate(x_m, dy_m)
+        self._last = x_m
+
+    @property
+    def begun(self) -> bool:
+        return self._last is not None
+
+    def total(self) -> torch.Tensor | None:
+        return None if self._last is None else _dummy(self._weight, self._last)
+
+
+class _WrittenParts(GradientParts):
+    """Writes the sum of all parts to main_grad."""
+
+    def __init__(self, weight: Any) -> None:
+        """Hold the parameter."""
+        super().__init__()
+        self._weight = weight
+
+    def total(self) -> torch.Tensor | None:
+        found = super().total()
+        if found is None:
+            return None
+        self._weight.main_grad = self._weight.get_main_grad()
+        self._weight.main_grad.copy_(found)
+        return _dummy(self._weight, found)
 
 
 def _dummy(weight: Any, x_m: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,79 @@
+"""The backward passes of linear layers with sequence parallelism: a gather, an input gradient and a weight gradient."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from ascend_parallel.ops.bits import ROW_MAJOR
+from ascend_parallel.ops.operators import (
+    rows_of,
+    run_all_gather_matmul,
+    start_gather_rows,
+    start_matmul_reduce_scatter,
+)
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.overlap.layer import Layer
+
+
+def column_sequence_backward(
+    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
+
+    The gather and the input gradient are independent, so either can start first. With the gather first (the default)
+    the gather runs under the input gradient's matmul, and the reduce-scatter under the weight gradient's matmul.
+    """
+    group, settings = layer.group, layer.settings
+
+    def start_gather() -> Pending | None:
+        if kept is None or not settings.recompute_all_gather:
+            return None
+        return running.enter_context(start_gather_rows(kept, group, settings))
+
+    def start_input_gradient(after: Pending | None) -> Pending | None:
+        if weight is None:
+            return None
+        started = start_matmul_reduce_scatter(dy, weight, group, settings, after, layout=ROW_MAJOR)
+        return running.enter_context(started)
+
+    with ExitStack() as running:
+        if settings.order == "compute_first":
+            pending_dx, pending_x = start_input_gradient(None), start_gather()
+        else:
+            pending_x = start_gather()
+            pending_dx = start_input_gradient(pending_x)
+        dw = weight_gradient_of(layer, pending_x.wait() if pending_x else kept, dy)
+        return (pending_dx.wait() if pending_dx else None), dw
+
+
+def row_sequence_backward(
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, layer: Layer, layout: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ``dx_shard_k = all_gather(dy_shard_m) @ weight`` and ``dw = all_gather(dy_shard_m).t() @ x``.
+
+    With `split_weight_gradient` dw is summed chunk by chunk under the gather of the next chunks, if there are chunks.
+    """
+    group, settings = layer.group, layer.settings
+    if x is None or not settings.split_weight_gradient:
+        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout)
+        return dx, None if dy_m is None else weight_gradient_of(layer, x, dy_m)
+    x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()
+
+    def add(rank: int, rows: slice, dy_c: torch.Tensor) -> None:
+        parts.add(x_r[rank, rows], dy_c)
+
+    dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, layout=layout, each=add)
+    if parts.begun:
+        return dx, parts.total()
+    return dx, None if dy_m is None else weight_gradient_of(layer, x, dy_m)
+
+
+def weight_gradient_of(layer: Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+    """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
+    if x is None:
+        return None
+    x_m, dy_m = rows_of(x.contiguous()), rows_of(dy.contiguous())
+    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
