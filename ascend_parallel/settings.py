@@ -81,8 +81,9 @@ class Settings(OperatorSettings):
     recompute_all_gather
         Gather the column layer's input again in backward instead of keeping the gathered copy.
     order
-        The first of two independent steps in the column layer's sequence-parallel backward: the input gradient
-        ("compute_first") or the gather ("communicate_first"). "auto" is "communicate_first".
+        The first of two independent steps in the sequence-parallel backward of a column layer, or of a region's MLP:
+        the input gradient ("compute_first") or the gather of the input ("communicate_first"). "auto" is
+        "communicate_first".
     split_weight_gradient
         Sum the row layer's weight gradient chunk by chunk under the gather of its sequence-parallel backward, in fp32:
         its bits depend on the chunks. COC_SPLIT_WEIGHT_GRADIENT.

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ascend_parallel import Settings, row_linear
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.overlap.region.mlp import ChunkedMlp, chunked_mlp
 from ascend_parallel.overlap.region.rows import PendingRows
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -114,8 +114,8 @@ def test_frozen_tensors(ranks, frozen, sp):
     assert ranks(2).run(compare_bits, "gelu, layer norm, biases", frozen, False, sp) == [[], []]
 
 
-def order_of_sends(group, sp):
-    """Return the operators of a region's forward in the order in which its collectives are started."""
+def order_of_sends(group, sp, backward_order=None):
+    """Return the operators of a region's forward, or backward, in the order in which its collectives are started."""
     style, order = "gelu, layer norm, biases", []
     mine = leaves({n: sharded(n, t, group, False, sp) for n, t in whole(style, torch.float32).items()}, torch.float32)
     launch = Pending.launch
@@ -125,16 +125,29 @@ def order_of_sends(group, sp):
         launch(self, *args, **kwargs)
 
     with patch.object(Pending, "launch", launched):
-        region(style, mine, group, Settings(num_chunks=4, region_rows=4), sp)
-    return order
+        results = region(style, mine, group, Settings(num_chunks=4, region_rows=4, order=backward_order or "auto"), sp)
+        if backward_order:
+            order.clear()
+            backward(results, torch.float32, own_rows(group, sp))
+    return order, {name: tensor.grad for name, tensor in mine.items()}
 
 
 def test_with_sequence_parallelism_the_first_gather_does_not_wait_behind_all_rows_of_proj(ranks):
-    for order in ranks(2).run(order_of_sends, True):
+    for order, _ in ranks(2).run(order_of_sends, True):
         assert len(order) == 12
         assert order.index(ALL_GATHER) == 2, order
         assert order[:8].count(ALL_GATHER) == 4 - order[8:].count(ALL_GATHER) >= 2, order
-    assert ranks(2).run(order_of_sends, False) == [[ALL_REDUCE] * 8] * 2
+    assert [order for order, _ in ranks(2).run(order_of_sends, False)] == [[ALL_REDUCE] * 8] * 2
+
+
+def test_order_in_backward(ranks):
+    """The gather of fc1's input starts before or behind the reduce-scatters of its gradient; the bits are the same."""
+    gradient, gather, reduce = [ALL_GATHER] * 4, [ALL_GATHER] * 4, [REDUCE_SCATTER] * 4
+    first, second = (ranks(2).run(order_of_sends, True, order) for order in ("communicate_first", "compute_first"))
+    for (order, ours), (other, theirs) in zip(first, second, strict=True):
+        assert order[:12] == gradient + gather + reduce
+        assert other[:12] == gradient + reduce + gather
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours if ours[name] is not None)
 
 
 def leaves_nothing_behind(group, broken):

@@ -154,11 +154,14 @@ class _ChunkedMlp(torch.autograd.Function):
             stack.enter_context(_guarded(gradients, again, reduced))
             if isinstance(again, GatheredRows) and isinstance(gradients, GatheredRows):
                 gradients.send(len(mlp.cut.sizes))
-                again.send(len(mlp.cut.sizes))
+                if mlp.cut.settings.order != "compute_first":
+                    again.send(len(mlp.cut.sizes))
             dh_r = gradients.x_r.new_empty(*gradients.x_r.shape[:2], ctx.hidden) if needs_w1 or needs_b1 else None
             for index, dh_c in _hidden_gradients(ctx, gradients, w2, dh_r):
                 if reduced is not None:
                     reduced.send(index, compute(MATMUL, "fc1", reduced.multiply, index, dh_c, w1))
+            if isinstance(again, GatheredRows):
+                again.send(len(mlp.cut.sizes))
             dw2 = None
             if a_m is not None:  # before fc1's, as without regions, and under the rest of the gather of x
                 dw2 = compute(MATMUL, "weight gradient", mlp.fc2_gradient.compute, a_m, gradients.wait())
