@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from trained import megatron, pipeline_step
 
-from ascend_parallel.patches.megatron.region_choice import LOST, TURNS, WARM_UP, decide
+from ascend_parallel.patches.megatron.region_choice import TURNS, WARM_UP, decide
 
 AUTO = {"num_chunks": 4, "region": "auto", "region_rows": 16}
 
@@ -36,13 +36,11 @@ def test_the_decision_is_a_pure_function_of_the_turns(pairs, region):
     decision = decide(seconds(pairs))
     assert decision.region is region
     assert decision == decide(seconds(pairs, warm=(0.1, 99.0)))  # the warm-up does not count
-    for figure in (decision.layers, decision.regions):
-        assert f"{1e3 * figure:.2f} ms" in str(decision)
+    assert f"{1e3 * decision.layers:.2f} ms in layers and {1e3 * decision.regions:.2f} ms in regions" in str(decision)
 
 
 def test_what_returns_every_second_or_fourth_turn_falls_on_both_ways():
     timed = TURNS[WARM_UP:]
-    assert len(timed) // 4 > LOST
     for period in (1, 2, 4):
         for first in range(period):
             ways = timed[first::period]
@@ -85,7 +83,6 @@ def evaluated(model, step):
 
 
 def hooked(model, step):
-    """Keep every module from being a region."""
     for layer in model.decoder.layers:
         layer.mlp.register_forward_hook(lambda *_: None)
 
@@ -143,15 +140,20 @@ def observed(clock=None):
 
 def decided(group, shares, options, more=None):
     """Train plain and with auto; `shares`: each rank's clock. Return what was seen, and what was logged."""
+    import ascend_parallel
+    from ascend_parallel.diagnostics.doctor import examine_request
+
     more = {"settings": AUTO, "steps": len(TURNS) + 2, **(more or {})}
     with megatron(group.size()):
         plain = trained(**{**more, "settings": {"num_chunks": 1}}, options=options)
         with observed(None if shares is None else FakeClock(shares[group.rank()])) as said:
             auto = trained(**more, options=options)
+        examined = [finding.found for finding in examine_request(ascend_parallel._control) if finding.name == "regions"]
     return {
         "same": plain[0] == auto[0] and all(map(torch.equal, plain[1], auto[1])),
         "ways": auto[2],
         "status": auto[3].region,
+        "doctor": examined,
         "said": [line for line in said if line.startswith("COC_REGION=auto")],
     }
 
@@ -176,9 +178,7 @@ def test_the_faster_way_stays_and_the_bits_too(ranks, options, share):
     assert ours["said"] == [ours["status"]]
     assert theirs["said"] == []
     # A forward and a backward, each between two readings of the clock.
-    layers, regions = ("2000.00 ms in layers", f"{2000 * share:.2f} ms in regions")
-    assert layers in ours["status"]
-    assert regions in ours["status"]
+    assert f"2000.00 ms in layers and {2000 * share:.2f} ms in regions" in ours["status"]
 
 
 @pytest.mark.parametrize(("shares", "region"), [([0.5, 0.6], True), ([0.5, 3.0], False), ([3.0, 0.5], False)])
@@ -198,6 +198,7 @@ def test_a_real_run_ends_with_a_decision(ranks):
     assert ours["status"] == theirs["status"]
     assert "not decided" not in ours["status"]
     assert len(ours["said"]) == 1
+    assert ours["doctor"] == theirs["doctor"] == [ours["status"]]
 
 
 def test_micro_batches_whose_backward_comes_later_run_in_one_way(ranks):
