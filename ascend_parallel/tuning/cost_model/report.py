@@ -35,14 +35,18 @@ SCHEDULES = {
     "2 chunks": Schedule(name="2"),
     "4 chunks": Schedule(name="4"),
     "8 chunks": Schedule(name="8"),
+    "2, regions": Schedule(name="2", region=True),
+    "4, regions": Schedule(name="4", region=True),
+    "8, regions": Schedule(name="8", region=True),
     "best equal": EQUAL,
     "best": BEST,
     "bound": BOUND,
 }
 LEGEND = """\
 serial: as Megatron-core runs the pass (one chunk; the column layer's backward already runs its collectives beside
-the matmuls). best: the best chunk sizes. gain: serial / best - 1. bound: lower bound for all sizes. Times are
-predictions of a model, not measurements; docs/predict.md has its formulas and sources."""
+the matmuls). best: the best chunk sizes. gain: serial / best - 1. bound: lower bound for all sizes, layer
+by layer. regions: chunks through all that stands between two attentions (COC_REGION=1); they may pass that bound. Times
+are predictions of a model, not measurements; docs/predict.md has its formulas and sources."""
 
 
 def gain(before: float, after: float) -> float:
