@@ -102,6 +102,9 @@ def test_the_command_predicts_regions():
     ended = CliRunner().invoke(app, [*words.split(), "--json"])
     assert ended.exit_code == 0
     found = json.loads(ended.stdout)
+    shares = {name: schedule["e_bound"] for name, schedule in found["layer"].items()}
+    assert shares["in turn"] == 0
+    assert shares["4 chunks"] < shares["bound"] < shares["4, regions"] <= 1
     for part in ("layer", "step"):
         assert found[part]["4, regions"]["gain"] > found[part]["bound"]["gain"]
     assert "4, regions" in CliRunner().invoke(app, words.split()).stdout

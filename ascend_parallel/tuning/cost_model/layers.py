@@ -86,6 +86,11 @@ class Layer:
         width = model.q_rank + model.kv_rank + model.rotary_dim
         return self.costs.matmul(batch.own_rows, model.hidden, width, batch.dtype.itemsize)
 
+    def communication(self, recompute: str) -> float:
+        """Return the time of all collectives of forward and backward, each in one chunk."""
+        forward, backward = (sum(part.communication for part in parts) for parts in self.parts.values())
+        return forward + backward + (forward if recompute == "full" else 0.0)
+
     def forward(self, schedule: Schedule) -> float:
         """Return the time of forward."""
         if schedule.region and self.batch.tp > 1:
