@@ -77,8 +77,8 @@ class AppliedPatches:
 
     @property
     def region(self) -> str:
-        """Whether modules run as regions, and the figures behind it."""
-        return str(self._megatron.region_choice)
+        """Whether modules run as regions, and the figures behind it; empty before transformer layers are patched."""
+        return str(self._megatron.region_choice) if LAYER in self._sets else ""
 
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""
