@@ -53,6 +53,8 @@ class Status:
         For each kernel "available" or the reason why it is not.
     counts
         Calls, chunks and collectives by operator so far.
+    region
+        Whether modules run as regions; what COC_REGION=auto decided, from which figures. Empty without patches.
     notes
         Notes for the user: variables that changed after they were read, misspelt variables.
     """
@@ -63,6 +65,7 @@ class Status:
     patches: list[PatchStatus]
     kernels: dict[str, str]
     counts: dict[str, dict[str, int]]
+    region: str
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -173,10 +176,9 @@ class PatchControl:
 
     def status(self) -> Status:
         """Return the settings, patches and counts of this process."""
-        patches = self._patches.status() if self._patches else []
-        return Status(
-            __version__, self._state(patches), current_settings(), patches, _kernels(), COUNTS.as_dict(), self._notes()
-        )
+        patches, region = (self._patches.status(), self._patches.region) if self._patches else ([], "")
+        found = (patches, _kernels(), COUNTS.as_dict(), region, self._notes())
+        return Status(__version__, self._state(patches), current_settings(), *found)
 
     def warn_if_idle(self) -> None:
         """Log on rank 0, at the end of a run with overlap, that no layer ran with it, and the reason."""

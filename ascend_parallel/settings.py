@@ -100,7 +100,7 @@ class Settings(OperatorSettings):
         Take the place of MindSpeed's CoC, with MindSpeed's arguments. COC_TAKE_OVER.
     region
         True: run MLPs and transformer layers of Megatron-core as regions, in the layers' chunks. "auto": where a
-        measurement finds regions faster; nothing measures them yet, so they are off. COC_REGION.
+        training's first passes run faster so. COC_REGION.
     region_rows
         The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
     log_level

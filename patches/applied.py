@@ -75,6 +75,11 @@ class AppliedPatches:
             patches.revert()
         self._built.stop()
 
+    @property
+    def region(self) -> str:
+        """Whether modules run as regions, and the figures behind it; empty before transformer layers are patched."""
+        return str(self._megatron.region_choice) if LAYER in self._sets else ""
+
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""
         return [status for patches in self._sets.values() for status in patches.status()]

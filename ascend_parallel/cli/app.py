@@ -69,6 +69,8 @@ def _show(current: Status, bad: set[str]) -> None:
     console.print(table)
     for patch in current.patches:
         console.print(f"{'replaced' if patch.applied else 'untouched'}  {patch.target}: {patch.reason}", markup=False)
+    if current.region:
+        console.print(f"regions: {current.region}", markup=False, highlight=False)
     for kernel, state in current.kernels.items():
         console.print(f"kernel {kernel}: {state}", markup=False)
     for note in current.notes:

@@ -85,6 +85,8 @@ def overlap_in_words(settings: Settings) -> str:
     how = _how(settings)
     if how and settings.region is True:
         how += ", in regions where they can run (COC_REGION=1)"
+    elif how and settings.region == "auto":
+        how += ", in regions if the first passes are faster so (COC_REGION=auto)"
     return f"on: {how}" if how else "off: COC_PARALLEL_NUM=1 leaves every matmul whole"
 
 

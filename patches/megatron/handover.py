@@ -26,7 +26,7 @@ from ascend_parallel.patches.megatron.region_checks import successor_reason
 
 BLOCK = "megatron.core.transformer.transformer_block"
 # Between a layer's forward and its block's stand at most this many frames: torch's and Megatron-core's calls.
-MOST_FRAMES = 16
+MOST_FRAMES = 24
 
 # Layer -> its block, and its place there.
 _PLACES: WeakKeyDictionary[torch.nn.Module, tuple[ReferenceType[Any], int]] = WeakKeyDictionary()

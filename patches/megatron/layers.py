@@ -28,6 +28,7 @@ from ascend_parallel.patches.megatron.check import LayerCall
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
 from ascend_parallel.patches.megatron.coverage import announce
 from ascend_parallel.patches.megatron.original import Output
+from ascend_parallel.patches.megatron.region_choice import RegionChoice
 from ascend_parallel.patches.megatron.tuning import case_of, equals_original, overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.verification import Verifier
@@ -53,6 +54,7 @@ class Megatron:
         self.groups_handed_down = version >= (0, 13)
         self._agreement = SettingsAgreement(settings.shared())
         self._tuner = tuner_of(settings)
+        self.region_choice = RegionChoice(settings)
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
         self._logged: set[str] = set()

@@ -180,6 +180,11 @@ def _linear_reasons(megatron: Megatron, layer: Any, owner: str) -> Iterator[str]
         yield "has no plain weight"
 
 
+def configured_reason(config: Any) -> str | None:
+    """Return the option of a configuration that excludes regions, or None."""
+    return next(_configured(config), None)
+
+
 def _configured(config: Any) -> Iterator[str]:
     yield from (what for name, what in EXCLUDING.items() if getattr(config, name, None))
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):

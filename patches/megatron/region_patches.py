@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from typing import Any
-
-import torch.distributed as dist
 
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.megatron.layer_region import LayerRegion
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.region_checks import LAYER, MLP, layer_reason, mlp_reason, proj_reason
 from ascend_parallel.patches.megatron.regions import Regions, mlp_forward
-
-log = logging.getLogger("ascend_parallel")
 
 VERSIONS = ">=0.10,<0.17"  # later layers have not been read
 
@@ -25,9 +20,7 @@ EXCLUDED = ("context", "inference_params", "inference_context")
 
 def region_patch_set(megatron: Megatron) -> PatchSet:
     """Return the patches that run regions with the settings of `megatron`; none if regions are off."""
-    if megatron.settings.region == "auto" and (not dist.is_initialized() or dist.get_rank() == 0):
-        log.warning("COC_REGION=auto: the layers run one by one, because nothing measures regions yet; COC_REGION=1")
-    if megatron.settings.region is not True:
+    if megatron.settings.region is False:
         return PatchSet("megatron-core", None, [])
     regions = Regions(megatron)
     scaled = ("per_token_scale",) if megatron.version >= (0, 12) else ()
@@ -73,9 +66,11 @@ def layer_forward(original: Function, regions: Regions) -> Function:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         called_with = _arguments(getattr(type(self), "_forward_attention", original), self, args, kwargs)
         with regions.received(self, called_with["hidden_states"]):
-            return run(self, called_with, args, kwargs)
+            return regions.timed(self, called_with["hidden_states"], lambda: run(self, called_with, args, kwargs))
 
     def run(self: Any, called_with: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not regions.choice.on:
+            return original(self, *args, **kwargs)
         reason = layer_reason(self, {name: called_with.get(name) for name in EXCLUDED})
         if reason is not None:
             regions.skip(self, f"{reason}; its MLP may still run in chunks")

@@ -27,7 +27,7 @@ from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output, StandIn
-from ascend_parallel.patches.megatron.region_checks import mlp_reason
+from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
 
 log = logging.getLogger("ascend_parallel")
 
@@ -51,8 +51,15 @@ class Regions:
     def __init__(self, megatron: Megatron) -> None:
         """Hold the patched layers' settings."""
         self.megatron = megatron
+        self.choice = megatron.region_choice
         self._logged: set[str] = set()
         self._handed: Handed | None = None
+
+    def timed(self, module: Any, hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
+        """Return ``run()``, a call of `module` with `hidden`; COC_REGION=auto times the first ones, and decides."""
+        if not self.choice.undecided:
+            return run()
+        return self.choice.call(module, hidden, run, configured_reason(module.config))
 
     def hand_over(self, handed: Handed) -> None:
         """Keep rows for the next layer."""
@@ -75,7 +82,7 @@ class Regions:
         """Log once, on rank 0, why a module runs without a region; with strict settings raise instead."""
         text = f"{type(module).__name__} runs without a region: {reason}"
         settings = self.megatron.settings
-        if settings.strict:
+        if settings.strict and settings.region is True:
             raise UnmetRequestError(f"COC_STRICT=1: {text}")
         if text not in self._logged:
             self._logged.add(text)
@@ -115,6 +122,7 @@ class Regions:
         COUNTS.add("mlp_region" if source is None else "layer_region", len(cut.sizes), 0)
         fc1, fc2, megatron = mlp.linear_fc1, mlp.linear_fc2, self.megatron
         group, w1, w2 = megatron.group_of(fc1), fc1.weight, fc2.weight
+        self.choice.ran(group)
         chunked = ChunkedMlp(
             group=group,
             cut=cut,
@@ -152,7 +160,14 @@ def mlp_forward(original: Function, regions: Regions) -> Function:
     def forward(
         self: Any, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> Output:
+        found: Output = regions.timed(self, hidden_states, lambda: run(self, hidden_states, per_token_scale, kwargs))
+        return found
+
+    def run(self: Any, hidden_states: torch.Tensor, per_token_scale: Any, kwargs: dict[str, Any]) -> Output:
         scale = {} if per_token_scale is None else {"per_token_scale": per_token_scale}
+        if not regions.choice.on:
+            whole: Output = original(self, hidden_states, **scale, **kwargs)
+            return whole
         reason = mlp_reason(regions.megatron, self, hidden_states, per_token_scale)
         if reason is None:
             cut = regions.cut(self, hidden_states, rows_of(hidden_states).shape[0])

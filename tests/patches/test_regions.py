@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from late import LateWork, late_collectives
-from trained import both, megatron, train
+from trained import both, megatron, pipeline_step, train
 
 REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
 LLAMA = {
@@ -184,7 +184,6 @@ def test_a_region_is_one_pass_of_a_timeline(ranks, tmp_path):
 def stages(group, sequence_parallel):
     """Two pipeline stages of two tensor-parallel ranks, three micro-batches in Megatron's own schedule."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import ascend_parallel
     from ascend_parallel.patches.megatron.testing import megatron_on_cpu, small_gpt
@@ -197,26 +196,9 @@ def stages(group, sequence_parallel):
             model = small_gpt(num_layers=4, tied=False, sequence_parallel=sequence_parallel)
             generator = torch.Generator().manual_seed(3)
             batches = iter([torch.randint(256, (4, 65), generator=generator) for _ in range(3)])
-
-            def step(iterator, model):
-                tokens = next(iterator)
-                inputs, labels = tokens[:, :-1], tokens[:, 1:]
-                positions = torch.arange(64).expand_as(inputs)
-                mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
-                output = model(inputs, positions, mask, labels=labels)
-                return output, lambda each: (each.mean(), {"loss": each.mean().detach()})
-
-            losses = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=batches,
-                model=model,
-                num_microbatches=3,
-                seq_length=64,
-                micro_batch_size=4,
-                forward_only=False,
-            )
+            losses = pipeline_step(model, batches)
             gradients = [parameter.grad for parameter in model.parameters()]
-            runs.append([*(loss["loss"] for loss in losses), *gradients])
+            runs.append([*losses, *gradients])
             counts.append(ascend_parallel.ops.COUNTS.as_dict())
         last = parallel_state.is_pipeline_last_stage()
     assert len(runs[0]) > 4 + 3 * last

@@ -47,6 +47,30 @@ def train(options, overlap):
     return losses, gradients, ascend_parallel.ops.COUNTS.as_dict(), ascend_parallel.coverage(model)
 
 
+def pipeline_step(model, batches, micro_batches=3):
+    """Run one step of Megatron's own pipeline schedule; return the losses, on the last stage alone."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(iterator, model):
+        tokens = next(iterator)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        positions = torch.arange(64).expand_as(inputs)
+        mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
+        output = model(inputs, positions, mask, labels=labels)
+        return output, lambda each: (each.mean(), {"loss": each.mean().detach()})
+
+    losses = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=batches,
+        model=model,
+        num_microbatches=micro_batches,
+        seq_length=64,
+        micro_batch_size=4,
+        forward_only=False,
+    )
+    return [loss["loss"] for loss in losses]
+
+
 def both(group, options):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

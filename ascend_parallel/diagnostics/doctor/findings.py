@@ -227,6 +227,8 @@ def _patches(control: Control) -> Iterator[Finding]:
     for patch in status.patches:
         name = ".".join(patch.target.split(".")[-2:])
         yield Finding(section, name, patch.reason or "replaced", GOOD if patch.applied else BAD)
+    if status.region:
+        yield Finding(section, "regions", status.region)
     for package, why in OTHER_LAYERS.items():
         if importlib.util.find_spec(package):
             yield Finding(section, package, "installed", NOTE, why)

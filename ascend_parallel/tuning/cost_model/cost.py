@@ -124,6 +124,20 @@ class CostModel:
         before = self.collective(GATHER, problem.m * problem.n * item, ranks, whole=False) if gathers_input else 0.0
         return max(matmul + tail, before + max(collective, tail))
 
+    def launches(self, blocks: int) -> int:
+        """Return the launches for the rows of `blocks` ranks: one per rank on a CPU, elsewhere at most two batches."""
+        return blocks if self.hardware.device == "cpu" else min(blocks, 2)
+
+    def stretches(self, computing: float, communicating: float) -> tuple[float, float]:
+        """Return the factors on computation and communication of these seconds while each runs beside the other."""
+        if not computing or not communicating:
+            return 1.0, 1.0
+        compute, collective = self._stretches
+        return (
+            1 + (compute - 1) * min(1.0, communicating / computing),
+            1 + (collective - 1) * min(1.0, computing / communicating),
+        )
+
     def _unrounded(self, m: int, k: int, n: int, itemsize: int) -> float:
         """Return the time of ``[m, k] x [k, n]`` with all cores evenly filled: its chunks never take less in sum."""
         width, rate = self._block_width(n), self._rate(itemsize) * self.utilisation(m, k, n, itemsize)
@@ -169,7 +183,7 @@ class CostModel:
         collective = self.collective(problem.operator, moved, ranks, whole=whole)
         if whole:
             return self.matmul(m, k, n, item, utilisation=util) + self._inline(2), collective
-        launches = self._launches(blocks)
+        launches = self.launches(blocks)
         extra = (launches - 1) * self.hardware.matmul.launch
         matmul = self.matmul(rows, k, n, item, batches=blocks, utilisation=util) + extra
         return matmul + self._inline(launches + 1), collective
@@ -178,10 +192,6 @@ class CostModel:
         util = self.utilisation(problem.m, problem.k, problem.n, problem.dtype.itemsize)
         own = self.matmul(problem.rows, problem.k, problem.n, problem.dtype.itemsize, utilisation=util)
         return own + self._inline(1)
-
-    def _launches(self, blocks: int) -> int:
-        """Return the launches for the rows of `blocks` ranks: one per rank on a CPU, elsewhere at most two batches."""
-        return blocks if self.hardware.device == "cpu" else min(blocks, 2)
 
     def _inline(self, launches: int) -> float:
         return launches * self.hardware.host.launch if self.hardware.host.inline else 0.0
@@ -192,8 +202,7 @@ class CostModel:
         communicating = sum(call.collective) + sum(call.before)
         if not computing or not communicating:
             return call
-        compute = 1 + (self._stretches[0] - 1) * min(1.0, communicating / computing)
-        collective = 1 + (self._stretches[1] - 1) * min(1.0, computing / communicating)
+        compute, collective = self.stretches(computing, communicating)
         if call.communicate_first:
             return self._stretched(call, compute, collective) if len(call.compute) > 1 else call
         first = compute if call.before else 1.0  # the first matmul runs beside `before` only

@@ -90,12 +90,15 @@ class Schedule:
     name
         in-turn, megatron, bound, best, equal (best equal chunks), a count for `split_rows` ("4"), or a count of equal
         chunks ("=4").
+    region
+        Run what stands between two attentions as a region, in the chunks of `name`, which is a count.
     column_backward
         False runs the column layer's backward as Megatron-core does, which is the default of fused operators.
     """
 
     name: str
     column_backward: bool = True
+    region: bool = False
 
     def seconds(self, part: LinearPass) -> float:
         """Return the time of `part` under this schedule."""

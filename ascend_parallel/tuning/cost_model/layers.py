@@ -8,6 +8,7 @@ from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, head_linear, layer_linears
+from ascend_parallel.tuning.cost_model.region import Elementwise, Region
 from ascend_parallel.tuning.cost_model.tables import require
 
 RECOMPUTE = ("none", "selective", "full")
@@ -15,7 +16,6 @@ RECOMPUTE = ("none", "selective", "full")
 ATTENTION_BACKWARD = 2.5
 # Bytes of element-wise backward / forward.
 ELEMENTWISE_BACKWARD = 2.0
-NORMS, RESIDUALS = 2, 2
 # Row-wide tensors that pass through memory: a norm reads 1 and writes 1, a residual reads 2 and writes 1, an
 # activation reads 1 (gated: 2) and writes 1.
 NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
@@ -48,14 +48,34 @@ class Layer:
     @cached_property
     def elementwise(self) -> float:
         """Seconds of the forward of norms, residuals, rotary embedding and activation: their memory traffic."""
-        model, batch = self.model, self.batch
-        item = batch.dtype.itemsize
-        own = batch.own_rows * model.hidden * (NORMS * NORM_ACCESSES + RESIDUALS * RESIDUAL_ACCESSES)
-        heads = -(-(model.heads + model.kv_heads) // batch.tp)
-        rotary = 2 * batch.rows * heads * model.head_dim
-        activation = (3 if model.gated else 2) * batch.rows * -(-model.ffn // batch.tp)
-        launches = NORMS + RESIDUALS + 2
-        return self.costs.stream(item * (own + rotary + activation)) + launches * self.costs.hardware.matmul.launch
+        return sum(self._whole(work) for work in (self.tail, self.tail, self.rotary, self.activation))
+
+    @cached_property
+    def tail(self) -> Elementwise:
+        """A residual and a norm; a layer has two of each."""
+        return self._elementwise(self.batch.own_rows * self.model.hidden * (NORM_ACCESSES + RESIDUAL_ACCESSES), 2)
+
+    @cached_property
+    def rotary(self) -> Elementwise:
+        """The rotary embedding of queries and keys."""
+        heads = -(-(self.model.heads + self.model.kv_heads) // self.batch.tp)
+        return self._elementwise(2 * self.batch.rows * heads * self.model.head_dim, 1)
+
+    @cached_property
+    def activation(self) -> Elementwise:
+        """The MLP's activation."""
+        accesses = (3 if self.model.gated else 2) * self.batch.rows * -(-self.model.ffn // self.batch.tp)
+        return self._elementwise(accesses, 1)
+
+    def region(self, count: int) -> Region:
+        """Return the layer's region in `count` chunks."""
+        return Region(self.costs, self.parts, self.batch, count, tail=self.tail, activation=self.activation)
+
+    def _elementwise(self, accesses: int, launches: int) -> Elementwise:
+        return Elementwise(seconds=self.costs.stream(self.batch.dtype.itemsize * accesses), launches=launches)
+
+    def _whole(self, work: Elementwise) -> float:
+        return work.seconds + work.launches * self.costs.hardware.matmul.launch
 
     @cached_property
     def replicated(self) -> float:
@@ -66,16 +86,29 @@ class Layer:
         width = model.q_rank + model.kv_rank + model.rotary_dim
         return self.costs.matmul(batch.own_rows, model.hidden, width, batch.dtype.itemsize)
 
+    def communication(self, recompute: str) -> float:
+        """Return the time of all collectives of forward and backward, each in one chunk."""
+        forward, backward = (sum(part.communication for part in parts) for parts in self.parts.values())
+        return forward + backward + (forward if recompute == "full" else 0.0)
+
     def forward(self, schedule: Schedule) -> float:
         """Return the time of forward."""
+        if schedule.region and self.batch.tp > 1:
+            region = self.region(int(schedule.name))
+            outside = 0.0 if region.pulls else sum(schedule.seconds(part) for part in self.parts[FORWARD][:-3])
+            return region.forward().seconds + outside + self.attention + self._whole(self.rotary) + self.replicated
         linear = sum(schedule.seconds(part) for part in self.parts[FORWARD])
         return linear + self.attention + self.elementwise + self.replicated
 
     def backward(self, schedule: Schedule, recompute: str = "none") -> float:
         """Return the time of backward; recompute: "selective" repeats attention's forward, "full" the layer's."""
         require("--recompute", recompute, recompute in RECOMPUTE, ", ".join(RECOMPUTE))
-        linear = sum(schedule.seconds(part) for part in self.parts[BACKWARD])
-        other = ATTENTION_BACKWARD * self.attention + ELEMENTWISE_BACKWARD * self.elementwise + 2 * self.replicated
+        parts, elementwise, linear = self.parts[BACKWARD], self.elementwise, 0.0
+        if schedule.region and self.batch.tp > 1:
+            linear = self.region(int(schedule.name)).backward().seconds
+            parts, elementwise = parts[:-2], elementwise - self._whole(self.activation)
+        linear += sum(schedule.seconds(part) for part in parts)
+        other = ATTENTION_BACKWARD * self.attention + ELEMENTWISE_BACKWARD * elementwise + 2 * self.replicated
         recomputed = {"none": 0.0, "selective": self.attention, "full": self.forward(schedule)}[recompute]
         return linear + other + recomputed
 

@@ -27,6 +27,7 @@ from ascend_parallel.tuning.cost_model.layer_passes import (
 from ascend_parallel.tuning.cost_model.layers import Layer
 from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
 from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
+from ascend_parallel.tuning.e_bound import e_bound
 
 # The schedules that the tables compare, by displayed name.
 SCHEDULES = {
@@ -35,14 +36,19 @@ SCHEDULES = {
     "2 chunks": Schedule(name="2"),
     "4 chunks": Schedule(name="4"),
     "8 chunks": Schedule(name="8"),
+    "2, regions": Schedule(name="2", region=True),
+    "4, regions": Schedule(name="4", region=True),
+    "8, regions": Schedule(name="8", region=True),
     "best equal": EQUAL,
     "best": BEST,
     "bound": BOUND,
 }
 LEGEND = """\
 serial: as Megatron-core runs the pass (one chunk; the column layer's backward already runs its collectives beside
-the matmuls). best: the best chunk sizes. gain: serial / best - 1. bound: lower bound for all sizes. Times are
-predictions of a model, not measurements; docs/predict.md has its formulas and sources."""
+the matmuls). best: the best chunk sizes. gain: serial / best - 1. bound: lower bound for all sizes, layer
+by layer. regions: chunks through all that stands between two attentions (COC_REGION=1); they may pass that bound.
+E_bound: the share that is hidden of all that a layer's computation and communication could hide of each other. Times
+are predictions of a model, not measurements; docs/predict.md has its formulas and sources."""
 
 
 def gain(before: float, after: float) -> float:
@@ -140,11 +146,18 @@ def _call(part: LinearPass) -> dict[str, Any]:
 
 
 def _layer(layer: Layer, layout: Layout) -> dict[str, Any]:
-    result = {}
+    def seconds(schedule: Schedule) -> float:
+        return layer.forward(schedule) + layer.backward(schedule, layout.recompute)
+
+    communication = layer.communication(layout.recompute)
+    in_turn, serial, result = seconds(IN_TURN), seconds(MEGATRON), {}
     for name, schedule in SCHEDULES.items():
-        forward, backward = layer.forward(schedule), layer.backward(schedule, layout.recompute)
-        serial = layer.forward(MEGATRON) + layer.backward(MEGATRON, layout.recompute)
-        result[name] = {"forward": forward, "backward": backward, "gain": gain(serial, forward + backward)}
+        result[name] = {
+            "forward": layer.forward(schedule),
+            "backward": layer.backward(schedule, layout.recompute),
+            "gain": gain(serial, seconds(schedule)),
+            "e_bound": e_bound(seconds(schedule), in_turn, in_turn - communication, communication),
+        }
     return result
 
 
@@ -189,7 +202,7 @@ def _calls_table(calls: list[dict[str, Any]]) -> Table:
 def _totals_table(prediction: dict[str, Any]) -> Table:
     table = Table(title="layer and training step, milliseconds", title_justify="left", box=box.SIMPLE)
     table.add_column("schedule")
-    for heading in ("forward", "backward", "layer's gain", "step", "step's gain", "tokens/s"):
+    for heading in ("forward", "backward", "layer's gain", "E_bound", "step", "step's gain", "tokens/s"):
         table.add_column(heading, justify="right")
     for name in SCHEDULES:
         layer, step = prediction["layer"][name], prediction["step"][name]
@@ -198,6 +211,7 @@ def _totals_table(prediction: dict[str, Any]) -> Table:
             _ms(layer["forward"]),
             _ms(layer["backward"]),
             f"{layer['gain']:+.2%}",
+            "-" if layer["e_bound"] is None else f"{layer['e_bound']:.2f}",
             _ms(step["total"]),
             f"{step['gain']:+.2%}",
             f"{step['tokens_per_second']:.0f}",

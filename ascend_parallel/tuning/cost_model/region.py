@@ -1,0 +1,223 @@
+"""Estimate a region: its forward from proj into the next layer's qkv, and the MLP's backward, in chunks of like rows.
+
+A rank has a compute lane, which runs its tasks in the program's order and waits for the chunk that a task reads, and a
+link, which runs the collectives in the order of their start. docs/regions.md has the order of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
+from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
+from ascend_parallel.tuning.cost_model.models import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The seconds of a region, and those of its matmuls and element-wise work, and of its collectives, each alone."""
+
+    seconds: float
+    computation: float
+    communication: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elementwise:
+    """Element-wise work over all rows of a rank: seconds of its memory traffic, and its launches."""
+
+    seconds: float
+    launches: int
+
+
+class Lanes:
+    """Adds tasks in the program's order; each is given the end of what it reads, and gives its own end, in seconds.
+
+    issue
+        Host seconds per launch, beside both lanes.
+    inline
+        Host seconds per launch that the compute lane spends.
+    slow
+        The factors on the times of both lanes, which disturb each other.
+    """
+
+    def __init__(self, issue: float = 0.0, inline: float = 0.0, slow: tuple[float, float] = (1.0, 1.0)) -> None:
+        """Begin with both lanes free."""
+        self._issue, self._inline, self._slow = issue, inline, slow
+        self._launched = 0
+        self._computed = self._moved = 0.0
+        self.computation = self.communication = 0.0
+
+    def run(self, seconds: float, reads: float = 0.0) -> float:
+        """Run a task on the compute lane."""
+        spent = seconds * self._slow[0] + self._inline
+        self.computation += spent
+        self._computed = max(self._computed, self._launch(), reads) + spent
+        return self._computed
+
+    def send(self, seconds: float) -> float:
+        """Start a collective of what the compute lane has done so far."""
+        self.computation += self._inline
+        self._computed += self._inline
+        spent = seconds * self._slow[1]
+        self.communication += spent
+        self._moved = max(self._moved, self._computed, self._launch()) + spent
+        return self._moved
+
+    @property
+    def estimate(self) -> Estimate:
+        """The end of the last task of either lane."""
+        return Estimate(
+            seconds=max(self._computed, self._moved), computation=self.computation, communication=self.communication
+        )
+
+    def _launch(self) -> float:
+        """Return when the host has issued the next task; the first was issued before."""
+        self._launched += 1
+        return self._issue * (self._launched - 1)
+
+
+class Region:
+    """The region of one transformer layer in `count` chunks, on one rank."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        parts: Mapping[str, Sequence[LinearPass]],
+        batch: Batch,
+        count: int,
+        *,
+        tail: Elementwise,
+        activation: Elementwise,
+    ) -> None:
+        """Describe the region by its layers' passes, proj and the MLP's two last.
+
+        tail: bias, addition and norm. If one layer alone stands before proj, it pulls the rows of the layer before.
+        """
+        self._costs, self._tail, self._activation = costs, tail, activation
+        *self._first, self._proj, self._up, self._down = parts[FORWARD]
+        *_, self._up_backward, self._down_backward = parts[BACKWARD]
+        self._sequence_parallel = batch.sequence_parallel and batch.tp > 1
+        self._sizes: Sizes = split_rows(batch.own_rows, count)
+        self._rows = batch.own_rows
+
+    @property
+    def pulls(self) -> bool:
+        """Whether the next layer's attention begins with one matmul, which pulls rows."""
+        return len(self._first) == 1
+
+    def forward(self) -> Estimate:
+        """Return the estimate from proj to the next layer's norm, and its qkv if that pulls rows."""
+        return self._estimate(self._run_forward)
+
+    def backward(self) -> Estimate:
+        """Return the estimate of the MLP's backward, weight gradients included."""
+        return self._estimate(self._run_backward)
+
+    def _estimate(self, add: Callable[[Lanes], None]) -> Estimate:
+        host = self._costs.hardware.host
+        issue, inline = (0.0, host.launch) if host.inline else (host.launch, 0.0)
+        alone = Lanes(issue, inline)
+        add(alone)
+        if self._whole:
+            return alone.estimate
+        lanes = Lanes(issue, inline, self._costs.stretches(alone.computation, alone.communication))
+        add(lanes)
+        return lanes.estimate
+
+    def _run_forward(self, lanes: Lanes) -> None:
+        reduced = []
+        for rows in self._sizes:
+            lanes.run(self._matmul(self._proj, rows))
+            reduced.append(lanes.send(self._reduce(self._proj, rows)))
+        left: list[float] = []
+
+        def mlp(index: int, ready: float) -> None:
+            rows = self._sizes[index]
+            lanes.run(self._matmul(self._up, rows), ready)
+            lanes.run(self._part(self._activation, rows))
+            lanes.run(self._matmul(self._down, rows))
+            left.append(lanes.send(self._reduce(self._down, rows)))
+
+        def qkv(index: int, ready: float) -> None:
+            lanes.run(self._matmul(self._first[0], self._sizes[index]), ready)
+
+        self._pull(lanes, reduced, self._up, mlp)
+        if self.pulls:
+            self._pull(lanes, left, self._first[0], qkv)
+        else:
+            for rows, ready in zip(self._sizes, left, strict=True):
+                lanes.run(self._part(self._tail, rows), ready)
+
+    def _pull(
+        self, lanes: Lanes, reduced: Sequence[float], column: LinearPass, multiply: Callable[[int, float], None]
+    ) -> None:
+        """Run the tail of each chunk, then `multiply`; with sequence parallelism a chunk is gathered one ahead."""
+
+        def normed(index: int) -> float:
+            done = lanes.run(self._part(self._tail, self._sizes[index]), reduced[index])
+            return lanes.send(self._gather(column, self._sizes[index])) if self._sequence_parallel else done
+
+        ahead = normed(0) if self._sequence_parallel else None
+        for index in range(len(self._sizes)):
+            ready = normed(index) if ahead is None else ahead
+            if ahead is not None and index + 1 < len(self._sizes):
+                ahead = normed(index + 1)
+            multiply(index, ready)
+
+    def _run_backward(self, lanes: Lanes) -> None:
+        up, down = self._up_backward, self._down_backward
+        gradients = inputs = [0.0] * len(self._sizes)
+        if self._sequence_parallel:
+            gradients = [lanes.send(self._gather(down, rows)) for rows in self._sizes]
+            inputs = [lanes.send(self._gather(up, rows, outputs=True)) for rows in self._sizes]
+        for rows, ready in zip(self._sizes, gradients, strict=True):
+            lanes.run(self._matmul(down, rows), ready)
+            lanes.run(2 * self._part(self._activation, rows))
+            lanes.run(self._matmul(up, rows))
+            lanes.send(self._reduce(up, rows))
+        lanes.run(down.tail, gradients[-1])
+        lanes.run(up.tail, inputs[-1])
+
+    @property
+    def _whole(self) -> bool:
+        return len(self._sizes) == 1
+
+    @property
+    def _blocks(self) -> int:
+        """The ranks whose rows a chunk holds."""
+        return self._proj.linear.ranks if self._sequence_parallel else 1
+
+    def _matmul(self, part: LinearPass, rows: int) -> float:
+        """Return the seconds of `rows` rows of every rank, or of this rank, in the pass's matmul."""
+        m, k, n, item = _shape(part)
+        if self._whole:
+            return part.matmul
+        hardware, launches = self._costs.hardware, self._costs.launches(self._blocks)
+        utilisation = self._costs.utilisation(m, k, n, item)
+        more = (launches - 1) * hardware.matmul.launch
+        return more + self._costs.matmul(rows, k, n, item, batches=self._blocks, utilisation=utilisation)
+
+    def _reduce(self, part: LinearPass, rows: int) -> float:
+        _, _, n, item = _shape(part)
+        kind = REDUCE_SCATTER if self._sequence_parallel else ALL_REDUCE
+        return self._costs.collective(kind, rows * self._blocks * n * item, part.linear.ranks, whole=self._whole)
+
+    def _gather(self, part: LinearPass, rows: int, *, outputs: bool = False) -> float:
+        """Return the seconds of the gather of the matmul's input, or of rows as wide as its outputs."""
+        _, k, n, item = _shape(part)
+        size = rows * self._blocks * (n if outputs else k) * item
+        return self._costs.collective(GATHER, size, part.linear.ranks, whole=self._whole)
+
+    def _part(self, work: Elementwise, rows: int) -> float:
+        return work.seconds * rows / self._rows + work.launches * self._costs.hardware.matmul.launch
+
+
+def _shape(part: LinearPass) -> tuple[int, int, int, int]:
+    """Return m, k and n of the pass's matmul over all rows, and the bytes of an element."""
+    linear = part.linear
+    k, n = (linear.k, linear.n) if part.direction == FORWARD else (linear.n, linear.k)
+    return linear.m, k, n, linear.dtype.itemsize

@@ -1,0 +1,259 @@
+"""COC_REGION=auto: the first passes of a training run in turn layer by layer and in regions; the faster way stays.
+
+A pass is one forward through the layers, and its backward: the time from the first layer's entry to the last layer's
+exit, and from the gradient of the last layer's output to that of the first layer's input. What lies between (loss,
+optimizer, data, other pipeline stages) is not timed. The way changes only where no forward waits for its backward, so
+that a recomputed forward runs as the first one did, and a pipeline's micro-batches of one step all run alike.
+
+Every decision follows from the calls of the layers, which are the same on all ranks of a tensor-parallel group, and
+from figures that all of them have.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.consistency import DisagreementError, exchange
+from ascend_parallel.settings import Settings
+
+log = logging.getLogger("ascend_parallel")
+
+# The way of each turn, True: in regions. The first two warm up. The order of the others is the same for every second
+# and for every fourth turn, so that what returns with such a period falls upon both ways alike.
+WARM_UP = 2
+TURNS = (False, True, False, True, True, False, True, False, False, True)
+LEAST_GAIN = 0.02  # share of the layers' time: regions must gain more than this in the median of the turns
+LOST = 1  # neighbouring turns of both ways, of four, that regions may lose
+# A forward whose backward has not come after so many further forwards is no longer waited for.
+MOST_WAITING = 256
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The way that is kept.
+
+    region
+        Whether modules run as regions where they can.
+    layers, regions
+        The median seconds of a pass of either way, of the slowest rank; None: nothing was measured.
+    why
+        The reason, in words.
+    """
+
+    region: bool
+    layers: float | None
+    regions: float | None
+    why: str
+
+    def __str__(self) -> str:
+        """Return the decision with its figures, in words."""
+        way = "regions" if self.region else "layers one by one"
+        if self.layers is None or self.regions is None:
+            return f"{way}: {self.why}"
+        return (
+            f"{way}: a pass takes {1e3 * self.layers:.2f} ms in layers and {1e3 * self.regions:.2f} ms in regions; "
+            f"{self.why}"
+        )
+
+
+def decide(seconds: Sequence[float]) -> Decision:
+    """Return the way to keep, from the seconds of a pass in each turn of `TURNS`."""
+    turns = list(zip(TURNS, seconds, strict=True))[WARM_UP:]
+    layers = [each for region, each in turns if not region]
+    regions = [each for region, each in turns if region]
+    gain = 1 - median(regions) / median(layers)
+    # Turns 2i and 2i + 1 are neighbours of different ways, as are the i-th turns of both.
+    lost = sum(theirs >= ours for ours, theirs in zip(layers, regions, strict=True))
+    share = f"{100 * abs(gain):.1f} %"
+    if gain > LEAST_GAIN and lost <= LOST:
+        return Decision(True, median(layers), median(regions), f"regions gain {share}")
+    asked = f"they must gain more than {100 * LEAST_GAIN:.0f} % and lose at most {LOST}"
+    won = f"regions gain {share} and lose {lost} of {len(layers)} turns; {asked}"
+    return Decision(False, median(layers), median(regions), won if gain > 0 else f"regions lose {share}")
+
+
+class RegionChoice:
+    """Whether modules run as regions: as the settings say, or, with "auto", as the first passes of a training show."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Follow `settings.region`; with "auto" begin layer by layer."""
+        self.on = settings.region is True
+        self.decision: Decision | None = None
+        self._trial = Trial() if settings.region == "auto" else None
+        self._inside = False
+
+    @property
+    def undecided(self) -> bool:
+        """Whether calls are still timed."""
+        return self._trial is not None
+
+    def call(
+        self, layer: torch.nn.Module, hidden: torch.Tensor, run: Callable[[], Any], excluded: str | None = None
+    ) -> Any:
+        """Return ``run()``, a call of `layer` with `hidden`, and time it while nothing is decided.
+
+        excluded
+            Why no module of this configuration can run as a region; then nothing is timed.
+
+        Layers that run inside this call belong to it.
+        """
+        if self._trial is None or self._inside or torch.compiler.is_compiling():
+            return run()
+        if excluded is not None:
+            self._keep(Decision(False, None, None, f"no module can run as a region: {excluded}"))
+            return run()
+        self._inside = True
+        try:
+            return self._timed(self._trial, layer, hidden, run)
+        finally:
+            self._inside = False
+
+    def ran(self, group: dist.ProcessGroup) -> None:
+        """Note that a module of `group` runs as a region."""
+        if self._trial is not None:
+            self._trial.group = group
+
+    def __str__(self) -> str:
+        """Return what was decided, and from which figures."""
+        if self.decision is not None:
+            return f"COC_REGION=auto: {self.decision}"
+        if self._trial is not None:
+            done = len(self._trial.seconds)
+            return f"COC_REGION=auto: not decided yet, {done} of {len(TURNS)} turns of the first passes are done"
+        return "in regions where they can run (COC_REGION=1)" if self.on else "layers one by one (COC_REGION=0)"
+
+    def _timed(self, trial: Trial, layer: torch.nn.Module, hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # a recomputed forward
+            trial.in_backward(layer, hidden)
+            return run()
+        if not layer.training or not (torch.is_grad_enabled() or hidden.requires_grad):
+            return run()
+        if trial.begins(layer):
+            self._follow(trial)
+        if self._trial is None:
+            return run()
+        trial.enter(layer, hidden)
+        output = run()
+        trial.leave(layer, output)
+        return output
+
+    def _follow(self, trial: Trial) -> None:
+        """Take the way of the turn that begins, or the way to keep."""
+        if (decision := trial.next_pass()) is not None:
+            self._keep(decision)
+        else:
+            self.on = trial.region
+
+    def _keep(self, decision: Decision) -> None:
+        self._trial, self.decision, self.on = None, decision, decision.region
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.warning("COC_REGION=auto: %s", decision)
+
+
+class Trial:
+    """The turns of both ways, timed."""
+
+    def __init__(self) -> None:
+        """Begin with the first turn."""
+        self.seconds: list[float] = []  # of a pass, in each finished turn
+        self.group: dist.ProcessGroup | None = None  # of the modules that ran as a region
+        self._first: ReferenceType[torch.nn.Module] | None = None
+        self._latest: ReferenceType[torch.nn.Module] | None = None
+        self._last: ReferenceType[torch.nn.Module] | None = None  # known after the first pass
+        self._layers: WeakSet[torch.nn.Module] = WeakSet()  # between first and last
+        self._number = 0  # of the latest pass
+        self._waiting: dict[int, float] = {}  # pass whose backward has not ended -> seconds of its forward
+        self._finished: list[float] = []  # seconds of the turn's passes that have ended
+        self._hooked = False  # whether the latest pass's end will be seen
+        self._forward_began = 0.0
+        self._backward_began: float | None = None
+
+    @property
+    def region(self) -> bool:
+        """The way of this turn."""
+        return TURNS[len(self.seconds)]
+
+    def begins(self, layer: torch.nn.Module) -> bool:
+        """Tell whether a pass begins with this layer."""
+        if self._first is None:
+            self._first = ref(layer)
+        return self._first() is layer
+
+    def next_pass(self) -> Decision | None:
+        """Begin a pass, and the next turn if no forward waits for its backward; return the way to keep, once known."""
+        if self._number and self._last is None:
+            self._last = self._latest
+        self._waiting = {n: spent for n, spent in self._waiting.items() if self._number - n < MOST_WAITING}
+        if self._finished and not self._waiting:
+            self.seconds.append(sum(self._finished) / len(self._finished))
+            self._finished = []
+            if (decision := self._decision()) is not None:
+                return decision
+        self._number += 1
+        self._waiting[self._number] = 0.0
+        self._hooked, self._backward_began = False, None
+        return None
+
+    def enter(self, layer: torch.nn.Module, hidden: torch.Tensor) -> None:
+        """Begin a layer's forward."""
+        if self._last is None:
+            self._latest = ref(layer)
+            self._layers.add(layer)
+        if self.begins(layer):
+            self._forward_began = now(hidden)
+        if not self._hooked and hidden.requires_grad and layer in self._layers:
+            number, self._hooked = self._number, True
+            _at_gradient(hidden, lambda gradient: self._end(number, gradient))
+
+    def leave(self, layer: torch.nn.Module, output: Any) -> None:
+        """End a layer's forward."""
+        if self._last is None or self._last() is not layer:
+            return
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        self._waiting[self._number] = now(hidden) - self._forward_began
+        if hidden.requires_grad:
+            _at_gradient(hidden, lambda gradient: self.in_backward(layer, gradient))
+
+    def in_backward(self, layer: torch.nn.Module, like: torch.Tensor) -> None:
+        """Note that the backward of a pass has come to `layer`, or has begun before it."""
+        if self._backward_began is None and layer in self._layers:
+            self._backward_began = now(like)
+
+    def _end(self, number: int, gradient: torch.Tensor) -> None:
+        """End the backward of a pass; a second backward through the same forward is not timed."""
+        began, self._backward_began = self._backward_began, None
+        if number in self._waiting:
+            backward = 0.0 if began is None else now(gradient) - began
+            self._finished.append(self._waiting.pop(number) + backward)
+
+    def _decision(self) -> Decision | None:
+        """Return the way to keep; None: further turns are needed. The last turn exchanges all ranks' figures."""
+        if len(self.seconds) >= WARM_UP and self.group is None:
+            return Decision(False, None, None, "no module can run as a region")
+        if len(self.seconds) < len(TURNS) or self.group is None:
+            return None
+        by_rank = exchange(
+            self.group, "the decision of COC_REGION=auto", {"seconds": self.seconds}, DisagreementError, topic="region"
+        )
+        return decide([max(turn) for turn in zip(*(each["seconds"] for each in by_rank.values()), strict=True)])
+
+
+def _at_gradient(x: torch.Tensor, act: Callable[[torch.Tensor], None]) -> None:
+    """Call `act` with the gradient of `x` once backward has computed it."""
+    x.register_hook(act)  # type: ignore[no-untyped-call]
+
+
+def now(like: torch.Tensor) -> float:
+    """Return a monotonic time in seconds, once the accelerator that holds `like` has done its work."""
+    if like.device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(like.device)
+    return time.perf_counter()

@@ -1,0 +1,300 @@
+"""COC_REGION=auto in a real GPT of megatron-core: the first passes decide, alike on all ranks; the bits stay."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from trained import megatron, pipeline_step
+
+from ascend_parallel.patches.megatron.region_choice import TURNS, WARM_UP, decide
+
+AUTO = {"num_chunks": 4, "region": "auto", "region_rows": 16}
+
+
+def seconds(pairs, warm=(9.0, 9.0)):
+    """Return the turns' seconds in the order of TURNS; `pairs`: (layers, regions) of neighbouring turns."""
+    found = list(warm)
+    for (layers, regions), first in zip(pairs, TURNS[WARM_UP::2], strict=True):
+        found += [regions, layers] if first else [layers, regions]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pairs", "region"),
+    [
+        ([(1.0, 0.9)] * 4, True),
+        ([(1.0, 1.1)] * 4, False),
+        ([(1.0, 0.99)] * 4, False),  # less than 2 %
+        ([(1.0, 0.5)] * 3 + [(1.0, 5.0)], True),  # one turn may lose
+        ([(1.0, 0.5)] * 2 + [(1.0, 1.1)] * 2, False),  # two may not, though the medians win
+        ([(1.0, 1.0)] * 4, False),
+    ],
+)
+def test_the_decision_is_a_pure_function_of_the_turns(pairs, region):
+    decision = decide(seconds(pairs))
+    assert decision.region is region
+    assert decision == decide(seconds(pairs, warm=(0.1, 99.0)))  # the warm-up does not count
+    assert f"{1e3 * decision.layers:.2f} ms in layers and {1e3 * decision.regions:.2f} ms in regions" in str(decision)
+
+
+def test_what_returns_every_second_or_fourth_turn_falls_on_both_ways():
+    timed = TURNS[WARM_UP:]
+    for period in (1, 2, 4):
+        for first in range(period):
+            ways = timed[first::period]
+            assert 2 * sum(ways) == len(ways)
+    assert set(TURNS[:WARM_UP]) == {False, True}
+
+
+class FakeClock:
+    """Gives a way's forward and backward a length of its own: a region's `share` of the layers'."""
+
+    def __init__(self, share):
+        self.share, self.time = share, 0.0
+
+    def __call__(self, like):
+        from megatron.core.transformer.mlp import MLP
+
+        on = MLP.forward.ascend_parallel.choice.on
+        self.time += self.share if on else 1.0
+        return self.time
+
+
+def nothing(model, step):
+    """Change nothing."""
+
+
+def frozen_embedding(model, step):
+    for parameter in model.embedding.parameters():
+        parameter.requires_grad_(False)
+
+
+def evaluated(model, step):
+    """Evaluate before every third step."""
+    from ascend_parallel.patches.megatron.testing import next_token_loss
+
+    if step % 3 == 0:
+        model.eval()
+        with torch.no_grad():
+            next_token_loss(model, torch.ones(4, 65, dtype=torch.long))
+        model.train()
+
+
+def hooked(model, step):
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_hook(lambda *_: None)
+
+
+def forgotten(model, step):
+    """Run a forward whose backward never comes, before the first step."""
+    from ascend_parallel.patches.megatron.testing import next_token_loss
+
+    if step == 0:
+        next_token_loss(model, torch.ones(4, 65, dtype=torch.long))
+
+
+def trained(settings, options, steps, before=nothing, micro_batches=1):
+    """Return the losses and last gradients, whether regions ran in each step, and the status.
+
+    before: called with the model and the step's number before each step.
+    """
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import finalize_gradients, next_token_loss, small_gpt
+
+    ascend_parallel.configure(**settings)
+    model = small_gpt(seq=64, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses, ways = [], []
+    for step in range(steps):
+        before(model, step)
+        ascend_parallel.ops.COUNTS.clear()
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        total = sum(next_token_loss(model, torch.randint(256, (4, 65))) for _ in range(micro_batches))
+        total.backward()
+        finalize_gradients(model)
+        optimizer.step()
+        losses.append(total.item().hex())
+        ways.append(any("region" in name for name in ascend_parallel.ops.COUNTS.as_dict()))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    return losses, gradients, ways, ascend_parallel.status()
+
+
+@contextlib.contextmanager
+def observed(clock=None):
+    """Replace the clock, if one is given; give the lines that are logged about the choice."""
+    from ascend_parallel.patches.megatron import region_choice
+
+    said, handler, real = [], logging.Handler(), region_choice.now
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ascend_parallel").addHandler(handler)
+    region_choice.now = clock or real
+    try:
+        yield said
+    finally:
+        region_choice.now = real
+        logging.getLogger("ascend_parallel").removeHandler(handler)
+
+
+def decided(group, shares, options, more=None):
+    """Train plain and with auto; `shares`: each rank's clock. Return what was seen, and what was logged."""
+    import ascend_parallel
+    from ascend_parallel.diagnostics.doctor import examine_request
+
+    more = {"settings": AUTO, "steps": len(TURNS) + 2, **(more or {})}
+    with megatron(group.size()):
+        plain = trained(**{**more, "settings": {"num_chunks": 1}}, options=options)
+        with observed(None if shares is None else FakeClock(shares[group.rank()])) as said:
+            auto = trained(**more, options=options)
+        examined = [finding.found for finding in examine_request(ascend_parallel._control) if finding.name == "regions"]
+    return {
+        "same": plain[0] == auto[0] and all(map(torch.equal, plain[1], auto[1])),
+        "ways": auto[2],
+        "status": auto[3].region,
+        "doctor": examined,
+        "said": [line for line in said if line.startswith("COC_REGION=auto")],
+    }
+
+
+OPTIONS = {
+    "gpt": {},
+    "sequence parallel": {"sequence_parallel": True},
+    "full recompute": {"recompute": True},
+    "dropout of hidden states": {"hidden_dropout": 0.1},
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("share", [0.5, 2.0])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_faster_way_stays_and_the_bits_too(ranks, options, share):
+    ours, theirs = ranks(2).run(decided, [share, share], options)
+    assert ours["same"]
+    assert theirs["same"]
+    assert ours["ways"] == theirs["ways"] == [*TURNS, share < 1, share < 1]
+    assert ours["status"] == theirs["status"]
+    assert ours["said"] == [ours["status"]]
+    assert theirs["said"] == []
+    # A forward and a backward, each between two readings of the clock.
+    assert f"2000.00 ms in layers and {2000 * share:.2f} ms in regions" in ours["status"]
+
+
+@pytest.mark.parametrize(("shares", "region"), [([0.5, 0.6], True), ([0.5, 3.0], False), ([3.0, 0.5], False)])
+def test_ranks_with_unlike_clocks_decide_alike_by_the_slowest(ranks, shares, region):
+    ours, theirs = ranks(2).run(decided, shares, {})
+    assert ours["ways"] == theirs["ways"] == [*TURNS, region, region]
+    assert ours["status"] == theirs["status"]
+    assert f"{2000 * max(shares):.2f} ms in regions" in ours["status"]
+
+
+def test_a_real_run_ends_with_a_decision(ranks):
+    ours, theirs = ranks(2).run(decided, None, {})
+    assert ours["same"]
+    assert theirs["same"]
+    assert ours["ways"] == theirs["ways"]
+    assert ours["ways"][: len(TURNS)] == list(TURNS)
+    assert ours["status"] == theirs["status"]
+    assert "not decided" not in ours["status"]
+    assert len(ours["said"]) == 1
+    assert ours["doctor"] == theirs["doctor"] == [ours["status"]]
+
+
+def test_micro_batches_whose_backward_comes_later_run_in_one_way(ranks):
+    for found in ranks(2).run(decided, [0.5, 0.5], {}, {"micro_batches": 3}):
+        assert found["same"]
+        assert found["ways"] == [*TURNS, True, True]
+
+
+@pytest.mark.parametrize("before", [frozen_embedding, evaluated])
+def test_a_pass_is_timed_in_training_wherever_its_gradient_ends(ranks, before):
+    for found in ranks(2).run(decided, [0.5, 0.5], {}, {"before": before}):
+        assert found["same"]
+        assert found["ways"] == [*TURNS, True, True]
+
+
+def forgetful(group):
+    from ascend_parallel.patches.megatron import region_choice
+
+    region_choice.MOST_WAITING, usual = 5, region_choice.MOST_WAITING
+    try:
+        return decided(group, [0.5, 0.5], {}, {"before": forgotten, "steps": len(TURNS) + 6})
+    finally:
+        region_choice.MOST_WAITING = usual
+
+
+def test_a_backward_that_never_comes_is_waited_for_so_long(ranks):
+    for found in ranks(2).run(forgetful):
+        assert found["same"]
+        # The forgotten pass, and the five behind it, are one turn.
+        assert found["ways"] == [*[False] * 5, *TURNS[1:], True, True]
+
+
+NO_REGION = {
+    "hooks": {"before": hooked},
+    "COC_VERIFY": {"settings": {**AUTO, "verify_every": 1}},
+    "COC_DETERMINISTIC": {"settings": {**AUTO, "deterministic": True}},
+    "COC_STRICT": {"before": hooked, "settings": {**AUTO, "strict": True}},  # auto requests no region
+}
+
+
+@pytest.mark.parametrize("more", NO_REGION.values(), ids=NO_REGION)
+def test_where_no_module_can_be_a_region_the_layers_stay(ranks, more):
+    for found in ranks(2).run(decided, None, {}, {"steps": 4, **more}):
+        assert found["same"]
+        assert found["ways"] == [False] * 4
+        assert found["status"] == "COC_REGION=auto: layers one by one: no module can run as a region"
+
+
+def excluded(group):
+    """Return what was decided for a configuration that excludes regions."""
+    from ascend_parallel.patches.megatron.region_choice import RegionChoice
+    from ascend_parallel.settings import Settings
+
+    choice, x = RegionChoice(Settings(num_chunks=4, region="auto")), torch.ones(1)
+    before = str(choice)
+    assert choice.call(torch.nn.Identity(), x, lambda: x, "CUDA graphs") is x
+    return before, str(choice), choice.on
+
+
+def test_a_configuration_without_regions_is_not_timed(ranks):
+    before, after, on = ranks(2).run(excluded)[0]
+    assert before == "COC_REGION=auto: not decided yet, 0 of 10 turns of the first passes are done"
+    assert after == "COC_REGION=auto: layers one by one: no module can run as a region: CUDA graphs"
+    assert not on
+
+
+def stages(group):
+    """Two pipeline stages of two tensor-parallel ranks, whose regions seem slow on the second."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import megatron_on_cpu, small_gpt
+
+    runs = []
+    with megatron(2, pipeline_parallel=2), megatron_on_cpu(schedules=True):
+        last = dist.get_rank() >= 2
+        for settings in ({"num_chunks": 1}, AUTO):
+            ascend_parallel.configure(**settings)
+            model = small_gpt(num_layers=4, tied=False)
+            generator = torch.Generator().manual_seed(3)
+            batches = iter([torch.randint(256, (4, 65), generator=generator) for _ in range(36)])
+            ways, losses = [], []
+            with observed(FakeClock(2.0 if last else 0.5)):
+                for _ in range(12):
+                    ascend_parallel.ops.COUNTS.clear()
+                    losses += pipeline_step(model, batches)
+                    ways.append(ascend_parallel.ops.COUNTS.as_dict().get("layer_region", {"calls": 0})["calls"])
+            runs.append([*losses, *(parameter.grad for parameter in model.parameters())])
+        return all(map(torch.equal, *runs)), last, ways
+
+
+def test_each_pipeline_stage_decides_on_its_own_at_a_step_of_its_schedule(ranks):
+    for same, last, ways in ranks(4).run(stages):
+        assert same
+        assert len(ways) == 12
+        # The first stage holds two forwards at once; the last ends every micro-batch before the next.
+        if not last:
+            assert ways == [6 * region for region in (*TURNS, True, True)]
+        else:
+            assert ways[4:] == [0] * 8
+            assert sum(ways) == 2 * sum(TURNS)
