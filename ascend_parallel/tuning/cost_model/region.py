@@ -129,44 +129,55 @@ class Region:
         return lanes.estimate
 
     def _run_forward(self, lanes: Lanes) -> None:
-        reduced = []
-        for rows in self._sizes:
-            lanes.run(self._matmul(self._proj, rows))
-            reduced.append(lanes.send(self._reduce(self._proj, rows)))
         left: list[float] = []
 
-        def mlp(index: int, ready: float) -> None:
-            rows = self._sizes[index]
-            lanes.run(self._matmul(self._up, rows), ready)
+        def rest_of_mlp(rows: int) -> None:
             lanes.run(self._part(self._activation, rows))
             lanes.run(self._matmul(self._down, rows))
             left.append(lanes.send(self._reduce(self._down, rows)))
 
-        def qkv(index: int, ready: float) -> None:
-            lanes.run(self._matmul(self._first[0], self._sizes[index]), ready)
-
-        self._pull(lanes, reduced, self._up, mlp)
+        self._pull(lanes, self._rows_of_proj(lanes), self._up, rest_of_mlp)
         if self.pulls:
-            self._pull(lanes, left, self._first[0], qkv)
+            self._pull(lanes, left.__getitem__, self._first[0], lambda rows: None)
         else:
             for rows, ready in zip(self._sizes, left, strict=True):
                 lanes.run(self._part(self._tail, rows), ready)
 
+    def _rows_of_proj(self, lanes: Lanes) -> Callable[[int], float]:
+        """Return what gives the end of a chunk's collective; with sequence parallelism proj sends one chunk ahead."""
+        reduced: list[float] = []
+
+        def end(index: int) -> float:
+            count = index + 2 if self._sequence_parallel else len(self._sizes)
+            for rows in self._sizes[len(reduced) : count]:
+                lanes.run(self._matmul(self._proj, rows))
+                reduced.append(lanes.send(self._reduce(self._proj, rows)))
+            return reduced[index]
+
+        return end
+
     def _pull(
-        self, lanes: Lanes, reduced: Sequence[float], column: LinearPass, multiply: Callable[[int, float], None]
+        self, lanes: Lanes, reduced: Callable[[int], float], column: LinearPass, then: Callable[[int], None]
     ) -> None:
-        """Run the tail of each chunk, then `multiply`; with sequence parallelism a chunk is gathered one ahead."""
+        """Run the tail of each chunk, its matmul, then `then`; with sequence parallelism chunks are gathered between.
+
+        A chunk is gathered one ahead, and the rank's own rows are multiplied under the gather.
+        """
 
         def normed(index: int) -> float:
-            done = lanes.run(self._part(self._tail, self._sizes[index]), reduced[index])
+            done = lanes.run(self._part(self._tail, self._sizes[index]), reduced(index))
             return lanes.send(self._gather(column, self._sizes[index])) if self._sequence_parallel else done
 
-        ahead = normed(0) if self._sequence_parallel else None
-        for index in range(len(self._sizes)):
-            ready = normed(index) if ahead is None else ahead
-            if ahead is not None and index + 1 < len(self._sizes):
+        own = 1 / self._blocks if self._sequence_parallel and not self._whole else 0.0
+        ahead = normed(0) if self._sequence_parallel else 0.0
+        for index, rows in enumerate(self._sizes):
+            ready, matmul = ahead if self._sequence_parallel else normed(index), self._matmul(column, rows)
+            if own:
+                lanes.run(own * matmul)
+            if self._sequence_parallel and index + 1 < len(self._sizes):
                 ahead = normed(index + 1)
-            multiply(index, ready)
+            lanes.run((1 - own) * matmul, ready)
+            then(rows)
 
     def _run_backward(self, lanes: Lanes) -> None:
         up, down = self._up_backward, self._down_backward
