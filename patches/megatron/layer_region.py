@@ -85,11 +85,11 @@ class LayerRegion:
         if (recorder := RECORDING.recorder) is not None:
             self._stack.enter_context(recorder.layer("region", "forward", self._name, input_.device.type))
         self._proj_rows = LeftRows(self._cut, self._stack)
-        pending, sizes = self._proj_rows.pending, self._cut.sizes
+        pending, cut = self._proj_rows.pending, self._cut
         on_demand = {}
         if layer.sequence_parallel:
             x, w = input_.detach(), weight.detach()
-            on_demand["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, sizes, pending)
+            on_demand["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, cut, pending)
         self._proj_rows.y = row_linear(
             input_,
             weight,

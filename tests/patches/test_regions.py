@@ -155,21 +155,22 @@ def test_gradient_accumulation_fusion(ranks):
     assert ranks(2).run(accumulated) == [(True, True, True)] * 2
 
 
-def recorded(group, folder):
+def recorded(group, folder, sequence_parallel):
     import ascend_parallel
     from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     with megatron(group.size()):
         ascend_parallel.configure(**REGION)
-        model = small_gpt()
+        model = small_gpt(sequence_parallel=sequence_parallel)
         with ascend_parallel.timeline.record(folder):
             next_token_loss(model, torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(3))).backward()
 
 
-def test_a_region_is_one_pass_of_a_timeline(ranks, tmp_path):
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all-reduce", "sequence parallel"])
+def test_a_region_is_one_pass_of_a_timeline(ranks, tmp_path, sequence_parallel):
     from ascend_parallel.diagnostics.timeline.files import read_run
 
-    ranks(2).run(recorded, tmp_path)
+    ranks(2).run(recorded, tmp_path, sequence_parallel)
     files, _ = read_run(tmp_path)
     for file in files:
         passes = {(p.layer, p.direction): p for p in file.passes}

@@ -97,7 +97,7 @@ def region(style, p, group, settings, sp=False):
     with PendingRows(cut.sizes) as pending:
         if sp:
             x, w = p["x"].detach(), p["proj"].detach()
-            options["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, cut.sizes, pending)
+            options["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, cut, pending)
         y = row_linear(p["x"], p["proj"], finish=pending.take, **options)
         parameters = [p[name] for name in ("norm", "norm bias") if name in p]
         tail = Tail(add, normalise(norm, p), parameters, pending.rows, cut.sizes)

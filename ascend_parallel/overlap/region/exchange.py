@@ -16,10 +16,13 @@ import torch.distributed as dist
 from ascend_parallel.ops.collectives import reduce_scatters
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import multiply, multiply_blocks, rank_blocks
+from ascend_parallel.ops.operators import recorded
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.record import MATMUL, RECORDING, compute
+from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.overlap.region.rows import LazyRows
 
 # A chunk is sent before the chunk this many places earlier is multiplied. More would wait for rows too early.
@@ -131,6 +134,23 @@ class Reduced:
             self.pending.launch(dist.all_reduce, y_r[0], group=self._group, async_op=True)
         else:
             self.pending.launch(self._starts[index], y_r.flatten(0, 1))  # type: ignore[arg-type]
+
+
+@contextmanager
+def recorded_call(
+    group: dist.ProcessGroup, cut: RegionCut, w: torch.Tensor | None, sequence_parallel: bool
+) -> Iterator[None]:
+    """Record the operator of a pass that sums over ranks, if a recorder is active; w [K, N] is its right operand."""
+    recorder = RECORDING.recorder
+    if recorder is None or w is None:
+        yield
+        return
+    ranks, rows = group.size(), sum(cut.sizes)
+    operator = REDUCE_SCATTER if sequence_parallel else ALL_REDUCE
+    m = rows * ranks if sequence_parallel else rows
+    problem = Problem(operator, m, w.shape[0], w.shape[1], w.dtype, w.device.type, ranks)
+    with recorder.call(recorded(choose(problem, cut.settings)), problem.device, group, fused=False):
+        yield
 
 
 @contextmanager

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ascend_parallel.ops.operators import recorded, rows_of, shaped
+from ascend_parallel.ops.operators import rows_of, shaped
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem, check_operands
-from ascend_parallel.ops.record import BESIDE, MATMUL, RECORDING, compute, recorded_layer
-from ascend_parallel.ops.registry import choose
+from ascend_parallel.ops.problem import check_operands
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
 from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.overlap.region.exchange import (
     GatheredRows,
@@ -32,6 +31,7 @@ from ascend_parallel.overlap.region.exchange import (
     Rows,
     chunk_bounds,
     draining,
+    recorded_call,
 )
 from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
@@ -109,7 +109,7 @@ class _ChunkedMlp(torch.autograd.Function):
         # The whole activation, for fc2's weight gradient.
         a_r = x_m.new_empty(ranks, x_m.shape[0], w2.shape[1]) if needs_w2 else None
         bias, graphed = None if b1 is None else b1.detach(), needs_x or needs_w1 or needs_b1
-        with _recorded(mlp, w2.t()):
+        with recorded_call(mlp.group, mlp.cut, w2.t(), mlp.sequence_parallel):
             inputs = mlp.inputs(x_m, mlp.source)
             reduced = Reduced(x_m.new_empty(x_m.shape[0], w2.shape[0]), sizes, mlp.group, mlp.sequence_parallel)
             with _guarded(inputs, reduced):
@@ -144,7 +144,7 @@ class _ChunkedMlp(torch.autograd.Function):
         mlp.fc1_gradient.begin(x, w1)
         mlp.before_communicating()
         dy_m = rows_of(dy.contiguous())
-        with _recorded(mlp, w1), ExitStack() as stack:
+        with recorded_call(mlp.group, mlp.cut, w1, mlp.sequence_parallel), ExitStack() as stack:
             gradients = mlp.inputs(dy_m, None, ahead=len(mlp.cut.sizes))
             again = None if x is None or ctx.kept else mlp.inputs(rows_of(x.contiguous()), None)
             reduced = None
@@ -233,21 +233,6 @@ def _fc1_gradients(
         return None, db1
     gradient = ctx.mlp.fc1_gradient
     return compute(MATMUL, "weight gradient", gradient.compute, rows_of(x_m.contiguous()), dh_m), db1
-
-
-@contextmanager
-def _recorded(mlp: ChunkedMlp, w: torch.Tensor | None) -> Iterator[None]:
-    """Record the operator of a pass that sums over ranks, if a recorder is active; w [K, N] is its right operand."""
-    recorder = RECORDING.recorder
-    if recorder is None or w is None:
-        yield
-        return
-    ranks, rows = mlp.group.size(), sum(mlp.cut.sizes)
-    operator = REDUCE_SCATTER if mlp.sequence_parallel else ALL_REDUCE
-    m = rows * ranks if mlp.sequence_parallel else rows
-    problem = Problem(operator, m, w.shape[0], w.shape[1], w.dtype, w.device.type, ranks)
-    with recorder.call(recorded(choose(problem, mlp.cut.settings)), problem.device, mlp.group, fused=False):
-        yield
 
 
 @contextmanager

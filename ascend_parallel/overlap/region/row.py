@@ -11,23 +11,23 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.operators import rows_of, scattered_shape, shaped
 from ascend_parallel.ops.record import MATMUL, compute
-from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.forward_wrapper import Products
-from ascend_parallel.overlap.region.exchange import AHEAD, Reduced, chunk_bounds
+from ascend_parallel.overlap.region.cuts import RegionCut
+from ascend_parallel.overlap.region.exchange import AHEAD, Reduced, chunk_bounds, recorded_call
 from ascend_parallel.overlap.region.rows import PendingRows
 
 
 def send_rows_on_demand(
-    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, rows: PendingRows
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, cut: RegionCut, rows: PendingRows
 ) -> Products:
     """Return the unfinished y of a row-parallel layer, for `row_linear`'s wrapper: x [S, ..., K], weight [N, K].
 
-    y [S / R, ..., N] in chunks of `sizes` rows; `rows` multiplies and sends a chunk when its rows are asked for.
+    y [S / R, ..., N] in the chunks of `cut`; `rows` multiplies and sends a chunk when its rows are asked for.
     """
     x_m, w = rows_of(x), weight.t()
     x_r = x_m.view(group.size(), -1, x_m.shape[1])
-    reduced = Reduced(x_m.new_empty(x_r.shape[1], w.shape[1]), sizes, group, sequence_parallel=True)
-    bounds, sent = chunk_bounds(sizes), 0
+    reduced = Reduced(x_m.new_empty(x_r.shape[1], w.shape[1]), cut.sizes, group, sequence_parallel=True)
+    bounds, sent = chunk_bounds(cut.sizes), 0
 
     def send(count: int) -> None:
         nonlocal sent
@@ -36,7 +36,7 @@ def send_rows_on_demand(
             reduced.send(sent, compute(MATMUL, "proj", reduced.multiply, sent, x_r[:, start:stop], w))
             sent += 1
 
-    with reduced.pending.launching():
+    with recorded_call(group, cut, w, sequence_parallel=True), reduced.pending.launching():
         send(1 + AHEAD)
     y_m = rows.take_unsent(reduced.pending, send, AHEAD)
     return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1])), None
