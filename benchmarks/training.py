@@ -2,15 +2,19 @@
 
     python benchmarks/training.py --link 1gbit      about four minutes; needs root for the link
     python benchmarks/training.py                   over the loopback, where there is little to hide
+    python benchmarks/training.py --link 1gbit --exposed     the communication under which nothing is computed
 
 Forward, backward and the optimizer's step, fp32, 2 ranks, in all-reduce mode and with sequence parallelism. The table
 has medians, and the ratio plain / variant, paired by round, with a bootstrap interval. "first step" includes auto's
-search for chunks.
+search for chunks. With --exposed the table has the communication of a step on rank 0, and the part of it under which
+nothing is computed, from timelines of the overlapped layers; "serial" is COC_MODE=1.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,8 @@ import torch.distributed as dist
 from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
 
 import ascend_parallel
+from ascend_parallel.diagnostics.timeline.files import read_run
+from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length
 from ascend_parallel.patches.megatron.testing import (
     end_model_parallel,
     finalize_gradients,
@@ -42,14 +48,26 @@ def main() -> None:
     )
     for name, size in {"hidden": 768, "layers": 2, "seq": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
+    parser.add_argument("--exposed", action="store_true", help="record timelines instead of times")
     options = vars(parser.parse_args())
     found = on_ranks("training:rank", RANKS, link=options.pop("link"), limit=1200, options=options)
+    if options["exposed"]:
+        print(table(["mode", "COC_PARALLEL_NUM", "communication, ms", "exposed, ms"], _exposed_rows(found)))
+        return
     rows = [
         [mode, name, milliseconds(times, 0), *_ratio(name, times, variants[PLAIN][1]), f"{1e3 * first:.0f}"]
         for mode, variants in found.items()
         for name, (first, times) in variants.items()
     ]
     print(table(["mode", "COC_PARALLEL_NUM", "step, ms", "plain / variant", "95 %", "first step, ms"], rows))
+
+
+def _exposed_rows(found: dict[str, dict[str, tuple[float, float]]]) -> list[list[str]]:
+    return [
+        [mode, name, *(f"{each:.1f}" for each in sums)]
+        for mode, variants in found.items()
+        for name, sums in variants.items()
+    ]
 
 
 def _ratio(name: str, times: list[float], plain: list[float]) -> tuple[str, str]:
@@ -68,8 +86,8 @@ def rank(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _mode(mode: str, job: dict[str, Any]) -> dict[str, tuple[float, list[float]]]:
-    """Return the seconds of the first step, and of the other steps, by variant."""
+def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the seconds of the first step, and of the other steps, by variant; or what `_recorded` returns."""
     sequence_parallel = mode != "all-reduce"
     shape = {"num_layers": job["layers"], "hidden": job["hidden"], "heads": 12, "seq": job["seq"], "vocab": 8192}
     model = small_gpt(**shape, sequence_parallel=sequence_parallel)
@@ -83,6 +101,8 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, tuple[float, list[float]]
         optimizer.step()
 
     step()  # warm-up of allocator and optimizer
+    if job["exposed"]:
+        return {name: _recorded(step, job["rounds"], options) for name, options in _settings(job["chunks"]).items()}
     runs = {
         name: lambda forwards=forwards: _with(forwards, step)
         for name, forwards in _variants(job["chunks"].split(",")).items()
@@ -98,12 +118,36 @@ def _variants(chunks: list[str]) -> dict[str, tuple[Any, ...]]:
     ascend_parallel.configure(num_chunks=1)
     variants = {PLAIN: _forwards()}
     for requested in chunks:
-        number, *region = requested.split()
-        own = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
-        ascend_parallel.configure(**own, region=bool(region))
+        ascend_parallel.configure(**_setting(requested))
         variants[requested] = _forwards()
         ascend_parallel.configure(num_chunks=1)
     return variants
+
+
+def _setting(requested: str) -> dict[str, Any]:
+    number, *region = requested.split()
+    own: dict[str, Any] = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
+    return {**own, "region": bool(region)}
+
+
+def _settings(chunks: str) -> dict[str, dict[str, Any]]:
+    return {"serial": {"mode": 1}, **{requested: _setting(requested) for requested in chunks.split(",")}}
+
+
+def _recorded(step: Callable[[], None], rounds: int, options: dict[str, Any]) -> tuple[float, float]:
+    """Return the milliseconds of communication of a step on this rank, and of its exposed part: means of the rounds."""
+    ascend_parallel.configure(**options)
+    step()
+    with tempfile.TemporaryDirectory() as folder:
+        with ascend_parallel.timeline.record(folder):
+            for _ in range(rounds):
+                step()
+        (file, *_), _ = read_run(Path(folder))
+    ascend_parallel.configure(num_chunks=1, mode=-1)
+    passes = file.passes
+    sums = (sum(length(part(each)) for each in passes) for part in (communicating, exposed))
+    communication, bare = (each / rounds / 1e6 for each in sums)
+    return communication, bare
 
 
 def _classes() -> tuple[Any, ...]:
