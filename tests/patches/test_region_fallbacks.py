@@ -259,3 +259,27 @@ def test_the_methods_are_replaced_only_on_request(ranks, settings, on):
     assert patched == [on, on]
     assert applied == (4 if on else 2)
     assert off == [False, False]
+
+
+def reordered(group):
+    """Move the last layer to the front, after a first forward has noted the places."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(4))
+    with megatron(group.size()):
+        losses = []
+        for settings in ({"num_chunks": 1}, REGION):
+            ascend_parallel.configure(**settings)
+            model = small_gpt(num_layers=3)
+            next_token_loss(model, tokens)
+            layers = model.decoder.layers
+            model.decoder.layers = torch.nn.ModuleList([layers[2], layers[0], layers[1]])
+            ascend_parallel.ops.COUNTS.clear()
+            losses.append(next_token_loss(model, tokens))
+        counts = ascend_parallel.ops.COUNTS.as_dict()
+    return torch.equal(*losses), counts.get("region_across_layers", {"calls": 0})["calls"]
+
+
+def test_a_block_that_was_changed_since_hands_no_rows_to_the_wrong_layer(ranks):
+    assert ranks(2).run(reordered) == [(True, 0)] * 2
