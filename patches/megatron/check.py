@@ -78,6 +78,15 @@ class LayerCall:
         """Whether a backward can follow."""
         return torch.is_grad_enabled() and (self.x.requires_grad or self.weight.requires_grad)
 
+    @property
+    def communicates(self) -> Any:
+        """The layer whose group the call uses."""
+        return self.layer
+
+    def check(self, group: dist.ProcessGroup, number: int, limit: float | None) -> Check:
+        """Return the check of this call, the layer's `number`-th."""
+        return Check(self, group, number, limit)
+
 
 class Check:
     """The check of a call: of its forward and, if a backward follows, of its backward."""
@@ -230,7 +239,6 @@ class Check:
 
     def _failure(self, direction: str, quantity: str, pair: Pair, apart: Difference) -> str:
         actual, expected, _ = pair
-        sequence_parallel = ", sequence parallel" if self._layer.sequence_parallel else ""
         if actual.shape == expected.shape:
             place, value, original = worst_place(actual, expected)
             wrong = (
@@ -241,10 +249,13 @@ class Check:
         else:
             wrong = f"its shape is {list(actual.shape)}, by megatron-core's own {list(expected.shape)}"
         return (
-            f"{self._record.layer} ({self._record.kind}, {self._path}{sequence_parallel}): the {quantity} of call "
+            f"{self._record.layer} ({self._record.kind}, {self._where()}): the {quantity} of call "
             f"{self._number} is wrong on rank {dist.get_rank()} of {describe(self._group)}: {wrong}. Called with "
             f"{self._operands()}. {self._operators(direction)}"
         )
+
+    def _where(self) -> str:
+        return f"{self._path}, sequence parallel" if self._layer.sequence_parallel else self._path
 
     def _operands(self) -> str:
         return f"input {list(self._shape)}, weight {list(self._weight.shape)}, {self._dtype}"

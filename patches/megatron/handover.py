@@ -150,6 +150,8 @@ def successor_of(layer: Any, megatron: Megatron) -> Any:
     layers = () if owner is None else owner.layers
     if place + 1 >= len(layers) or layers[place] is not layer:  # the last layer, or the block was changed since
         return None
+    if sum(held is layer for held in layers) > 1:  # a layer with two places may be called at either
+        return None
     successor = layers[place + 1]
     return None if successor_reason(megatron, layer, successor) is not None else successor
 

@@ -124,7 +124,7 @@ class LayerRegion:
             return output
         if hidden is not source.normed:
             source.finish()
-        options = {}
+        options: dict[str, Any] = {}
         if self._successor is not None:
             self._mlp_rows = LeftRows(cut, self._kept)
             options["finish"] = self._mlp_rows.pending.take

@@ -71,8 +71,6 @@ def _mlp_reasons(megatron: Megatron, mlp: Any, hidden: torch.Tensor, per_token_s
         return
     if per_token_scale is not None:
         yield "it is called with per_token_scale"
-    if megatron.verifier is not None:
-        yield "COC_VERIFY checks its layers one by one"
     if torch.is_autocast_enabled(hidden.device.type):
         yield "autocast is active"
     yield from _configured(mlp.config)

@@ -28,6 +28,8 @@ from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output, StandIn
 from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
+from ascend_parallel.patches.megatron.region_verification import RegionCall
+from ascend_parallel.patches.megatron.wgrad import Begin
 
 log = logging.getLogger("ascend_parallel")
 
@@ -117,8 +119,12 @@ class Regions:
         cut: RegionCut,
         source: LazyRows | None,
         finish: Callable[[Pending], torch.Tensor] = Pending.wait,
+        begin: Begin | None = None,
     ) -> Output:
-        """Run an MLP in chunks; `source` finishes the rows of `hidden`, None: they are finished."""
+        """Run an MLP in chunks; `source` finishes the rows of `hidden`, None: they are finished.
+
+        begin: observes the start of the backward of a call that is checked.
+        """
         COUNTS.add("mlp_region" if source is None else "layer_region", len(cut.sizes), 0)
         fc1, fc2, megatron = mlp.linear_fc1, mlp.linear_fc2, self.megatron
         group, w1, w2 = megatron.group_of(fc1), fc1.weight, fc2.weight
@@ -130,7 +136,7 @@ class Regions:
             sequence_parallel=fc1.sequence_parallel,
             source=source,
             fc1_gradient=megatron.weight_gradient(fc1, w1, None, deferrable=False),
-            fc2_gradient=megatron.weight_gradient(fc2, w2, None, deferrable=False),
+            fc2_gradient=megatron.weight_gradient(fc2, w2, begin, deferrable=False),
             before_communicating=megatron.confirm(group),
             finish=finish,
         )
@@ -153,6 +159,25 @@ def _activation(original: Function, mlp: Any) -> Activate:
     return activate
 
 
+def _run_alone(mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCut, regions: Regions) -> Output:
+    """Run an MLP in chunks; if its check is due, compare it with Megatron-core's own."""
+    verifier = regions.megatron.verifier
+    if verifier is None:
+        return regions.run_mlp(mlp, original, hidden, cut, None)
+    call = RegionCall(
+        layer=mlp,
+        path="region",
+        x=hidden,
+        weight=mlp.linear_fc2.weight,
+        patched=lambda begin: regions.run_mlp(mlp, original, hidden, cut, None, begin=begin),
+        original=original,
+        settings=lambda: cut.settings,
+        cut=cut,
+        whole=original,
+    )
+    return verifier.run(call)
+
+
 def mlp_forward(original: Function, regions: Regions) -> Function:
     """Make the method that replaces ``MLP.forward``."""
 
@@ -172,7 +197,7 @@ def mlp_forward(original: Function, regions: Regions) -> Function:
         if reason is None:
             cut = regions.cut(self, hidden_states, rows_of(hidden_states).shape[0])
             if len(cut.sizes) > 1:
-                return regions.run_mlp(self, original, hidden_states, cut, None)
+                return _run_alone(self, original, hidden_states, cut, regions)
             reason = f"one chunk: {cut.reason}"
         regions.skip(self, reason)
         found: Output = original(self, hidden_states, **scale, **kwargs)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.verify import LEDGER
-from ascend_parallel.patches.megatron.check import Check, LayerCall
+from ascend_parallel.patches.megatron.check import LayerCall
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.settings import Settings
 
@@ -57,9 +57,9 @@ class Verifier:
         if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.note("calls captured in a CUDA graph are not checked")
             return call.patched(None)
-        group = self._group_of(call.layer)
+        group = self._group_of(call.communicates)
         self._confirm(group)()
-        result = Check(call, group, calls.total, self._limit).forward(call)
+        result = call.check(group, calls.total, self._limit).forward(call)
         calls.left[graded] = self._every - 1
         return result
 

@@ -8,7 +8,7 @@ from verified import planted, run, verifying
 def caught(group, where, sequence_parallel, kind, dtype):
     """Plant a fault on one rank after some calls; return the calls until the error, and its message."""
     import ascend_parallel
-    from ascend_parallel.overlap import linear
+    from ascend_parallel.overlap import linear, sequence_backward
 
     faulty, every = group.size() - 1, 3
 
@@ -25,15 +25,16 @@ def caught(group, where, sequence_parallel, kind, dtype):
     def wrong_weight_gradient(dw):
         return dw + 100 * (group.rank() == faulty) * torch.eye(*dw.shape, dtype=dw.dtype)
 
-    def missing(_):
-        return None
+    def missing(gradients):
+        return None, gradients[1]
 
     change = {"scale": scaled, "row": wrong_row, "weight": wrong_weight_gradient, "missing": missing}[where]
+    module = sequence_backward if sequence_parallel else linear
     target = {
-        "scale": (linear, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
+        "scale": (module, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
         "row": (linear, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
-        "weight": (linear, "_weight_gradient"),
-        "missing": (linear, "_input_gradient"),
+        "weight": (module, "weight_gradient_of"),
+        "missing": (linear, "_local_backward"),
     }[where]
     with verifying(group, verify_every=every) as layers:
         model = torch.nn.Module()

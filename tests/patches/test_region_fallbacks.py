@@ -152,7 +152,7 @@ FALLBACKS = {  # options, change, settings, the region that is left, part of the
     "fp32 residual": ({}, "fp32 residual", {}, ["mlp_region"], "fp32_residual_connection"),
     "few rows": ({}, "nothing", {"region_rows": 200}, [], "one chunk"),
     "deterministic": ({}, "nothing", {"deterministic": True}, [], "one chunk"),
-    "verify": ({}, "nothing", {"verify_every": 1}, [], "COC_VERIFY"),
+    "verify": ({}, "nothing", {"verify_every": 1}, ["mlp_region"], "COC_VERIFY"),
 }
 
 
@@ -259,3 +259,32 @@ def test_the_methods_are_replaced_only_on_request(ranks, settings, on):
     assert patched == [on, on]
     assert applied == (4 if on else 2)
     assert off == [False, False]
+
+
+def reordered(group, order):
+    """Give the block its layers in another order, after a first forward has noted the places."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(4))
+    with megatron(group.size()):
+        losses = []
+        for settings in ({"num_chunks": 1}, REGION):
+            ascend_parallel.configure(**settings)
+            model = small_gpt(num_layers=3)
+            next_token_loss(model, tokens)
+            layers = model.decoder.layers
+            model.decoder.layers = torch.nn.ModuleList([layers[place] for place in order])
+            ascend_parallel.ops.COUNTS.clear()
+            losses.append(next_token_loss(model, tokens))
+        counts = ascend_parallel.ops.COUNTS.as_dict()
+    return torch.equal(*losses), counts.get("region_across_layers", {"calls": 0})["calls"]
+
+
+def test_a_block_that_was_changed_since_hands_no_rows_to_the_wrong_layer(ranks):
+    assert ranks(2).run(reordered, [2, 0, 1]) == [(True, 0)] * 2
+
+
+def test_a_layer_with_two_places_hands_no_rows_on(ranks):
+    """Layers 0 and 2 hand their rows to layer 1; it has two successors, and hands on none."""
+    assert ranks(2).run(reordered, [0, 1, 2, 1]) == [(True, 2)] * 2

@@ -109,9 +109,12 @@ class LayerErrors:
         Number of checked forwards and backwards.
     errors
         Largest error by quantity ("output", "input gradient", "weight gradient"), relative to the largest magnitude
-        of the original layer's quantity. A quantity that was never checked is missing.
+        of the original layer's quantity. A quantity that was never checked is missing. A region's weight gradients are
+        named by their layers, such as "linear_fc1 weight gradient".
     limit
         The allowed error.
+    region
+        Whether this is a whole region, with the layers inside.
     """
 
     layer: str
@@ -120,6 +123,7 @@ class LayerErrors:
     backwards: int = 0
     errors: dict[str, float] = field(default_factory=dict)
     limit: float = 0.0
+    region: bool = False
 
     def add(self, direction: str, errors: list[dict[str, float]], limit: float) -> None:
         """Count a check of a "forward" or "backward", and update the largest errors with those of each rank."""
@@ -154,6 +158,11 @@ class Verification:
         """Whether at least one layer was checked and no error exceeded its limit."""
         return bool(self.layers) and not self.failures
 
+    @property
+    def regions(self) -> int:
+        """The number of checked regions."""
+        return sum(layer.region for layer in self.layers)
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {**asdict(self), "passed": self.passed}
@@ -162,6 +171,8 @@ class Verification:
         """Return a summary, a line for each layer, the failures and the notes."""
         checks = sum(layer.forwards + layer.backwards for layer in self.layers)
         lines = [f"verification, every {self.every} calls: {checks} checks of {len(self.layers)} layers, "]
+        if self.regions:
+            lines[0] += f"{self.regions} of them regions, "
         lines[0] += f"{len(self.failures)} over the limit" if self.layers else "so nothing is known"
         if self.layers:
             width = max(len(layer.layer) for layer in self.layers)
@@ -171,7 +182,9 @@ class Verification:
 
 
 def _line(layer: LayerErrors, width: int) -> str:
-    errors = [f"{layer.errors[q]:.1e}" if q in layer.errors else "-" for q in QUANTITIES]
+    # A region has several weight gradients; the table shows the worst.
+    worst = [max((e for name, e in layer.errors.items() if name.endswith(q)), default=None) for q in QUANTITIES]
+    errors = ["-" if error is None else f"{error:.1e}" for error in worst]
     cells = [layer.forwards, layer.backwards, *errors, f"{layer.limit:g}"]
     columns = zip(cells, COLUMNS, strict=True)
     return f"{layer.layer:{width}}  " + "  ".join(f"{cell:>{max(len(name), 7)}}" for cell, name in columns)
