@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from checkpoints import model_tensors, tensor_shards
+from torch.distributed.checkpoint.planner import WriteItemType
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
@@ -120,3 +121,10 @@ def test_dotted_names_do_not_reach_through_what_is_allowed():
         raw = b"\x80\x04\x8c\x05torch\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
         with pytest.raises(pickle.UnpicklingError, match="which no metadata needs"):
             unpickle(raw)
+
+
+def test_members_of_enumerations_as_python_3_11_2_pickles_them():
+    assert unpickle(pickle.dumps(PickledCall(getattr, WriteItemType, "TENSOR"))) is WriteItemType.TENSOR
+    for owner, name in ((WriteItemType, "__init__"), (WriteItemType, "mro"), (torch.Size, "numel")):
+        with pytest.raises(pickle.UnpicklingError, match=r"names an attribute '.*' of .*, which no metadata needs"):
+            unpickle(pickle.dumps(PickledCall(getattr, owner, name)))

@@ -9,6 +9,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
+from enum import Enum, EnumMeta
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -48,6 +49,14 @@ _STORAGE = ("_StorageInfo", "_StoragePrefix")
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 
+def _member(owner: object, name: str) -> Enum:
+    """Return a member of an enumeration; Python 3.11.0 to 3.11.3 pickle members as ``getattr(owner, name)``."""
+    if not isinstance(owner, EnumMeta) or not isinstance(name, str) or name not in owner.__members__:
+        raise pickle.UnpicklingError(f"it names an attribute {name!r} of {owner!r}, which no metadata needs")
+    member: Enum = owner.__members__[name]
+    return member
+
+
 def _allowed() -> dict[tuple[str, str], Any]:
     """Return the names that a pickle may contain, and the object for each."""
     listed = ((dcp.metadata, _METADATA), (dcp.planner, _PLANNER), (dcp.filesystem, _STORAGE))
@@ -67,6 +76,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
         ("collections", "OrderedDict"): OrderedDict,
+        ("builtins", "getattr"): _member,
         # Subclasses of torch's classes in Megatron-core before 0.16; their additions are not read.
         (_MEGATRON, "MCoreMetadata"): Metadata,
         (_MEGATRON, "MCoreSavePlan"): dcp.planner.SavePlan,
