@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import lcm
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +15,7 @@ from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.operators import choice_for
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.registry import choose
-from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.settings import Settings
 
 
@@ -49,21 +50,23 @@ def region_cut(
     group: dist.ProcessGroup,
     settings: Settings,
     sequence_parallel: bool = False,
+    step: int = 1,
 ) -> RegionCut:
     """Return the chunks of a region of `rows` rows (one rank's, with sequence parallelism), of like's dtype and device.
 
     The first of `matmuls` is the last layer's forward: the region takes the chunks that `settings` give its
     collective, but no chunk below `settings.region_rows` rows on average. If these chunks would change the bits of
-    another matmul of the region, it takes fewer. All ranks call this; the first call of a shape may communicate.
+    another matmul of the region, it takes fewer. Every chunk is a multiple of `step` rows, which divides `rows`. All
+    ranks call this; the first call of a shape may communicate.
     """
-    key = (tuple(matmuls), rows, like.dtype, like.device, settings, sequence_parallel)
+    key = (tuple(matmuls), rows, like.dtype, like.device, settings, sequence_parallel, step)
     known = _CUTS.setdefault(group, {})
     if key not in known:
         operator, m = (REDUCE_SCATTER, rows * group.size()) if sequence_parallel else (ALL_REDUCE, rows)
         problems = [
             Problem(operator, m, matmul.k, matmul.n, like.dtype, like.device.type, group.size()) for matmul in matmuls
         ]
-        known[key] = _cut(problems, [matmul.layout for matmul in matmuls], group, settings, like.device)
+        known[key] = _cut(problems, [matmul.layout for matmul in matmuls], group, settings, like.device, step)
     return known[key]
 
 
@@ -73,6 +76,7 @@ def _cut(
     group: dist.ProcessGroup,
     settings: Settings,
     device: torch.device,
+    step: int,
 ) -> RegionCut:
     rows = problems[0].rows
     first = choice_for(problems[0], group, settings, device, layouts[0])
@@ -81,8 +85,10 @@ def _cut(
     if first.kernel != "chunked" or settings.deterministic:
         sizes = (rows,)  # a fused kernel, and the tiles of the deterministic mode, have other matmuls
     elif len(sizes) > most:
-        sizes = split_rows(rows, most)
+        sizes = _split(rows, most, step)
         reason = f"{reason}; {rows} rows allow {len(sizes)} chunks of {settings.region_rows} (region_rows)"
+    if any(size % step for size in sizes):
+        sizes = _split(rows, len(sizes), step)
     while len(sizes) > 1:
         fixed = _fixed(settings, tuple((problem.m, problem.k, problem.n) for problem in problems), sizes)
         choices = [
@@ -91,9 +97,14 @@ def _cut(
         ]
         if not first.bit_exact or all(choice.bit_exact for choice in choices):
             return RegionCut(sizes, fixed, reason)
-        sizes = split_rows(rows, len(sizes) - 1)
+        sizes = _split(rows, len(sizes) - 1, step)
         reason = f"{first.reason}; {len(sizes)}, because more chunks change the bits of a matmul of the region"
     return RegionCut((rows,), settings, reason)
+
+
+def _split(rows: int, count: int, step: int) -> Sizes:
+    """Return at most `count` chunks of `rows` rows, all multiples of `step`, and but for the last of ROW_TILE too."""
+    return tuple(size * step for size in split_rows(rows // step, count, lcm(ROW_TILE, step) // step))
 
 
 @lru_cache(maxsize=64)

@@ -27,6 +27,7 @@ from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_regions import Region
 from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
+from ascend_parallel.sharding.runtime.row_regions import with_row_regions
 from ascend_parallel.sharding.runtime.segments import with_segments
 
 Conversions = dict[tuple[Value, Layout], int]
@@ -116,7 +117,12 @@ class _Compiler:
         return self._program(inputs, [*outputs, *(self._shared[value] for value in region.given_shared)])
 
     def _program(self, inputs: list[int], outputs: list[int]) -> Program:
-        listed = with_segments(self._instructions, outputs) if self._segments else self._instructions
+        listed = self._instructions
+        if self._region is None and not self._segments:
+            mesh_shape = tuple(self._plan.mesh.shape)
+            listed = with_row_regions(listed, self._registers, self._graph, mesh_shape, self._rank_plan.coordinate)
+        if self._segments:
+            listed = with_segments(listed, outputs)
         instructions = with_frees(listed, outputs)
         return Program(instructions, tuple(self._registers), tuple(inputs), tuple(outputs))
 

@@ -136,12 +136,20 @@ class ColumnKernel(_Overlapped):
 
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y_shard_n [..., N / R]`` of each node."""
+        x, weight, bias = self.operands(inputs)
+        return self.parts(self._call(run_column, x, weight, bias, forward_wrapper=forward_wrapper), inputs)
+
+    def operands(self, inputs: Sequence[Tensors]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return x [..., K], and the weights [N / R, K] and biases [N / R] of all nodes as one."""
         pairs = list(zip(self.matmuls, inputs, strict=True))
-        weights = [_weight(matmul, tensors) for matmul, tensors in pairs]
         biases = [tensors[matmul.bias] for matmul, tensors in pairs if matmul.bias is not None]
-        x, bias = inputs[0][self.matmuls[0].x], _joined(biases) if biases else None
-        y = self._call(run_column, x, _joined(weights), bias, forward_wrapper=forward_wrapper)
-        return [y] if len(weights) == 1 else list(torch.split_with_sizes(y, [w.shape[0] for w in weights], dim=-1))
+        weight = _joined([_weight(matmul, tensors) for matmul, tensors in pairs])
+        return inputs[0][self.matmuls[0].x], weight, _joined(biases) if biases else None
+
+    def parts(self, y: torch.Tensor, inputs: Sequence[Tensors]) -> list[torch.Tensor]:
+        """Return the output of each node, for the output of all as one."""
+        sizes = [_weight(matmul, tensors).shape[0] for matmul, tensors in zip(self.matmuls, inputs, strict=True)]
+        return [y] if len(sizes) == 1 else list(torch.split_with_sizes(y, sizes, dim=-1))
 
 
 class RowKernel(_Overlapped):
@@ -154,9 +162,14 @@ class RowKernel(_Overlapped):
 
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y [..., N]`` of the node, with its bias added."""
+        x, weight, bias = self.operands(inputs)
+        y = self._call(run_row, x, weight, forward_wrapper=forward_wrapper)
+        return [y if bias is None else y + bias]
+
+    def operands(self, inputs: Sequence[Tensors]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return x [..., K / R], the weight [N, K / R] and the bias [N] or None."""
         (tensors,), (matmul,) = inputs, self.matmuls
-        y = self._call(run_row, tensors[matmul.x], _weight(matmul, tensors), forward_wrapper=forward_wrapper)
-        return [y if matmul.bias is None else y + tensors[matmul.bias]]
+        return tensors[matmul.x], _weight(matmul, tensors), None if matmul.bias is None else tensors[matmul.bias]
 
 
 def _weight(matmul: Matmul, tensors: Tensors) -> torch.Tensor:

@@ -52,7 +52,9 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 def _member(owner: object, name: str) -> Enum:
     """Return a member of an enumeration; Python 3.11.0 to 3.11.3 pickle members as ``getattr(owner, name)``."""
     if not isinstance(owner, EnumMeta) or not isinstance(name, str) or name not in owner.__members__:
-        raise pickle.UnpicklingError(f"it names an attribute {name!r} of {owner!r}, which no metadata needs")
+        raise pickle.UnpicklingError(
+            f"it names an attribute {name!r} of {owner!r}, which no metadata needs; it is not loaded"
+        )
     member: Enum = owner.__members__[name]
     return member
 

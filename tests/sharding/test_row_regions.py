@@ -1,0 +1,240 @@
+"""Regions of a planned graph: against the unsharded model in float64, and against the same plan without regions.
+
+Collectives are late here: unfinished rows are NaN.
+"""
+
+from unittest import mock
+
+import pytest
+import small_models
+import torch
+from late import LateWork, late_collectives
+from sharded import CHUNKS, FORMS, MLP, column_and_row, compare, made, mesh_of, planned, step, tokens_of
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_parallel import Settings
+from ascend_parallel.overlap.region.deferred import Deferred
+from ascend_parallel.overlap.region.exchange import Reduced
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.runtime.compute_instructions import RunKernel
+from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.row_regions import RunRegion
+from ascend_parallel.sharding.tracing.trace import trace
+from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
+
+REGION = {"num_chunks": 4, "region": True, "region_rows": 4}
+
+
+class Norm(nn.Module):
+    """`between` is what stands between the two norms' branches, to end a region."""
+
+    def __init__(self, norm=nn.LayerNorm, between=None, width=24, wide=48):
+        super().__init__()
+        self.norms = nn.ModuleList(norm(width) for _ in range(2))
+        self.between = between or nn.Identity()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(width, wide), "down": nn.Linear(wide, width)}) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = self.between(x + block["down"](F.gelu(block["up"](norm(x)))))
+        return x
+
+
+def traced(model, x):
+    return trace(model, (x.clone().requires_grad_(),))
+
+
+def instructions(sharded, kind, gradients=True):
+    return [each for each in sharded.instructions(gradients=gradients).instructions if isinstance(each, kind)]
+
+
+def chunks_seen():
+    """Return a patch that notes, in order, the starts of a region's all-reduces; and the list."""
+    seen, send = [], Reduced.send
+
+    def noted(self, index, y_r):
+        seen.append((index, LateWork.unfinished))
+        return send(self, index, y_r)
+
+    return mock.patch.object(Reduced, "send", noted), seen
+
+
+def run_model(group, name, batch):
+    model = made(getattr(small_models, name)).eval()
+    tokens = tokens_of(batch, torch.Generator().manual_seed(2))
+    plan = planned(name, trace(model, (tokens, tokens)), mesh_of((group.size(),)))
+    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    patch, seen = chunks_seen()
+    with late_collectives(), patch:
+        compare(model, sharded, tokens, tokens)
+    assert LateWork.unfinished == 0
+    return [len(region.nodes) for region in instructions(sharded, RunRegion)], seen
+
+
+@pytest.mark.parametrize("name, lengths", [("GPT", [10, 9]), ("Llama", [23, 20])])
+@pytest.mark.parametrize("count", [2, 4])
+def test_transformer_blocks(ranks, count, name, lengths):
+    for found, seen in ranks(count).run(run_model, name, 8):
+        assert found == lengths, (found, seen)
+
+
+def run_norm(group, shape, norm, dtype):
+    model = made(Norm, norm).to(dtype)
+    x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    patch, seen = chunks_seen()
+    with late_collectives(), patch:
+        compare(model, sharded, x)
+        with torch.no_grad():
+            torch.testing.assert_close(sharded(x), model(x), rtol=1e-10, atol=1e-12)
+    assert LateWork.unfinished == 0
+    return len(instructions(sharded, RunRegion)), seen
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm])
+@pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_region_matches_the_unsharded_truth(ranks, count, shape, norm):
+    for found, seen in ranks(count).run(run_norm, shape, norm, torch.float64):
+        assert found == 1
+        # the first layer starts all its chunks; the second starts chunk i when the first's chunk i has arrived
+        first = [index for index, _ in seen]
+        chunks = max(first) + 1
+        assert chunks >= 3, seen
+        assert first[: 2 * chunks] == [*range(chunks), *range(chunks)]
+        if norm is not nn.LayerNorm:  # the rows are finished before the second layer: correct, and hides less
+            continue
+        waiting = [unfinished for _, unfinished in seen[chunks : 2 * chunks]]
+        assert waiting == [chunks - 1] * chunks, seen
+
+
+def compare_bits(group, norm):
+    model = made(Norm, norm, width=64, wide=256).float()
+    x = torch.randn(512, 2, 64, generator=torch.Generator().manual_seed(1))
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    found = []
+    for region in (False, True):
+        settings = Settings(num_chunks=4, region=region, region_rows=64)
+        sharded = parallelize(model, plan, settings=settings, static=True)
+        assert len(instructions(sharded, RunRegion)) == region
+        patch, seen = chunks_seen()
+        with patch:
+            y, inputs = step(sharded, x)
+        assert bool(seen) == region
+        found.append([y, *inputs, *(parameter.grad for parameter in sharded.parameters())])
+    return [torch.equal(plain, mine) for plain, mine in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm])
+def test_a_region_keeps_the_bits_on_two_ranks(ranks, norm):
+    for equal in ranks(2).run(compare_bits, norm):
+        assert all(equal) and len(equal) >= 12, equal
+
+
+class Fault(Exception):
+    """A planted fault."""
+
+
+def faulty(group):
+    """Return whether an operator that does not ask for its rows gives NaN, and what an exception leaves behind."""
+    model = made(Norm)
+    x = torch.randn(64, 3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    with late_collectives(), mock.patch.object(Deferred, "rows", return_value=None):
+        read = sharded(x).isnan().any().item()
+    send = Reduced.send
+
+    def failing(self, index, y_r):
+        if index == 2:
+            raise Fault
+        return send(self, index, y_r)
+
+    with late_collectives(), mock.patch.object(Reduced, "send", failing), pytest.raises(Fault):
+        sharded(x)
+    left = LateWork.unfinished
+    with late_collectives():
+        compare(model, sharded, x)
+    return read, left
+
+
+def test_faults(ranks):
+    assert ranks(2).run(faulty) == [(True, 0)] * 2
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return x.flip(0)
+
+
+class Along(nn.Module):
+    def forward(self, x):
+        return x * x.softmax(0)
+
+
+class Viewed(nn.Module):
+    def forward(self, x):
+        return x.reshape(3, 64, 24).sin().view(x.shape)
+
+
+ENDS = {
+    "dropout": (nn.Dropout(0.5), "dropout: it draws random numbers"),
+    "another order of rows": (Turned(), "flip: it is not known to work row by row"),
+    "along rows": (Along(), "softmax: it is not known to work row by row"),
+    "a view": (Viewed(), "reshape: it is not known to work row by row"),
+}
+
+
+@pytest.mark.parametrize("between, end", ENDS.values(), ids=ENDS)
+def test_what_ends_a_region(between, end):
+    model, x = made(Norm, between=between), torch.randn(64, 3, 24, dtype=torch.float64)
+    plan = propagate(traced(model, x), mesh_of((2,)), column_and_row())
+    listed = instructions_as_text(list_instructions(plan, settings=Settings(**REGION)))
+    assert f"no region: no matmul reads its rows before {end}" in listed
+    assert "run region" not in listed
+
+
+def test_the_list_of_instructions_shows_regions():
+    model, x = made(Norm), torch.randn(64, 3, 24, dtype=torch.float64)
+    plan = propagate(traced(model, x), mesh_of((2,)), column_and_row())
+    listed = instructions_as_text(list_instructions(plan, settings=Settings(**REGION)))
+    names = "blocks.0.down linear, add, norms.1 layer_norm, blocks.1.up linear, gelu, blocks.1.down linear, add"
+    assert f"{names}; ends before the end" in listed
+    for region in (False, "auto"):
+        listed = instructions_as_text(list_instructions(plan, settings=Settings(**{**REGION, "region": region})))
+        assert "region" not in listed
+
+
+def reasons(group):
+    """Return why reduce-scatters and single rows begin no region, and what runs in one chunk."""
+    found = []
+    for form, shape in (("sequence", (48, 2, 12)), ("tensor", (1, 1, 12))):
+        model, x = made(MLP), torch.randn(shape, dtype=torch.float64)
+        plan = FORMS[form](traced(model, x), mesh_of((group.size(),)))
+        sharded = parallelize(model, plan, settings=Settings(**CHUNKS, region=True), static=True)
+        compare(model, sharded, x)
+        found += [each.alone for each in instructions(sharded, RunKernel) if each.alone]
+    model, x = made(Norm), torch.randn(64, 3, 24, dtype=torch.float64)
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    for options in ({"region_rows": 1000}, {"deterministic": True}):
+        sharded = parallelize(model, plan, settings=Settings(**{**REGION, **options}), static=True)
+        patch, seen = chunks_seen()
+        model.zero_grad()
+        with late_collectives(), patch:
+            compare(model, sharded, x)
+        found.append(len(seen))
+    model, x = made(Norm).float(), x.float()
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    with late_collectives(), patch, torch.autocast("cpu", torch.bfloat16):
+        y = sharded(x.requires_grad_())
+    return [*found, len(seen), y.isfinite().all().item()]
+
+
+def test_reasons(ranks):
+    expected = ["a reduce-scatter, which regions of a graph do not cut yet", "it has a single row", 0, 0, 0, True]
+    assert ranks(2).run(reasons) == [expected] * 2
