@@ -102,14 +102,14 @@ class RegionChoice:
         """Return ``run()``, a call of `layer` with `hidden`, and time it while nothing is decided.
 
         excluded
-            Why no module of this configuration can run as a region; then nothing is timed.
+            Why no module can run as a region, or be timed; the layers then stay.
 
         Layers that run inside this call belong to it.
         """
         if self._trial is None or self._inside or torch.compiler.is_compiling():
             return run()
         if excluded is not None:
-            self._keep(Decision(False, None, None, f"no module can run as a region: {excluded}"))
+            self._keep(Decision(False, None, None, f"nothing is measured: {excluded}"))
             return run()
         self._inside = True
         try:

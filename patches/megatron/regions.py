@@ -61,7 +61,8 @@ class Regions:
         """Return ``run()``, a call of `module` with `hidden`; COC_REGION=auto times the first ones, and decides."""
         if not self.choice.undecided:
             return run()
-        return self.choice.call(module, hidden, run, configured_reason(module.config))
+        excluded = "COC_VERIFY takes time of its own" if self.megatron.verifier else configured_reason(module.config)
+        return self.choice.call(module, hidden, run, excluded)
 
     def hand_over(self, handed: Handed) -> None:
         """Keep rows for the next layer."""

@@ -233,7 +233,6 @@ def test_a_backward_that_never_comes_is_waited_for_so_long(ranks):
 
 NO_REGION = {
     "hooks": {"before": hooked},
-    "COC_VERIFY": {"settings": {**AUTO, "verify_every": 1}},
     "COC_DETERMINISTIC": {"settings": {**AUTO, "deterministic": True}},
     "COC_STRICT": {"before": hooked, "settings": {**AUTO, "strict": True}},  # auto requests no region
 }
@@ -245,6 +244,13 @@ def test_where_no_module_can_be_a_region_the_layers_stay(ranks, more):
         assert found["same"]
         assert found["ways"] == [False] * 4
         assert found["status"] == "COC_REGION=auto: layers one by one: no module can run as a region"
+
+
+def test_checked_passes_are_not_timed(ranks):
+    for found in ranks(2).run(decided, None, {}, {"steps": 4, "settings": {**AUTO, "verify_every": 1}}):
+        assert found["ways"] == [False] * 4
+        why = "nothing is measured: COC_VERIFY takes time of its own"
+        assert found["status"] == f"COC_REGION=auto: layers one by one: {why}"
 
 
 def excluded(group):
@@ -261,7 +267,7 @@ def excluded(group):
 def test_a_configuration_without_regions_is_not_timed(ranks):
     before, after, on = ranks(2).run(excluded)[0]
     assert before == "COC_REGION=auto: not decided yet, 0 of 10 turns of the first passes are done"
-    assert after == "COC_REGION=auto: layers one by one: no module can run as a region: CUDA graphs"
+    assert after == "COC_REGION=auto: layers one by one: nothing is measured: CUDA graphs"
     assert not on
 
 
