@@ -9,7 +9,8 @@ row     y = all_reduce(x_shard_k @ w_shard_k.t())              dx_shard_k = dy @
         y_shard_m = reduce_scatter(x_shard_k @ w_shard_k.t())  dx_shard_k = all_gather(dy_shard_m) @ w_shard_k
 
 Every matmul next to a collective overlaps with it, in forward and backward. The weight gradient runs under the rest of
-the input gradient's communication. It is never cut: chunks would change the order of its sum over rows, and its bits.
+the input gradient's communication. It is not cut, since chunks would change the order of its sum over rows, and its
+bits; `split_weight_gradient` cuts that of the row layer with sequence parallelism.
 """
 
 from __future__ import annotations

@@ -8,7 +8,10 @@ from ascend_parallel.ops.record import MATMUL, compute
 
 
 class GradientParts:
-    """Sums a weight gradient over parts of the rows, in fp32, or in float64 for such operands."""
+    """Sums a weight gradient over parts of the rows, in fp32, or in float64 for such operands.
+
+    The product of a part has the operands' dtype: 16-bit operands round it once for each part.
+    """
 
     def __init__(self) -> None:
         """Hold no part yet."""

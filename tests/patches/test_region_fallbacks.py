@@ -6,9 +6,7 @@ import logging
 import pytest
 import torch
 from late import LateWork, late_collectives
-from trained import megatron
-
-REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
+from trained import REGION, megatron
 
 
 def reasons(group, options, change, settings):

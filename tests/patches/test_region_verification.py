@@ -2,16 +2,8 @@
 
 import pytest
 import torch
-from trained import both, megatron, train
+from trained import LLAMA, REGION, both, megatron, train
 from verified import planted
-
-REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
-LLAMA = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-}
 
 
 def options_for(count, **options):

@@ -5,15 +5,8 @@ import contextlib
 import pytest
 import torch
 from late import LateWork, late_collectives
-from trained import both, megatron, pipeline_step, train
+from trained import LLAMA, REGION, both, megatron, pipeline_step, train
 
-REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
-LLAMA = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-}
 OPTIONS = {
     "gpt": {},
     "llama": LLAMA,

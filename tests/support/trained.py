@@ -4,6 +4,15 @@ import contextlib
 
 import torch
 
+# Regions, even of the few rows of small_gpt; and small_gpt's options in Llama's style.
+REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+}
+
 
 @contextlib.contextmanager
 def megatron(tensor_parallel, **options):

@@ -1,0 +1,40 @@
+"""How COC_REGION=auto decides: a pure function of the seconds of its turns."""
+
+import pytest
+
+from ascend_parallel.patches.megatron.region_choice import TURNS, WARM_UP, decide
+
+
+def seconds(pairs, warm=(9.0, 9.0)):
+    """Return the turns' seconds in the order of TURNS; `pairs`: (layers, regions) of neighbouring turns."""
+    found = list(warm)
+    for (layers, regions), first in zip(pairs, TURNS[WARM_UP::2], strict=True):
+        found += [regions, layers] if first else [layers, regions]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pairs", "region"),
+    [
+        ([(1.0, 0.9)] * 4, True),
+        ([(1.0, 1.1)] * 4, False),
+        ([(1.0, 0.99)] * 4, False),  # less than 2 %
+        ([(1.0, 0.5)] * 3 + [(1.0, 5.0)], True),  # one turn may lose
+        ([(1.0, 0.5)] * 2 + [(1.0, 1.1)] * 2, False),  # two may not, though the medians win
+        ([(1.0, 1.0)] * 4, False),
+    ],
+)
+def test_the_decision_is_a_pure_function_of_the_turns(pairs, region):
+    decision = decide(seconds(pairs))
+    assert decision.region is region
+    assert decision == decide(seconds(pairs, warm=(0.1, 99.0)))  # the warm-up does not count
+    assert f"{1e3 * decision.layers:.2f} ms in layers and {1e3 * decision.regions:.2f} ms in regions" in str(decision)
+
+
+def test_what_returns_every_second_or_fourth_turn_falls_on_both_ways():
+    timed = TURNS[WARM_UP:]
+    for period in (1, 2, 4):
+        for first in range(period):
+            ways = timed[first::period]
+            assert 2 * sum(ways) == len(ways)
+    assert set(TURNS[:WARM_UP]) == {False, True}
