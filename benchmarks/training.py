@@ -25,6 +25,7 @@ from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, ta
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length
+from ascend_parallel.patches.megatron.region_choice import TURNS
 from ascend_parallel.patches.megatron.testing import (
     end_model_parallel,
     finalize_gradients,
@@ -36,6 +37,7 @@ from ascend_parallel.patches.megatron.testing import (
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN = 2, "plain"
+DECIDING = len(TURNS)  # steps after which COC_REGION=auto has decided
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--chunks",
         default="auto,4,4 region",
-        help='values of COC_PARALLEL_NUM beside the plain step; "region": in regions',
+        help='values of COC_PARALLEL_NUM beside the plain step; "4 region": in regions; "4 region=auto": it decides',
     )
     for name, size in {"hidden": 768, "layers": 2, "seq": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
@@ -108,6 +110,9 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
         for name, forwards in _variants(job["chunks"].split(",")).items()
     }
     first = {name: in_turn({name: runs[name]}, 1, warm_up=0)[name][0] for name in runs}
+    for name in runs:
+        for _ in range(DECIDING if name.endswith("=auto") else 0):
+            runs[name]()
     times = in_turn(runs, job["rounds"], warm_up=0)
     runs[PLAIN]()  # restores the plain methods
     return {name: (first[name], times[name]) for name in runs}
@@ -127,7 +132,7 @@ def _variants(chunks: list[str]) -> dict[str, tuple[Any, ...]]:
 def _setting(requested: str) -> dict[str, Any]:
     number, *region = requested.split()
     own: dict[str, Any] = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
-    return {**own, "region": bool(region)}
+    return {**own, "region": {"": False, "region": True, "region=auto": "auto"}["".join(region)]}
 
 
 def _settings(chunks: str) -> dict[str, dict[str, Any]]:
