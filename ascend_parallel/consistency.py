@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -42,8 +42,8 @@ class DisagreementError(RuntimeError):
 class SettingsAgreement:
     """Compares settings on the ranks of each group, once for each group."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Compare `settings`: plain values by the user's name of the option."""
+    def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
+        """Compare what `settings` returns at the first call on a group: plain values by the user's name."""
         self._settings = settings
         self._confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
 
@@ -57,7 +57,7 @@ class SettingsAgreement:
             confirm_same(
                 group,
                 "its first overlapped layer",
-                {"version of ascend_parallel": __version__, **self._settings},
+                {"version of ascend_parallel": __version__, **self._settings()},
                 f"ranks of {describe(group)} run with different settings",
                 "Export the same variables, and install the same version, on every rank",
                 topic="settings",

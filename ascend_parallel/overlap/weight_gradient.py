@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ascend_parallel.ops.record import MATMUL, compute
+
+Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
+"""Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
 
 
 class GradientParts:

@@ -1,194 +1,70 @@
-"""Compare a call of a patched layer with Megatron-core's own forward and backward on the same input.
+"""Compare a call of a patched layer with Megatron-core's own: the gradients that go to main_grad.
 
-The patched layer runs on the run's own operands. Its gradients are read from autograd's edges, or as the change of
-main_grad. The original's backward starts from the same tensors as the patched layer's backward.
+The weight gradient is read from autograd's edges, or as the change of main_grad. The original's backward starts from
+the same tensors as the patched layer's backward.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import exchange
-from ascend_parallel.diagnostics.verify import (
-    LEDGER,
-    Difference,
-    VerificationError,
-    default_limit,
-    difference,
-    worst_place,
-)
-from ascend_parallel.ops.operators import choice_for
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
-from ascend_parallel.ops.registry import name_of
-from ascend_parallel.overlap.choices import (
-    LayerOperator,
-    backward_settings,
-    cast_by_autocast,
-    column_backward_settings,
-    column_operators,
-    row_operators,
-)
-from ascend_parallel.overlap.quantised import int8_weight
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
-from ascend_parallel.patches.megatron.original import (
-    Forward,
-    Original,
-    Output,
-    gradient_source,
-)
-from ascend_parallel.patches.megatron.wgrad import Begin
-from ascend_parallel.process_groups import describe
-from ascend_parallel.settings import Settings
-
-Gradient = tuple[torch.Tensor | None, float]  # the gradient (None: zeros), and the largest rounding error of main_grad
-Pair = tuple[torch.Tensor, torch.Tensor, float]  # actual, expected, and the largest rounding error of actual
+from ascend_parallel.diagnostics.verify import LEDGER
+from ascend_parallel.patches.check import Check, Gradient, LayerCall
+from ascend_parallel.patches.megatron.original import Original, Output
+from ascend_parallel.patches.reference import Reference
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCall:
-    """A call of a patched layer.
+class MegatronCall(LayerCall):
+    """A call of a patched layer of Megatron-core.
 
-    path
-        "column" or "row".
-    patched
-        Runs the call; its argument observes the start of the backward.
     original
         Runs Megatron-core's own forward on a stand-in for the layer, x and weight.
-    settings
-        Returns the operators' settings; called after `patched`, when this needs no communication.
     """
 
-    layer: Any
-    path: str
-    x: torch.Tensor
-    weight: torch.Tensor
-    patched: Callable[[Begin | None], Output]
-    original: Forward
-    settings: Callable[[], Settings]
+    by: str = "megatron-core's own"
 
-    @property
-    def graded(self) -> bool:
-        """Whether a backward can follow."""
-        return torch.is_grad_enabled() and (self.x.requires_grad or self.weight.requires_grad)
+    def output(self, returned: Output) -> torch.Tensor:
+        """Return the output of the pair of output and bias."""
+        return returned[0]
 
-    @property
-    def communicates(self) -> Any:
-        """The layer whose group the call uses."""
-        return self.layer
+    def reference(self, rank: int) -> Reference:
+        """Return the original computation of this call."""
+        return Original(self.layer, self.x, self.weight, rank, self.original)
 
     def check(self, group: dist.ProcessGroup, number: int, limit: float | None) -> Check:
-        """Return the check of this call, the layer's `number`-th."""
-        return Check(self, group, number, limit)
+        """Return the check of this call."""
+        return MegatronCheck(self, group, number, limit)
 
 
-class Check:
-    """The check of a call: of its forward and, if a backward follows, of its backward."""
+class MegatronCheck(Check):
+    """The check of a call whose weight gradient may go to main_grad, or be deferred."""
 
     def __init__(self, call: LayerCall, group: dist.ProcessGroup, number: int, limit: float | None) -> None:
-        """Prepare the check of `call`, the layer's `number`-th; `limit` is the largest error, None: by its dtype."""
-        self._layer, self._path, self._group, self._number = call.layer, call.path, group, number
-        self._weight: Any = call.weight  # Megatron attaches main_grad to it
-        self._shape, self._device = call.x.shape, call.x.device.type
-        self._graded, self._needs_dx = call.graded, call.x.requires_grad
-        self._dtype = cast_by_autocast(call.x.detach()).dtype
-        self._limit = default_limit(self._dtype) if limit is None else limit
-        self._record = LEDGER.record(call.layer)
-        self._settings: Settings | None = None
-        self._original: Original | None = None
-        self._dy: torch.Tensor | None = None
+        """Prepare the check; arguments as those of `Check`."""
+        super().__init__(call, group, number, limit)
         self._main_grad: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
         self._deferred_before = 0
-        self._saved: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        self._checked: list[str] = []
-        self._gradients: dict[str, Gradient | None] = {}
-        LEDGER.rank = dist.get_rank()
-
-    def forward(self, call: LayerCall) -> Output:
-        """Run both forwards and compare their outputs; return the patched layer's."""
-        self._confirm_same_call()
-        y, bias = call.patched(self._begin if self._graded else None)
-        with hide_from_selective_checkpoint():
-            self._compare(call, y)
-        return y, bias
-
-    def _compare(self, call: LayerCall, y: torch.Tensor) -> None:
-        """Compare the patched layer's output with the original's, and hook the backward."""
-        self._settings = call.settings()
-        original = Original(call.layer, call.x, call.weight, self._group.rank())
-        self._judge("forward", {"output": (y.detach(), original.forward(call.original), 0.0)})
-        if self._graded:
-            self._original = original
-            assert y.grad_fn is not None
-            y.grad_fn.register_prehook(self._keep_dy)
-            operands = {"weight": call.weight, "input": call.x}
-            self._checked = [name for name, operand in operands.items() if operand.requires_grad]
-            for name in self._checked:
-                node, index = gradient_source(y, operands[name], operands.values())
-                node.register_hook(functools.partial(self._keep_gradient, name, index))
 
     def _begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         """Keep the tensors from which the patched layer's backward starts, and a copy of main_grad."""
+        super()._begin(kept, weight)
         if self._original is None:
             return
-        self._saved = kept, weight
         self._deferred_before = self._deferred()
         if self._layer.gradient_accumulation_fusion and self._weight.requires_grad:
             self._main_grad = getattr(self._weight, "main_grad", None)
             self._before = None if self._main_grad is None else self._main_grad.clone()
 
-    def _keep_gradient(self, name: str, index: int, gradients: Sequence[torch.Tensor | None], _: object) -> None:
-        """Keep a gradient before it is accumulated or sent, and compare when all gradients have arrived."""
-        if self._original is None or self._dy is None:  # a second backward of a retained graph
-            return
-        gradient = gradients[index]
-        self._gradients[name] = self._weight_gradient(gradient) if name == "weight" else (gradient, 0.0)
-        if len(self._gradients) == len(self._checked):
-            self._backward(self._original, self._dy)
-
-    def _backward(self, original: Original, dy: torch.Tensor) -> None:
-        """Run the original's backward and compare its gradients with the patched layer's."""
-        expected = dict(zip(("input", "weight"), original.backward(dy, *self._saved), strict=True))
-        pairs: dict[str, Pair] = {}
-        for name in self._checked:
-            by_patched, by_original = self._gradients[name], expected[name]
-            if by_patched is not None and by_original is not None:
-                gradient, rounding = by_patched
-                gradient = torch.zeros_like(by_original) if gradient is None else gradient
-                pairs[f"{name} gradient"] = (gradient, by_original, rounding)
-        self._judge("backward", pairs)
-        self._original, self._dy, self._before, self._main_grad = None, None, None, None
-        self._saved, self._gradients = (None, None), {}
-
-    def _confirm_same_call(self) -> None:
-        """Raise `VerificationError` unless every rank of the group has come to the check of the same call."""
-        graded = f"gradients of input {self._needs_dx}, of weight {self._weight.requires_grad}"
-        mine = f"call {self._number} of a {self._record.kind}: {self._operands()}; "
-        mine += graded if self._graded else "no gradients"
-        calls_by_rank = exchange(
-            self._group,
-            f"the check of call {self._number} of {self._record.layer}",
-            {"call": mine},
-            VerificationError,
-        )
-        if any(value != calls_by_rank[dist.get_rank()] for value in calls_by_rank.values()):
-            what = "; ".join(f"rank {rank}: {value['call']}" for rank, value in calls_by_rank.items())
-            raise LEDGER.fail(
-                f"ranks of {describe(self._group)} came to the checks of different calls ({what}): a layer has to be "
-                "called alike on every rank of its group"
-            )
-
-    def _keep_dy(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep the output's gradient."""
-        if self._original is not None and gradients[0] is not None:
-            self._dy = gradients[0].detach()
+    def _backward(self, original: Reference, dy: torch.Tensor) -> None:
+        """Compare the gradients, and let go of main_grad."""
+        super()._backward(original, dy)
+        self._before, self._main_grad = None, None
 
     def _deferred(self) -> int:
         """Return the number of the layer's deferred weight gradients."""
@@ -218,70 +94,6 @@ class Check:
         if self._weight.main_grad is not self._main_grad:
             return "went to another main_grad than the weight had before"
         return None if math.isfinite(_magnitude(self._before)) else "was added to a main_grad that was not finite"
-
-    def _judge(self, direction: str, pairs: dict[str, Pair]) -> None:
-        """Compare the pairs; raise on every rank if a rank has an error over the limit."""
-        apart = {quantity: difference(*pair) for quantity, pair in pairs.items()}
-        for quantity, apart_by in apart.items():
-            if apart_by.skipped:
-                where = f"{self._record.layer}: where the original's {quantity} is not finite"
-                LEDGER.note(f"{where} it is not compared", dist.get_rank())
-        errors = {quantity: apart_by.error for quantity, apart_by in apart.items()}
-        over = {quantity: error for quantity, error in errors.items() if not error <= self._limit}
-        worst = max(over, key=lambda quantity: over[quantity], default=None)
-        failure = None if worst is None else self._failure(direction, worst, pairs[worst], apart[worst])
-        what = f"the check of the {direction} of call {self._number} of {self._record.layer}"
-        reports = exchange(self._group, what, {"errors": errors, "failure": failure}, VerificationError)
-        self._record.add(direction, [report["errors"] for report in reports.values()], self._limit)
-        failed = [report for report in reports.values() if report["failure"]]
-        if failed:
-            raise LEDGER.fail(max(failed, key=lambda report: max(report["errors"].values()))["failure"])
-
-    def _failure(self, direction: str, quantity: str, pair: Pair, apart: Difference) -> str:
-        actual, expected, _ = pair
-        if actual.shape == expected.shape:
-            place, value, original = worst_place(actual, expected)
-            wrong = (
-                f"its error is {apart.error:.2e} of the largest magnitude {apart.scale:.3g}, more than {self._limit:g} "
-                f"(verify_limit); worst at {place} of {list(actual.shape)}: {value:.6g}, by megatron-core's own "
-                f"{original:.6g}"
-            )
-        else:
-            wrong = f"its shape is {list(actual.shape)}, by megatron-core's own {list(expected.shape)}"
-        return (
-            f"{self._record.layer} ({self._record.kind}, {self._where()}): the {quantity} of call "
-            f"{self._number} is wrong on rank {dist.get_rank()} of {describe(self._group)}: {wrong}. Called with "
-            f"{self._operands()}. {self._operators(direction)}"
-        )
-
-    def _where(self) -> str:
-        return f"{self._path}, sequence parallel" if self._layer.sequence_parallel else self._path
-
-    def _operands(self) -> str:
-        return f"input {list(self._shape)}, weight {list(self._weight.shape)}, {self._dtype}"
-
-    def _operators(self, direction: str) -> str:
-        """Return a sentence with the kernels and chunks of the pass's operators."""
-        column, sequence_parallel, settings = self._path == "column", self._layer.sequence_parallel, self._settings
-        assert settings is not None
-        (n, k), m = self._weight.shape, self._shape[:-1].numel()
-        operators = (column_operators if column else row_operators)(m, k, n, self._group.size(), sequence_parallel)
-        if direction == "backward":
-            settings = column_backward_settings(settings) if column else backward_settings(settings)
-            unreduced = column and not sequence_parallel and getattr(self._layer, "disable_grad_reduce", False)
-            operators = operators if self._needs_dx and not unreduced else []
-        texts = [self._operator(operator, settings) for operator in operators if operator.run == direction]
-        return f"Its {direction} ran {', '.join(texts) or 'no operator'}"
-
-    def _operator(self, operator: LayerOperator, settings: Settings) -> str:
-        m, k, n = operator.m, operator.k, operator.n
-        problem = Problem(operator.operator, m, k, n, self._dtype, self._device, self._group.size())
-        int8 = int8_weight(self._layer)
-        if int8 is not None and operator.operator == ALL_REDUCE:
-            problem = with_scales(problem, int8)
-        # The operator has run, so its choice is cached and needs no communication.
-        choice = choice_for(problem, self._group, settings, self._weight.device, operator.layout)
-        return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
 
 
 def _magnitude(tensor: torch.Tensor) -> float:

@@ -8,57 +8,45 @@ Written against megatron-core 0.10 to 0.19; the methods of `Megatron` hide the d
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import SettingsAgreement
-from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
-from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
+from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.megatron.check import LayerCall
+from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.megatron.check import MegatronCall
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
-from ascend_parallel.patches.megatron.coverage import announce
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.region_choice import RegionChoice
-from ascend_parallel.patches.megatron.tuning import case_of, equals_original, overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
-from ascend_parallel.patches.megatron.verification import Verifier
-from ascend_parallel.patches.megatron.wgrad import Begin, MegatronWeightGradient
+from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
+from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
-
-log = logging.getLogger("ascend_parallel")
+from ascend_parallel.tuning.measured.pass_times import Case
 
 OriginalForward = Callable[..., Output]
-ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
 
-class Megatron:
+class Megatron(Framework):
     """The installed Megatron-core: its layers' module, its version, and the settings of its patched layers."""
 
     def __init__(self, layers: ModuleType, version: tuple[int, ...], settings: Settings) -> None:
         """Hold `layers`, the module megatron.core.tensor_parallel.layers of `version`."""
+        super().__init__(settings)
         self.layers = layers
-        self.settings = settings
         self.version = version
         self._originals = Originals(layers)
         # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
         self.groups_handed_down = version >= (0, 13)
-        self._agreement = SettingsAgreement(settings.shared())
-        self._tuner = tuner_of(settings)
         self.region_choice = RegionChoice(settings)
-        self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
-        self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
-        self._logged: set[str] = set()
-        self._announced = False
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`; a layer of MindSpeed holds it under another name."""
@@ -101,52 +89,34 @@ class Megatron:
             return ONE_RANK
         return uncovered_layer(layer, self.version)
 
-    @hidden_from_selective_checkpoint
-    def prepare(
-        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
-    ) -> tuple[dist.ProcessGroup, Settings]:
-        """Raise an error for features that exclude overlap; return the call's group and settings."""
-        group = self.group_of(layer)
+    def refuse_conflicts(self, layer: Any) -> None:
+        """Raise `ConflictError` for features of Megatron-core that exclude overlap."""
         refuse_conflicts(layer.config, self.settings)
-        if group not in self._checked:
-            refuse_foreign_plan(self.settings, group, x.device)
-            self._checked.add(group)
-        if not self._announced:
-            self._announced = True
-            case = case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
-            announce(self.settings, layer, group, case, tuned=self._tuner is not None)
-        return group, self.settings_for(layer, kind, x, weight, **options)
 
-    def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
-        """Return the settings of a call, with the chunks that tuning chose for its shapes."""
-        settings = self._tuned(layer, kind, x, weight, **options)
-        # Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1.
+    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
+        """Return the tuner's description of a call; an int8 weight is not tuned."""
+        if not isinstance(weight, torch.Tensor):
+            return None
+        return case_of(kind, x, weight, sequence_parallel=layer.sequence_parallel, **options)
+
+    def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.
+
+        It differs for a frozen column weight (Megatron-core gives the bias no gradient), a row weight that is no
+        parameter (Megatron-core would read a parametrised weight a second time), and CPU autocast (Megatron-core's
+        backward multiplies unlike dtypes). Without its CUDA extension it cannot add to main_grad.
+        """
+        if kind == "column" and not weight.requires_grad:
+            return False
+        if kind == "row" and weight is not layer._parameters.get("weight"):
+            return False
+        if x.device.type == "cpu" and operand_dtype(weight) != weight.dtype:
+            return False
+        return x.device.type == "cuda" or not layer.gradient_accumulation_fusion
+
+    def with_options(self, layer: Any, settings: Settings) -> Settings:
+        """Return the settings of a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1."""
         return _deterministic(settings) if layer.config.deterministic_mode else settings
-
-    def _tuned(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
-        """Return the tuned settings, not enabled if Megatron-core's layer is as fast; an int8 weight is not tuned."""
-        if self._tuner is None or not isinstance(weight, torch.Tensor):
-            return self.settings
-        backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        group, case = self.group_of(layer), case_of(layer, kind, x, weight, **options)
-        settings = self._tuner.settings_for(case, group, backward=backward, agree=self.confirm(group))
-        return settings if settings.enabled or equals_original(layer, kind, x, weight) else overlapped(settings)
-
-    def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Return a function that compares settings on the group's ranks; call it before they communicate."""
-        return functools.partial(self._agreement.confirm, group)
-
-    def log_uncovered(self, layer: Any, reason: str) -> None:
-        """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead."""
-        text = f"{type(layer).__name__} runs without overlap: {reason}"
-        if self.settings.strict and reason != ONE_RANK:
-            raise UnmetRequestError(f"COC_STRICT=1: {text}")
-        if text not in self._logged:
-            self._logged.add(text)
-            if self.verifier is not None:
-                self.verifier.note(text)
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                log.warning("%s", text)
 
 
 def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
@@ -169,16 +139,19 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
         used = self.weight if weight is None else weight
         if megatron.verifier is None:
             return _column(self, input_, used, runtime_gather_output, megatron, original)
-        call = LayerCall(
+        call = MegatronCall(
             layer=self,
             path="column",
+            sequence_parallel=self.sequence_parallel,
+            reduces=not self.disable_grad_reduce,
             x=input_,
             weight=used,
             patched=lambda begin: _column(self, input_, used, runtime_gather_output, megatron, original, begin),
             original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
             settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
         )
-        return megatron.verifier.run(call)
+        output: Output = megatron.verifier.run(call)
+        return output
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
@@ -196,16 +169,18 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         if megatron.verifier is None:
             return _row(self, input_, megatron, original)
         used = self.weight
-        call = LayerCall(
+        call = MegatronCall(
             layer=self,
             path="row",
+            sequence_parallel=self.sequence_parallel,
             x=input_,
             weight=used,
             patched=lambda begin: _row(self, input_, megatron, original, used, begin),
             original=lambda layer, x, _: original(layer, x),
             settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
         )
-        return megatron.verifier.run(call)
+        output: Output = megatron.verifier.run(call)
+        return output
 
     vars(forward)["ascend_parallel"] = megatron
     return forward

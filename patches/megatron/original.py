@@ -8,7 +8,7 @@ operands.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,12 @@ Forward = Callable[[Any, torch.Tensor, torch.Tensor], Output]
 class Original:
     """A call of a layer, computed by Megatron-core's original methods."""
 
-    def __init__(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, rank: int) -> None:
+    def __init__(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, rank: int, forward: Forward) -> None:
         """Alias x and weight, cast as autocast casts them; the aliases require gradients if x and weight do.
 
-        `rank` is this process's rank in the layer's group.
+        `rank` is this process's rank in the layer's group; `forward` the original forward.
         """
-        self._rank = rank
+        self._rank, self._forward = rank, forward
         self._x, self._weight = (cast_by_autocast(operand).detach() for operand in (x, weight))
         if torch.is_grad_enabled():
             self._x.requires_grad_(x.requires_grad)
@@ -46,10 +46,10 @@ class Original:
         self._output: GradientEdge | None = None
         self._saved: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
-    def forward(self, forward: Forward) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         """Return the output; keep only the graph's edge and its saved tensors, x and the weight."""
         with leaving_no_trace(self._x.device), saved_tensors_hooks(self._keep, self._give):
-            y = without_autocast(forward)(self._layer, self._x, self._weight)[0]
+            y = without_autocast(self._forward)(self._layer, self._x, self._weight)[0]
         self._output = get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
@@ -108,23 +108,3 @@ def leaving_no_trace(device: torch.device) -> Iterator[None]:
             yield
         finally:
             state._GLOBAL_MEMORY_BUFFER = buffer
-
-
-def gradient_source(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) -> tuple[Any, int]:
-    """Return the graph node that computes the gradient of x, and the index of this gradient among its outputs.
-
-    Searches from y; does not search behind `operands`. Hooking an alias of x would be simpler, but the layer would then
-    save the alias, and hooks and swaps of ``x.data`` would act differently from a run without the check.
-    """
-    target = get_gradient_edge(x)
-    seen = {get_gradient_edge(operand).node for operand in operands if operand.requires_grad}
-    pending: list[Any] = [y.grad_fn]
-    while pending:
-        node = pending.pop()
-        for index, (next_node, output_nr) in enumerate(node.next_functions):
-            if next_node is target.node and output_nr == target.output_nr:
-                return node, index
-            if next_node is not None and next_node not in seen:
-                seen.add(next_node)
-                pending.append(next_node)
-    raise AssertionError("the layer's output does not depend on its input")

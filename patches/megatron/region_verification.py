@@ -17,12 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.megatron.check import Check, LayerCall, Pair
+from ascend_parallel.patches.check import Check, LayerCall, Pair
+from ascend_parallel.patches.megatron.check import MegatronCall, MegatronCheck
 from ascend_parallel.patches.megatron.original import StandIn, leaving_no_trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionCall(LayerCall):
+class RegionCall(MegatronCall):
     """A call of an MLP, the `layer`, as a region; `weight` is fc2's.
 
     cut
@@ -57,7 +58,7 @@ class RegionCall(LayerCall):
         return RegionCheck(self, group, number, limit)
 
 
-class RegionCheck(Check):
+class RegionCheck(MegatronCheck):
     """The check of a call of a region."""
 
     def __init__(self, call: RegionCall, group: dist.ProcessGroup, number: int, limit: float | None) -> None:

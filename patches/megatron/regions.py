@@ -24,12 +24,12 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.overlap.region.cuts import RegionCut, RegionMatmul, region_cut
 from ascend_parallel.overlap.region.mlp import Activate, ChunkedMlp, chunked_mlp
 from ascend_parallel.overlap.region.rows import LazyRows
+from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output, StandIn
 from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
 from ascend_parallel.patches.megatron.region_verification import RegionCall
-from ascend_parallel.patches.megatron.wgrad import Begin
 
 log = logging.getLogger("ascend_parallel")
 
@@ -176,7 +176,8 @@ def _run_alone(mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCu
         cut=cut,
         whole=original,
     )
-    return verifier.run(call)
+    output: Output = verifier.run(call)
+    return output
 
 
 def mlp_forward(original: Function, regions: Regions) -> Function:

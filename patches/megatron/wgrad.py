@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.overlap.weight_gradient import GradientParts, WeightGradient
-
-Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
-"""Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
+from ascend_parallel.overlap.weight_gradient import Begin, GradientParts, WeightGradient
 
 
 class MegatronWeightGradient(WeightGradient):

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ascend_parallel.overlap.linear import column_linear
+from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, Patch, PatchSet
-from ascend_parallel.patches.megatron.check import LayerCall
+from ascend_parallel.patches.megatron.check import MegatronCall
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import StandIn
-from ascend_parallel.patches.megatron.wgrad import Begin
 
 MODULE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 NAMES = ("MindSpeedTELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear")
@@ -81,9 +81,11 @@ def _checked(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
         aliased = {"input": aliased_x, "weight": aliased_weight, "bias": bias, "gradient_accumulation_fusion": False}
         return layer._linear_forward_impl(**(call | aliased | {"grad_output_buffer": None})), None
 
-    run = LayerCall(
+    run = MegatronCall(
         layer=layer,
         path="column",
+        sequence_parallel=call["sequence_parallel"],
+        reduces=not getattr(layer, "disable_grad_reduce", False),
         x=x,
         weight=weight,
         patched=patched,

@@ -360,7 +360,7 @@ def test_fake_groups_need_no_agreement():
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
     try:
-        SettingsAgreement(Settings(num_chunks=4).shared()).confirm(torch.distributed.group.WORLD)
+        SettingsAgreement(Settings(num_chunks=4).shared).confirm(torch.distributed.group.WORLD)
     finally:
         torch.distributed.destroy_process_group()
 

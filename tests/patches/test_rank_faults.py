@@ -160,7 +160,7 @@ agreement.PATIENCE = 1.0
 if rank == 1:
     wait_until_told()
 from ascend_parallel.settings import Settings
-agreement.SettingsAgreement(Settings(num_chunks=4).shared()).confirm(group)
+agreement.SettingsAgreement(Settings(num_chunks=4).shared).confirm(group)
 print(len(records) >= 1 and "rank 1 of group" in records[0] if rank == 0 else "late")
 """
 
@@ -172,7 +172,7 @@ def test_waiting_for_a_late_rank_is_said():
 
 
 ALONE = """
-agreement = ap.consistency.SettingsAgreement(ap.Settings(num_chunks=4).shared())
+agreement = ap.consistency.SettingsAgreement(ap.Settings(num_chunks=4).shared)
 if rank == 0:
     try:
         agreement.confirm(group)
@@ -183,7 +183,7 @@ else:
     wait_until_told()
 dist.barrier()
 agreement.confirm(group)
-ap.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared()).confirm(group)
+ap.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared).confirm(group)
 print("agreed")
 """
 

@@ -1,4 +1,4 @@
-"""Select the calls of Megatron-core's patched layers that a run checks; check.py checks them."""
+"""Select the calls of patched layers that a run checks; check.py checks them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.verify import LEDGER
-from ascend_parallel.patches.megatron.check import LayerCall
-from ascend_parallel.patches.megatron.original import Output
+from ascend_parallel.patches.check import LayerCall
 from ascend_parallel.settings import Settings
 
 
@@ -41,7 +40,7 @@ class Verifier:
         self._group_of, self._confirm = group_of, confirm
         self._calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
-    def run(self, call: LayerCall) -> Output:
+    def run(self, call: LayerCall) -> Any:
         """Run the call; if its check is due, also run the original and compare.
 
         Calls with and without gradients are counted separately: activation recomputation alternates between the two,

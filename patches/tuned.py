@@ -1,4 +1,4 @@
-"""Connect the chunk tuner to Megatron's layers: create the tuner, describe a call, check a plan."""
+"""Connect the chunk tuner to patched layers: create the tuner, describe a call, check a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("ascend_parallel")
 def tuner_of(settings: Settings) -> Tuner | None:
     """Return a tuner of chunk sizes if the settings request tuning and run chunks; else None.
 
-    Calls for which the tuner chooses a single chunk run Megatron-core's own layer, unless the settings request more
+    Calls for which the tuner chooses a single chunk run the framework's own layer, unless the settings request more
     than chunks.
     """
     if not settings.tune and not settings.auto:
@@ -38,8 +38,10 @@ def tuner_of(settings: Settings) -> Tuner | None:
     return Tuner(settings, original_if_whole=not (observed or differs))
 
 
-def case_of(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Case:
-    """Return the tuner's description of a call of `layer`, of kind "row" or "column"."""
+def case_of(
+    kind: str, x: torch.Tensor, weight: torch.Tensor, *, sequence_parallel: bool = False, **options: Any
+) -> Case:
+    """Return the tuner's description of a call of a layer of kind "row" or "column"."""
     return Case(
         kind=kind,
         rows=x.shape[:-1].numel(),
@@ -47,30 +49,14 @@ def case_of(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, **opti
         k=weight.shape[1],
         dtype=operand_dtype(weight),
         device=x.device.type,
-        sequence_parallel=layer.sequence_parallel,
+        sequence_parallel=sequence_parallel,
         **options,
     )
 
 
-def equals_original(layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.
-
-    It differs for a frozen column weight (Megatron-core gives the bias no gradient), a row weight that is no parameter
-    (Megatron-core would read a parametrised weight a second time), and CPU autocast (Megatron-core's backward
-    multiplies unlike dtypes). Without its CUDA extension it cannot add to main_grad.
-    """
-    if kind == "column" and not weight.requires_grad:
-        return False
-    if kind == "row" and weight is not layer._parameters.get("weight"):
-        return False
-    if x.device.type == "cpu" and operand_dtype(weight) != weight.dtype:
-        return False
-    return x.device.type == "cuda" or not layer.gradient_accumulation_fusion
-
-
 @lru_cache(maxsize=64)
 def overlapped(settings: Settings) -> Settings:
-    """Return the settings with our layers instead of Megatron-core's."""
+    """Return the settings with our layers instead of the framework's."""
     return replace(settings, mode=2)
 
 

@@ -1,0 +1,118 @@
+"""What the patched layers of one framework share: settings, the ranks' agreement, the tuner, checks, and logs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.consistency import SettingsAgreement
+from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
+from ascend_parallel.patches.coverage import announce
+from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
+from ascend_parallel.patches.verification import Verifier
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.pass_times import Case
+
+log = logging.getLogger("ascend_parallel")
+
+ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
+
+
+class Framework(ABC):
+    """A framework whose layers are patched with the same settings; each framework derives its own class.
+
+    A replaced forward asks `uncovered` whether the original must run, and otherwise `prepare` for the settings of the
+    call. `settings.enabled` of these is false where the original is as fast.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Hold the settings of all patched layers."""
+        self.settings = settings
+        self._agreement = SettingsAgreement(lambda: {**settings.shared(), **self.compared()})
+        self._tuner = tuner_of(settings)
+        self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
+        self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
+        self._logged: set[str] = set()
+        self._announced = False
+
+    @abstractmethod
+    def group_of(self, layer: Any) -> dist.ProcessGroup:
+        """Return the tensor-parallel group of `layer`."""
+
+    @abstractmethod
+    def uncovered(self, layer: Any) -> str | None:
+        """Return the reason why the original forward of `layer` must run, or None."""
+
+    @abstractmethod
+    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
+        """Return the tuner's description of a call of `layer`, "row" or "column"; None: its weight is not tuned."""
+
+    def compared(self) -> Mapping[str, Any]:
+        """Return what must be the same on all ranks beside the settings, by the user's names."""
+        return {}
+
+    def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Tell whether the framework's own layer computes what ours does for this call, gradients included."""
+        return True
+
+    @abstractmethod
+    def refuse_conflicts(self, layer: Any) -> None:
+        """Raise `ConflictError` for features that exclude overlap."""
+
+    def with_options(self, layer: Any, settings: Settings) -> Settings:
+        """Return the settings of a call with those that the framework's own configuration of `layer` asks for."""
+        return settings
+
+    @hidden_from_selective_checkpoint
+    def prepare(
+        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
+    ) -> tuple[dist.ProcessGroup, Settings]:
+        """Raise an error for features that exclude overlap; return the call's group and settings."""
+        group = self.group_of(layer)
+        self.refuse_conflicts(layer)
+        if group not in self._checked:
+            refuse_foreign_plan(self.settings, group, x.device)
+            self._checked.add(group)
+        if not self._announced:
+            self._announced = True
+            case = self.case_of(layer, kind, x, weight, **options)
+            announce(self.settings, layer, group, case, tuned=self._tuner is not None)
+        return group, self.settings_for(layer, kind, x, weight, **options)
+
+    def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
+        """Return the settings of a call, with the chunks that tuning chose for its shapes."""
+        return self.with_options(layer, self._tuned(layer, kind, x, weight, **options))
+
+    def _tuned(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
+        """Return the tuned settings, not enabled if the framework's own layer is as fast."""
+        case = None if self._tuner is None else self.case_of(layer, kind, x, weight, **options)
+        if self._tuner is None or case is None:
+            return self.settings
+        backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        group = self.group_of(layer)
+        settings = self._tuner.settings_for(case, group, backward=backward, agree=self.confirm(group))
+        return settings if settings.enabled or self.equals_original(layer, kind, x, weight) else overlapped(settings)
+
+    def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Return a function that compares settings on the group's ranks; call it before they communicate."""
+        return functools.partial(self._agreement.confirm, group)
+
+    def log_uncovered(self, layer: Any, reason: str) -> None:
+        """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead."""
+        text = f"{type(layer).__name__} runs without overlap: {reason}"
+        if self.settings.strict and reason != ONE_RANK:
+            raise UnmetRequestError(f"COC_STRICT=1: {text}")
+        if text not in self._logged:
+            self._logged.add(text)
+            if self.verifier is not None:
+                self.verifier.note(text)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log.warning("%s", text)
