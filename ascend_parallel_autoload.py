@@ -2,14 +2,20 @@
 
 A separate module: a process without any of the variables imports nothing else of this package. It must never break
 `import torch`, so it only reads variable names and registers a hook, and raises nothing. The variables' values are
-checked when Megatron-core is imported.
+checked when a framework's layers are imported.
 """
 
 import os
 import sys
+from types import ModuleType
 
 PREFIXES = ("COC_", "USE_COC_")
-LAYERS = "megatron.core.tensor_parallel.layers"
+# The modules that hold the layers of the frameworks (SEAMS of patches/applied.py).
+LAYERS = (
+    "megatron.core.tensor_parallel.layers",
+    "transformers.distributed.tensor_parallel",
+    "transformers.integrations.tensor_parallel",
+)
 # COC_TAKE_OVER takes the place of MindSpeed's CoC, which these modules put in (patches/mindspeed/take_over.py).
 COC_FEATURES = (
     "mindspeed.features_manager.tensor_parallel.locl_coc",
@@ -18,44 +24,44 @@ COC_FEATURES = (
 
 
 def register() -> None:
-    """If a COC_ variable is set, register a hook that imports ascend_parallel right after Megatron-core's layers."""
+    """If a COC_ variable is set, register a hook that imports ascend_parallel right after the layers of a framework."""
     if not any(name.upper().startswith(PREFIXES) for name in os.environ):
         return
     try:
         import wrapt
 
-        for module in (LAYERS, *(COC_FEATURES if "COC_TAKE_OVER" in os.environ else ())):
+        for module in (*LAYERS, *(COC_FEATURES if "COC_TAKE_OVER" in os.environ else ())):
             wrapt.register_post_import_hook(_switch_on, module)
     except Exception as error:  # noqa: BLE001  raising here would break `import torch` for every program
         sys.stderr.write(f"ascend_parallel: overlap cannot be switched on by a variable alone: {error}\n")
 
 
-def _switch_on(_: object) -> None:
+def _switch_on(imported: ModuleType) -> None:
     try:
         import ascend_parallel  # noqa: F401  importing it reads the environment and patches
     except Exception as error:
-        Refusal(error).install()
+        Refusal(error, imported.__name__).install()
         raise
 
 
 class Refusal:
-    """Raises the same error at every later import of Megatron-core's layers.
+    """Raises the same error at every later import of a framework's layers.
 
     A hook runs only once. Without this class, a program that catches the first error and imports again would train
     without the requested overlap, silently.
     """
 
-    def __init__(self, error: Exception) -> None:
-        """Keep `error`."""
-        self._error = error
+    def __init__(self, error: Exception, module: str) -> None:
+        """Keep `error`, which the import of `module` has raised."""
+        self._error, self._module = error, module
 
     def install(self) -> None:
         """Refuse imports from now on."""
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Raise the error for Megatron-core's layers; find no other module."""
-        if name == LAYERS:
+        """Raise the error for the module; find no other."""
+        if name == self._module:
             raise self._error
 
     @classmethod

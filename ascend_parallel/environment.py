@@ -48,6 +48,8 @@ def read_settings(
         values.update(_with_auto(read_file(environ[CONFIG_VARIABLE])))
     values.update(_with_auto(_read_variables(environ)))
     values.update(_with_auto(_known(overrides, "configure()")))
+    if isinstance(values.get("frameworks"), list):
+        values["frameworks"] = tuple(values["frameworks"])
     return Settings(**_with_plan(values))
 
 
@@ -118,6 +120,8 @@ def _parse(variable: str, name: str, text: str) -> Any:
     if name == "region":
         require(variable, text, word.lower() in ("0", "1", "auto"), "0, 1 or auto")
         return "auto" if word.lower() == "auto" else word == "1"
+    if name == "frameworks":
+        return tuple(dict.fromkeys(each.strip(BLANKS).lower() for each in text.split(",")))
     if name in ("plan", "tune", "timeline"):
         require(variable, text, name != "timeline" or text.strip() != "", "the folder to write to")
         return text

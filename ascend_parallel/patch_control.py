@@ -7,8 +7,7 @@ the patches and applies them with the new settings.
 from __future__ import annotations
 
 import atexit
-import importlib
-import importlib.util
+import functools
 import logging
 import os
 import sys
@@ -29,11 +28,10 @@ from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm
 from ascend_parallel.overlap.choices import overlap_in_words
-from ascend_parallel.patches import megatron
-from ascend_parallel.patches.applied import ON_TOP, AppliedPatches
+from ascend_parallel.patches.applied import NOTHING, Patches, wanted
 from ascend_parallel.patches.base import PatchError, PatchStatus
-from ascend_parallel.patches.megatron.built_classes import replaced_classes
-from ascend_parallel.patches.mindspeed import has_file, take_over
+from ascend_parallel.patches.mindspeed import take_over
+from ascend_parallel.patches.seam import Seam, is_installed
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
@@ -46,9 +44,11 @@ class Status:
     """The settings, patches and counts of this process.
 
     state
-        A sentence: off, waiting for Megatron-core, or applied.
+        A sentence: off, waiting for the import of a framework, or applied.
+    frameworks
+        The state of each framework, by its name in COC_FRAMEWORKS.
     patches
-        The status of each patch; empty before Megatron-core is imported.
+        The status of each patch; empty before a framework is imported.
     kernels
         For each kernel "available" or the reason why it is not.
     counts
@@ -62,6 +62,7 @@ class Status:
     version: str
     state: str
     settings: Settings
+    frameworks: dict[str, str]
     patches: list[PatchStatus]
     kernels: dict[str, str]
     counts: dict[str, dict[str, int]]
@@ -78,11 +79,12 @@ class PatchControl:
 
     def __init__(self) -> None:
         """Start switched off."""
-        self._patches: AppliedPatches | None = None
+        self._patches = Patches()
         self._taken_over: dict[str, Any] = {}  # settings in MindSpeed's arguments
         self._overrides: dict[str, Any] = {}  # the arguments of the last `configure`
         self._variables: dict[str, str] = {}
-        self._hooked = False
+        self._hooked: set[str] = set()  # the frameworks whose import is waited for
+        self._warns = False
         self._takes_over = False
         # The error of the environment's settings; this package's command reports it instead of the import.
         self.refused: SettingsError | None = None
@@ -117,8 +119,7 @@ class PatchControl:
 
     def _put_in_force(self, settings: Settings) -> None:
         """Change the log level, the patches and the recording; after an error restore all three."""
-        before, patches = current_settings(), self._patches
-        self.revert()
+        before, patches = current_settings(), self._patches.revert()
         put_in_force(settings)
         try:
             self._log_level.follow(settings.log_level)
@@ -130,60 +131,58 @@ class PatchControl:
         except BaseException:
             self.revert()
             put_in_force(before)
-            self._patches = patches
             self._log_level.follow(before.log_level)
-            if patches is not None:
-                patches.apply()
+            self._patches.restore(patches)
             self._timeline.follow(before.timeline, before.timeline_passes)
             raise
 
     def apply(self) -> None:
-        """Apply the patches, importing Megatron-core's layers; a second call does nothing.
+        """Patch the frameworks that COC_FRAMEWORKS names, or else Megatron-core and all that have been imported.
 
-        Raises `SettingsError` if the settings are off, `PatchError` if Megatron-core is missing or not as expected.
+        A second call does nothing. Raises `SettingsError` if the settings are off, `PatchError` if a framework is
+        missing or not as expected.
         """
-        if not current_settings().enabled:
-            settings = current_settings()
+        settings = current_settings()
+        if not settings.enabled:
             raise SettingsError(
                 f"nothing to apply: COC_PARALLEL_NUM={settings.num_chunks}, "
                 f"USE_COC_FUSED_KERNEL={int(settings.fused)} and COC_MODE={settings.mode} switch overlap off; "
                 "export other values, or call configure(num_chunks=4)"
             )
-        if "megatron.core" not in sys.modules and not _installed("megatron.core"):
-            raise PatchError(
-                f"megatron-core: expected a version {megatron.VERSIONS}, found none installed: the variables have "
-                "nothing to overlap (column_linear, row_linear and the operators read none)"
-            )
-        importlib.import_module(megatron.LAYERS)  # the import hook may apply the patches
-        if self._patches is None:
-            self._patches = AppliedPatches(current_settings())
-            if os.environ.get("RANK", "0") == "0":
-                log.info("%s", self.status().state)
+        for seam in wanted(settings):
+            if settings.frameworks is not None or (seam.imported_by_apply and seam.installed):
+                self._patches.apply(seam, settings)
+            elif seam.imported:
+                self._patches.offer(seam, settings)
+        if not self._patches:
+            raise PatchError(f"{self._state()}: {NOTHING}")
 
-    def try_apply(self) -> str:
-        """Apply the patches; return "", or why they do not fit what is installed."""
-        try:
-            self.apply()
-        except PatchError as error:
-            return str(error)
-        return ""
+    def try_apply(self) -> dict[str, str]:
+        """Import and patch all installed frameworks; return why patches do not fit, by the framework's title."""
+        errors, settings = {}, current_settings()
+        for seam in wanted(settings):
+            try:
+                if seam.installed or settings.frameworks is not None:
+                    self._patches.apply(seam, settings)
+            except PatchError as error:
+                errors[seam.title] = str(error)
+        return errors
 
     def revert(self) -> None:
         """Restore the original methods; does nothing if no patch is applied."""
-        if self._patches is not None:
-            self._patches.revert()
-            self._patches = None
+        self._patches.revert()
 
     def status(self) -> Status:
         """Return the settings, patches and counts of this process."""
-        patches, region = (self._patches.status(), self._patches.region) if self._patches else ([], "")
-        found = (patches, _kernels(), COUNTS.as_dict(), region, self._notes())
-        return Status(__version__, self._state(patches), current_settings(), *found)
+        settings, patches = current_settings(), self._patches
+        states = patches.states(settings) if settings.enabled else {}
+        found = (states, patches.status(), _kernels(), COUNTS.as_dict(), patches.region, self._notes())
+        return Status(__version__, self._state(), settings, *found)
 
     def warn_if_idle(self) -> None:
         """Log on rank 0, at the end of a run with overlap, that no layer ran with it, and the reason."""
         failed = getattr(sys, "last_value", None) is not None
-        if self._patches is None or COUNTS.as_dict() or failed or os.environ.get("RANK") != "0":
+        if not self._patches or COUNTS.as_dict() or failed or os.environ.get("RANK") != "0":
             return
         log.warning("overlap was on, but 0 linear layers ran with it: %s", self._why_idle())
 
@@ -202,33 +201,26 @@ class PatchControl:
 
     def _why_idle(self) -> str:
         """Return the reason why no layer ran with overlap."""
-        if self._patches is None:
-            return self._state([])
-        if others := replaced_classes(self._patches.layers):
-            return others
-        replaced = [patch for patch in self._patches.status() if not patch.applied]
-        if replaced:
-            return "; ".join(f"{patch.target} was {patch.reason}" for patch in replaced)
-        if has_file("transformer_engine"):
-            return "TransformerEngine's layers are not covered: use --transformer-impl local"
-        reason = "no layer of megatron-core with a tensor-parallel group of several ranks was called"
+        if not self._patches:
+            return self._state()
+        reason = "; ".join(self._patches.why_idle())
         if current_settings().auto or current_settings().tune:
             return f"every matmul was kept whole, and Megatron-core's own layers ran; or {reason}"
         return reason
 
     def _apply_once_imported(self) -> None:
-        if megatron.LAYERS in sys.modules:
-            self.apply()
-        if not self._hooked:
-            self._hooked = True
+        for seam in wanted(current_settings()):
+            if seam.imported:
+                self._patches.offer(seam, current_settings())
+            if seam.name not in self._hooked:
+                self._hooked.add(seam.name)
+                for module in (seam.module, *seam.before):
+                    wrapt.register_post_import_hook(functools.partial(self._imported, seam), module)
+                for module in seam.on_top:
+                    wrapt.register_post_import_hook(self._patches.extend, module)
+        if not self._warns:
+            self._warns = True
             atexit.register(self.warn_if_idle)
-            wrapt.register_post_import_hook(self._imported, megatron.LAYERS)
-            for module in ON_TOP:
-                wrapt.register_post_import_hook(self._imported_on_top, module)
-
-    def _imported_on_top(self, module: ModuleType) -> None:
-        if self._patches is not None:
-            self._patches.extend(module)
 
     def _take_over_once_imported(self) -> None:
         take_over.refuse_late()
@@ -250,26 +242,20 @@ class PatchControl:
             log.warning("in place of MindSpeed's CoC, with its arguments: %s", overlap_in_words(settings))
         return True
 
-    def _imported(self, _: ModuleType) -> None:
-        if current_settings().enabled:
+    def _imported(self, seam: Seam, module: ModuleType) -> None:
+        settings = current_settings()
+        known = module.__name__ == seam.module or seam.module not in sys.modules
+        if settings.enabled and known and seam in wanted(settings):
             try:
-                self.apply()
+                self._patches.offer(seam, settings)
             except PatchError as error:
-                Refusal(error).install()
+                Refusal(error, seam.module).install()
                 raise
 
-    def _state(self, patches: list[PatchStatus]) -> str:
+    def _state(self) -> str:
         if not current_settings().enabled:
-            return "off: Megatron-core's layers are untouched"
-        if self._patches is None and megatron.LAYERS in sys.modules:
-            return "not applied: Megatron-core's layers are untouched"
-        if self._patches is None:
-            where = "" if _installed("megatron.core") else ", which is not installed"
-            return f"waiting for the import of megatron-core{where}"
-        own = [patch.applied for patch in patches if patch.target.startswith(megatron.LAYERS)]
-        text = f"{sum(own)} of {len(own)} methods of megatron-core {megatron.installed_version()} replaced"
-        others = [patch.applied for patch in patches[len(own) :]]
-        return f"{text}, and {sum(others)} of {len(others)} others" if others else text
+            return "off: every framework's layers are untouched"
+        return self._patches.summary(current_settings())
 
     def _notes(self) -> list[str]:
         notes = [f"{name} is set, which nothing reads; {meant} is" for name, meant in near_misses(os.environ).items()]
@@ -285,16 +271,9 @@ class PatchControl:
 def _kernels() -> dict[str, str]:
     extension = shm.extension()
     return {
-        "npu": "available" if _installed("torch_npu") else "torch_npu is not installed",
+        "npu": "available" if is_installed("torch_npu") else "torch_npu is not installed",
         "shm": extension if isinstance(extension, str) else "available",
         "chunked": "available",
         "reference": "available",
         "ordered": "available",
     }
-
-
-def _installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a parent is missing
-        return False

@@ -31,6 +31,7 @@ __all__ = [
 ORDERS = ("auto", "compute_first", "communicate_first")
 MOST_PASSES = 1_000_000
 RAREST = 999_999_999
+FRAMEWORKS = ("megatron", "transformers", "torch", "deepspeed", "symm_mem")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CALLS = f"0 (off) or a whole number of calls from 1 to {RAREST}"
 
@@ -61,6 +62,7 @@ VARIABLES = {
     "verify_every": "COC_VERIFY",
     "take_over": "COC_TAKE_OVER",
     "region": "COC_REGION",
+    "frameworks": "COC_FRAMEWORKS",
     "split_weight_gradient": "COC_SPLIT_WEIGHT_GRADIENT",
     "log_level": "COC_LOG_LEVEL",
 }
@@ -103,6 +105,9 @@ class Settings(OperatorSettings):
         training's first passes run faster so. COC_REGION.
     region_rows
         The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
+    frameworks
+        The frameworks whose layers are patched; one that does not fit is an error. None: all that fit and are imported.
+        COC_FRAMEWORKS.
     log_level
         Level of the logger "ascend_parallel"; None: unchanged, which shows warnings. COC_LOG_LEVEL.
 
@@ -120,6 +125,7 @@ class Settings(OperatorSettings):
     take_over: bool = False
     region: bool | str = False
     region_rows: int = 64
+    frameworks: tuple[str, ...] | None = None
     log_level: str | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +144,9 @@ class Settings(OperatorSettings):
         require("region", self.region, allowed, 'true, false or "auto"')
         least = self.region_rows
         require("region_rows", least, type(least) is int and least >= 1, "a whole number of rows, 1 or more")
+        named = self.frameworks
+        known = named is None or (isinstance(named, tuple) and named and all(name in FRAMEWORKS for name in named))
+        require("frameworks", named, bool(known), f"one or more of {', '.join(FRAMEWORKS)}")
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))
         every, error = self.verify_every, self.verify_limit
         require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)
@@ -164,6 +173,7 @@ class Settings(OperatorSettings):
         values["customized_coc"] = {
             str(list(key)): cut if isinstance(cut, int) else list(cut) for key, cut in self.customized_coc.items()
         }
+        values["frameworks"] = self.frameworks and list(self.frameworks)
         values["plan"] = self.plan and self.plan.digest
         return values
 

@@ -1,92 +1,130 @@
-"""The patches of this process, of Megatron-core and of what builds on it: applied and reverted together."""
+"""The patches of this process: each framework's are applied, reported and left alone by themselves."""
 
 from __future__ import annotations
 
-import functools
 import importlib
+import importlib.metadata
 import logging
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import ModuleType
 
-from ascend_parallel.patches import megatron, mindspeed
-from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
-from ascend_parallel.patches.megatron.built_classes import BuiltClasses
-from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.megatron.region_checks import LAYER
-from ascend_parallel.patches.megatron.region_patches import region_patch_set
-from ascend_parallel.patches.mindspeed import layernorm_column
+from ascend_parallel.patches.base import PatchError, PatchStatus
+from ascend_parallel.patches.megatron_seam import MEGATRON
+from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
+from ascend_parallel.patches.transformers import TRANSFORMERS
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-# Modules that need Megatron-core's layers -> the patches of their classes, once the module is imported.
-MINDSPEED: dict[str, Callable[[Megatron], PatchSet]] = {layernorm_column.MODULE: layernorm_column.patch_set}
-ON_TOP = {LAYER: region_patch_set} | MINDSPEED
+SEAMS = (MEGATRON, TRANSFORMERS)
+NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 
-class AppliedPatches:
-    """Patched layers with the same settings: Megatron-core's, and those of `ON_TOP` whose modules are imported."""
+def wanted(settings: Settings) -> list[Seam]:
+    """Return the frameworks that COC_FRAMEWORKS names; without it, all that need not be named."""
+    named = settings.frameworks
+    return [seam for seam in SEAMS if (not seam.opt_in if named is None else seam.name in named)]
 
-    def __init__(self, settings: Settings) -> None:
-        """Import Megatron-core's layers, check them and patch them; raises `PatchError` if they are not as expected."""
-        self.layers: ModuleType = importlib.import_module(megatron.LAYERS)
-        self._strict = settings.strict
-        self._megatron = megatron.installed(settings)
-        self._sets = {megatron.LAYERS: megatron.patch_set(self._megatron)}
-        self.apply()
 
-    def apply(self) -> None:
-        """Apply all patches, and watch which classes the program builds."""
-        self.extend()
-        patched = tuple(patch.holder() for patch in self._sets[megatron.LAYERS].patches)
-        self._built = BuiltClasses(self.layers, patched, strict=self._strict)
+class Patches:
+    """The applied patches by framework, and why other frameworks are left as they are."""
 
-    def extend(self, imported: ModuleType | None = None) -> None:
-        """Apply the patches of the modules of `ON_TOP` that have been imported, `imported` just now."""
-        for module, patch_set in ON_TOP.items():
-            found = sys.modules.get(module)
-            # A module that imports Megatron-core itself is still being executed: it is imported later.
-            unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False) and found is not imported
-            if found is not None and not unfinished and module not in self._sets:
-                self._add(module, patch_set(self._megatron))
-                if module in MINDSPEED:
-                    _log_once(mindspeed.version_note())
-        for patches in self._sets.values():
-            patches.apply(megatron.installed_version())
+    def __init__(self) -> None:
+        """Nothing is applied."""
+        self._applied: dict[str, AppliedPatches] = {}
+        self._left: dict[str, str] = {}
 
-    def _add(self, module: str, patches: PatchSet) -> None:
-        """Add the patches of a module, or log why they do not fit it; with strict settings raise instead."""
+    def __bool__(self) -> bool:
+        """Tell whether any patch is applied."""
+        return bool(self._applied)
+
+    def apply(self, seam: Seam, settings: Settings) -> None:
+        """Import a framework and patch it; a second call does nothing. Raises `PatchError` if it is not as expected."""
+        if seam.name in self._applied:
+            return
+        if not seam.installed:
+            raise PatchError(f"{seam.title}: found none installed: {NOTHING}")
         try:
-            patches.check(megatron.installed_version())
-        except PatchError as error:
-            if self._strict:
-                raise
-            _log_once(f"{module} is left as it is: {error}")
-        else:
-            self._sets[module] = patches
+            importlib.import_module(seam.module)  # the import hook may apply the patches
+        except ModuleNotFoundError as error:
+            version = importlib.metadata.version(seam.title)
+            raise PatchError(f"{seam.title} {version}: this version has no {seam.module}: {NOTHING}") from error
+        if seam.name not in self._applied:
+            applied = seam.make(settings)
+            applied.apply()
+            self._applied[seam.name] = applied
+            if os.environ.get("RANK", "0") == "0":
+                log.info("%s", applied.state())
 
-    def revert(self) -> None:
-        """Restore the original methods; raises `PatchError` if another patch was put on top."""
-        for patches in self._sets.values():
-            patches.refuse_if_covered()
-        for patches in self._sets.values():
-            patches.revert()
-        self._built.stop()
+    def offer(self, seam: Seam, settings: Settings) -> None:
+        """Patch a framework that has been imported, or leave it as it is and log the reason once on rank 0.
+
+        The reason is an error with COC_STRICT=1, or if COC_FRAMEWORKS names the framework.
+        """
+        try:
+            self.apply(seam, settings)
+        except PatchError as error:
+            if settings.strict or settings.frameworks is not None:
+                raise
+            self._left[seam.name] = str(error)
+            say_once(f"left as it is: {error}")
+
+    def extend(self, imported: ModuleType) -> None:
+        """Apply patches of a module that frameworks have on top of their layers."""
+        for name, applied in self._applied.items():
+            if imported.__name__ in next(seam.on_top for seam in SEAMS if seam.name == name):
+                applied.extend(imported)
+
+    def revert(self) -> dict[str, AppliedPatches]:
+        """Restore all original methods, or none: raises `PatchError` if another patch was put on top of one.
+
+        Returns what was applied, for `restore`.
+        """
+        for applied in self._applied.values():
+            applied.refuse_if_covered()
+        reverted = self._applied
+        for applied in reverted.values():
+            applied.revert()
+        self._applied, self._left = {}, {}
+        return reverted
+
+    def restore(self, reverted: dict[str, AppliedPatches]) -> None:
+        """Apply again what `revert` has returned."""
+        for applied in reverted.values():
+            applied.apply()
+        self._applied = reverted
 
     @property
     def region(self) -> str:
-        """Whether modules run as regions, and the figures behind it; empty before transformer layers are patched."""
-        return str(self._megatron.region_choice) if LAYER in self._sets else ""
+        """Whether modules run as regions, and the figures behind it."""
+        return " ".join(filter(None, (applied.region for applied in self._applied.values())))
 
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""
-        return [status for patches in self._sets.values() for status in patches.status()]
+        return [status for applied in self._applied.values() for status in applied.status()]
 
+    def states(self, settings: Settings) -> dict[str, str]:
+        """Return the state of each wanted framework, in words, by its name in COC_FRAMEWORKS."""
+        return {seam.name: self._state(seam) for seam in wanted(settings)}
 
-@functools.cache
-def _log_once(text: str | None) -> None:
-    """Log a text on rank 0, once; nothing for None. The groups need not exist yet."""
-    if text is not None and os.environ.get("RANK", "0") == "0":
-        log.warning("%s", text)
+    def _state(self, seam: Seam) -> str:
+        if seam.name in self._applied:
+            return self._applied[seam.name].state()
+        if seam.name in self._left:
+            return f"left as it is: {self._left[seam.name]}"
+        if seam.imported:
+            return f"not applied: {seam.title}'s layers are untouched"
+        return f"waiting for the import of {seam.title}{'' if seam.installed else ', which is not installed'}"
+
+    def summary(self, settings: Settings) -> str:
+        """Return the states in a sentence: the patched frameworks', or else the others'."""
+        states = self.states(settings)
+        told = [name for name in states if name in self._applied or name in self._left]
+        told = told or [seam.name for seam in wanted(settings) if seam.imported or seam.imported_by_apply]
+        return "; ".join(states[name] for name in told or states)
+
+    def why_idle(self) -> Iterator[str]:
+        """Yield the reason of each patched framework why none of its layers ran with overlap."""
+        yield from (applied.why_idle() for applied in self._applied.values())
+        yield from (f"left as it is: {reason}" for reason in self._left.values())

@@ -44,7 +44,7 @@ class Coverage:
 
 
 def coverage(model: torch.nn.Module) -> Coverage:
-    """Return the coverage of all linear layers of `model`: Megatron-core's, TransformerEngine's and torch's."""
+    """Return the coverage of all linear layers of `model`, of every framework and torch's own."""
     reasons = [
         _uncovered(module)
         for module in model.modules()
@@ -55,26 +55,21 @@ def coverage(model: torch.nn.Module) -> Coverage:
 
 
 def _uncovered(module: Any) -> str | None:
-    forward = type(module).forward
-    megatron = getattr(forward, "ascend_parallel", None)
-    if megatron is not None:
-        reason = getattr(forward, "uncovered", _reason)(module, megatron)
+    """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason."""
+    forward = vars(module).get("forward", type(module).forward)
+    patched = getattr(forward, "ascend_parallel", None)
+    if patched is not None:
+        by = getattr(forward, "uncovered", None)
+        reason = patched.uncovered(module) if by is None else by(module, patched)
         return None if reason is None else f"{type(module).__name__}: {reason}"
+    if any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__):
+        return f"{type(module).__name__}: its own forward is overlapped only where it calls megatron-core's forward"
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
-    kinds = (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
-    inherited = any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__)
-    if not inherited and not isinstance(module, kinds):
-        family = type(module).__module__.split(".")[0]
-        name = "TransformerEngine's" if type(module).__name__.startswith("TE") else f"of {family}"
-        return f"{name} {type(module).__name__}: not a layer of megatron-core's tensor_parallel"
-    own = "its own forward is overlapped only where it calls megatron-core's forward"
-    return f"{type(module).__name__}: {own if inherited else 'not patched'}"
-
-
-def _reason(layer: Any, megatron: Any) -> str | None:
-    """Return the reason why the original forward of a Megatron layer runs."""
-    reason: str | None = megatron.uncovered(layer)
-    return reason
+    if layers and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
+        return f"{type(module).__name__}: not patched"
+    family = type(module).__module__.split(".")[0]
+    name = "TransformerEngine's" if type(module).__name__.startswith("TE") else f"of {family}"
+    return f"{name} {type(module).__name__}: not a tensor-parallel layer of a patched framework"
 
 
 log = logging.getLogger("ascend_parallel")

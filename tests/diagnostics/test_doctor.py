@@ -94,7 +94,7 @@ def both(python, **variables):
 @pytest.mark.slow
 def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     python = environment(tmp_path, without=["megatron"])
-    status, doctor, said = both(python, COC_PARALLEL_NUM="4")
+    status, doctor, said = both(python, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="megatron")
     assert status == 1
     assert doctor.splitlines()[-1] == "1 thing to fix: megatron-core"
     assert "found none installed: the variables have nothing to overlap" in said

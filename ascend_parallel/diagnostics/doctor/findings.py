@@ -46,7 +46,7 @@ class Control(Protocol):
     def status(self) -> Any:
         """Return the current settings and patches."""
 
-    def try_apply(self) -> str:
+    def try_apply(self) -> dict[str, str]:
         """Apply the patches; return "" or why they do not apply."""
 
 
@@ -218,10 +218,9 @@ def _patches(control: Control) -> Iterator[Finding]:
     section = "patches"
     status = control.status()
     if status.settings.enabled:
-        if reason := control.try_apply():
-            advice = "install a supported version, or unset the variables"
-            yield Finding(section, "megatron-core", reason, BAD, advice)
-            return
+        advice = "install a supported version, or unset the variables"
+        errors = control.try_apply()
+        yield from (Finding(section, title, reason, BAD, advice) for title, reason in errors.items())
         status = control.status()
     yield Finding(section, "state", status.state)
     for patch in status.patches:

@@ -1,0 +1,91 @@
+"""Run a call of a tensor-parallel linear layer of a framework that keeps gradients in `.grad`, as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.patches.check import LayerCall
+from ascend_parallel.patches.framework import Framework
+
+# Rows of a call without gradients below which the original runs: one token of a generation has nothing to cut.
+LEAST_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCall:
+    """A call of a layer.
+
+    layer, kind
+        The module, and "column" or "row".
+    x
+        [..., K] for a column layer, [..., K / R] for a row layer.
+    weight, bias
+        What this rank multiplies with, [N / R, K] or [N, K / R], and adds, [N / R] or [N]; None: no bias.
+    parameter
+        The module's own weight.
+    original
+        The framework's own forward, which takes x alone.
+    """
+
+    layer: Any
+    kind: str
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    parameter: torch.Tensor
+    original: Callable[[torch.Tensor], torch.Tensor]
+
+
+def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
+    """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks."""
+    if framework.verifier is None:
+        return _run(framework, call)
+    checked: torch.Tensor = framework.verifier.run(
+        LayerCall(
+            layer=call.layer,
+            path=call.kind,
+            x=call.x,
+            weight=call.weight,
+            parameter=call.parameter,
+            patched=lambda _: _run(framework, call),
+            original=call.original,
+            settings=lambda: framework.settings_for(call.layer, call.kind, call.x, call.weight),
+        )
+    )
+    return checked
+
+
+def too_few_rows(call: LinearCall) -> bool:
+    """Tell whether the original should run because the call has few rows, and no backward follows."""
+    graded = torch.is_grad_enabled() and (call.x.requires_grad or call.weight.requires_grad)
+    return not graded and call.x.shape[:-1].numel() < LEAST_ROWS
+
+
+def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
+    group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight)
+    if not settings.enabled:
+        return call.original(call.x)
+    confirm = framework.confirm(group)
+    if call.kind == "column":
+        return column_linear(
+            call.x,
+            call.weight,
+            call.bias,
+            group=group,
+            settings=settings,
+            before_communicating=confirm,
+            forward_wrapper=lambda _: (_linear(call), None),
+        )
+    y = row_linear(call.x, call.weight, group=group, settings=settings, before_communicating=confirm)
+    return y if call.bias is None else y + call.bias
+
+
+def _linear(call: LinearCall) -> torch.Tensor:
+    """Return the forward of a column layer, which communicates nothing, with the bits of torch.nn.Linear's."""
+    return compute(MATMUL, "matmul", torch.nn.functional.linear, call.x, call.weight, call.bias)

@@ -1,0 +1,127 @@
+"""A framework as this package knows it: the module to wait for, and the patches of its layers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ascend_parallel.patches.base import PatchSet, PatchStatus
+from ascend_parallel.settings import Settings
+
+log = logging.getLogger("ascend_parallel")
+
+
+class AppliedPatches:
+    """The patches of a framework with the same settings, applied and reverted together."""
+
+    def __init__(self, title: str, version: str, patches: PatchSet) -> None:
+        """Hold patches of the framework `title` of `version`; `apply` applies them."""
+        self.title, self.version = title, version
+        self._sets = {title: patches}
+
+    def apply(self) -> None:
+        """Check all targets, then replace them; raises `PatchError` if the framework is not as expected."""
+        for patches in self._sets.values():
+            patches.apply(self.version)
+
+    def extend(self, imported: ModuleType) -> None:
+        """Apply patches of a module of `Seam.on_top` that has just been imported."""
+
+    def refuse_if_covered(self) -> None:
+        """Raise `PatchError` if another patch was put on top of one of these."""
+        for patches in self._sets.values():
+            patches.refuse_if_covered()
+
+    def revert(self) -> None:
+        """Restore the original methods; raises `PatchError` if another patch was put on top."""
+        self.refuse_if_covered()
+        for patches in self._sets.values():
+            patches.revert()
+
+    def status(self) -> list[PatchStatus]:
+        """Return the status of each patch."""
+        return [status for patches in self._sets.values() for status in patches.status()]
+
+    def state(self) -> str:
+        """Return in words how many methods are replaced."""
+        own = [patch.applied for patch in self._sets[self.title].status()]
+        others = [patch.applied for patch in self.status()[len(own) :]]
+        text = f"{sum(own)} of {len(own)} methods of {self.title} {self.version} replaced"
+        return f"{text}, and {sum(others)} of {len(others)} others" if others else text
+
+    @property
+    def region(self) -> str:
+        """Whether modules run as regions, and the figures behind it; empty for layers without regions."""
+        return ""
+
+    def why_idle(self) -> str:
+        """Return the reason why no layer of the framework ran with overlap."""
+        replaced = [patch for patch in self.status() if not patch.applied]
+        if replaced:
+            return "; ".join(f"{patch.target} was {patch.reason}" for patch in replaced)
+        return f"no layer of {self.title} with a tensor-parallel group of several ranks was called"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """Where the layers of a framework are patched.
+
+    name
+        The framework's name in COC_FRAMEWORKS.
+    title
+        The name under which it is installed.
+    module
+        The module that holds the layers, whose import is waited for.
+    make
+        Returns the patches, not yet applied; the module has been imported.
+    before
+        Modules that other versions have in place of `module`: their import shows that such a version is in use.
+    on_top
+        Further modules whose import is waited for once the patches are applied.
+    imported_by_apply
+        Whether `ascend_parallel.apply` imports the module; it patches others only if the program has imported them.
+    opt_in
+        Whether it is patched only if COC_FRAMEWORKS names it.
+    """
+
+    name: str
+    title: str
+    module: str
+    make: Callable[[Settings], AppliedPatches]
+    before: Sequence[str] = ()
+    on_top: Sequence[str] = ()
+    imported_by_apply: bool = False
+    opt_in: bool = False
+
+    @property
+    def imported(self) -> bool:
+        """Whether the module has been imported."""
+        found: Any = sys.modules.get(self.module)
+        return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
+
+    @property
+    def installed(self) -> bool:
+        """Whether the framework can be imported."""
+        return self.module in sys.modules or is_installed(self.module.partition(".")[0])
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log a text on rank 0, once. The groups need not exist yet."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning("%s", text)
+
+
+def is_installed(name: str) -> bool:
+    """Tell whether a module can be found, without importing it; its parents are imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):  # a parent is missing, or the module was made by hand
+        return False

@@ -1,0 +1,59 @@
+"""Hugging Face transformers: the linear layers of a `tp_plan`, overlapped.
+
+layers   the forward that is installed on each layer, and which layers and calls it covers
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from ascend_parallel.patches.base import Patch, PatchSet
+from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.transformers.layers import IN_FORCE, Transformers, install_forward
+from ascend_parallel.settings import Settings
+
+MODULE = "transformers.distributed.tensor_parallel"
+VERSIONS = ">=5.16,<5.24"
+NEWEST = "5.23.0"
+
+
+class TransformersPatches(AppliedPatches):
+    """The patch of the styles' `install_forward`, and the forwards that it has put on layers."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the installed version."""
+        version = importlib.metadata.version("transformers")
+        self._framework = Transformers(settings, version)
+        super().__init__("transformers", version, patch_set())
+
+    def apply(self) -> None:
+        """Patch; layers whose forward was installed under earlier patches are overlapped again."""
+        super().apply()
+        IN_FORCE.framework = self._framework
+
+    def revert(self) -> None:
+        """Restore the method; layers with an installed forward run the original."""
+        super().revert()
+        IN_FORCE.framework = None
+
+
+def patch_set() -> PatchSet:
+    """Return the patch of the method that all styles share."""
+    patch = Patch(
+        module=MODULE,
+        owner="TensorParallelLayer",
+        method="install_forward",
+        replacement=install_forward,
+        parameters=("self", "module", "mesh"),
+        reason="reduces under a row layer's matmul, and the input gradient under a column layer's weight gradient",
+    )
+    return PatchSet("transformers", VERSIONS, [patch], newest=NEWEST)
+
+
+TRANSFORMERS = Seam(
+    name="transformers",
+    title="transformers",
+    module=MODULE,
+    make=TransformersPatches,
+    before=("transformers.integrations.tensor_parallel",),
+)

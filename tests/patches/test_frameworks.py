@@ -1,0 +1,63 @@
+"""COC_FRAMEWORKS: which frameworks are patched, and which are left as they are."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ascend_parallel import SettingsError
+from ascend_parallel.environment import read_settings
+
+INFO = "'megatron.core.package_info'"
+OTHER_VERSION = (
+    f"import wrapt; wrapt.register_post_import_hook(lambda info: setattr(info, '__version__', '0.20.0'), {INFO})\n"
+)
+IMPORT = "from megatron.core.tensor_parallel.layers import RowParallelLinear as R\n"
+SHOW = "import ascend_parallel as ap; print(hasattr(R.forward, '__wrapped__'), ap.status().frameworks)"
+
+
+def python(code, **environ):
+    """Run code in a fresh interpreter; of this package's variables only `environ` are set."""
+    kept = {name: value for name, value in os.environ.items() if "COC" not in name}
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, env={**kept, **environ}, capture_output=True, text=True, timeout=120)
+
+
+def test_a_framework_of_another_version_is_left_as_it_is_and_said_once():
+    done = python(OTHER_VERSION + IMPORT + SHOW + "; ap.configure(num_chunks=8)", COC_PARALLEL_NUM="4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("False {'megatron': 'left as it is: megatron-core: expected a version")
+    assert done.stderr.count("left as it is: megatron-core: expected a version") == 1
+
+
+@pytest.mark.parametrize("asked", [{"COC_STRICT": "1"}, {"COC_FRAMEWORKS": "megatron"}])
+def test_it_is_an_error_if_asked_for_at_every_import(asked):
+    again = OTHER_VERSION + "try:\n    " + IMPORT + "except RuntimeError as error:\n    print(error)\n" + IMPORT
+    done = python(again, COC_PARALLEL_NUM="4", **asked)
+    assert "found 0.20.0" in done.stdout
+    assert "PatchError: megatron-core: expected a version" in done.stderr
+
+
+def test_only_named_frameworks_are_patched():
+    done = python(IMPORT + SHOW, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="transformers")
+    assert done.stdout.startswith("False {'transformers': "), done.stderr
+
+
+def test_names_are_read_from_the_variable_the_file_and_configure(tmp_path):
+    assert read_settings({"COC_FRAMEWORKS": " Torch,megatron, torch"}).frameworks == ("torch", "megatron")
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"frameworks": ["deepspeed"]}))
+    settings = read_settings({"COC_CONFIG": str(file)})
+    assert settings.frameworks == ("deepspeed",)
+    assert settings.as_dict()["frameworks"] == ["deepspeed"]
+    assert read_settings({}, frameworks=["megatron"]).frameworks == ("megatron",)
+
+
+@pytest.mark.parametrize("value", ["", "vllm", "megatron,", "megatron torch"])
+def test_unknown_names_are_refused(value):
+    with pytest.raises(
+        SettingsError, match=r"frameworks=.* is not allowed: give one or more of megatron, transformers"
+    ):
+        read_settings({"COC_FRAMEWORKS": value})
