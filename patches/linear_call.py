@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.patches.check import LayerCall
 from ascend_parallel.patches.framework import Framework
@@ -73,6 +75,9 @@ def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
         return call.original(call.x)
     confirm = framework.confirm(group)
     if call.kind == "column":
+        # The forward communicates nothing, and has the bits of torch.nn.Linear's.
+        bias = None if call.bias is None else cast_by_autocast(call.bias.detach())
+        operands = cast_by_autocast(call.x.detach()), cast_by_autocast(call.weight.detach()), bias
         return column_linear(
             call.x,
             call.weight,
@@ -80,12 +85,7 @@ def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
             group=group,
             settings=settings,
             before_communicating=confirm,
-            forward_wrapper=lambda _: (_linear(call), None),
+            forward_wrapper=lambda _: (compute(MATMUL, "matmul", linear, *operands), None),
         )
     y = row_linear(call.x, call.weight, group=group, settings=settings, before_communicating=confirm)
     return y if call.bias is None else y + call.bias
-
-
-def _linear(call: LinearCall) -> torch.Tensor:
-    """Return the forward of a column layer, which communicates nothing, with the bits of torch.nn.Linear's."""
-    return compute(MATMUL, "matmul", torch.nn.functional.linear, call.x, call.weight, call.bias)

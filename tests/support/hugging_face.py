@@ -1,0 +1,110 @@
+"""Small random models of Hugging Face transformers on a tensor-parallel group, and what a training step computes."""
+
+import contextlib
+import os
+import warnings
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import ascend_parallel
+
+VOCABULARY, ROWS = 480, (2, 96)
+SHAPE = {
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+}
+GROUPED = {"num_key_value_heads": 12}
+MODELS = {"Llama": GROUPED, "Qwen2": GROUPED, "Mistral": GROUPED, "GPTNeoX": {}}
+
+
+def write(folder, name, **changes):
+    """Write a random model from its Config class; return its path."""
+    import transformers
+
+    torch.manual_seed(len(name))
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **MODELS[name], **changes})
+    path = str(folder / name)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():  # biases and norms begin as zeros and ones
+        parameter.data += torch.randn_like(parameter) * 0.02
+    model.save_pretrained(path)
+    return path
+
+
+@contextlib.contextmanager
+def launched_by(group):
+    """Set the variables that torchrun sets."""
+    values = {"RANK": group.rank(), "LOCAL_RANK": group.rank(), "WORLD_SIZE": group.size()}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+
+
+def load(group, path, dtype=torch.float32, tensor_parallel=True, **distributed):
+    """Load the model with its tp_plan, or whole."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    ascend_parallel.configure(num_chunks=4)  # the forwards are installed while the model is loaded
+    options = {}
+    if tensor_parallel:
+        options["distributed_config"] = DistributedConfig(**{"tp_size": group.size(), "tp_plan": "auto", **distributed})
+    with launched_by(group), warnings.catch_warnings(action="ignore"):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+
+
+def tokens(seed=1):
+    return torch.randint(VOCABULARY, ROWS, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step(model, micro_batches=1):
+    """Return the loss and every gradient, whole, of one training step."""
+    model.train()
+    model.zero_grad()
+    for seed in range(micro_batches):
+        ids = tokens(seed)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    gradients = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    return {"loss": loss.detach(), **{name: gradient.detach().clone() for name, gradient in gradients.items()}}
+
+
+def both(model, run, **settings):
+    """Return what `run(model)` gives plain and with overlap."""
+    settings = settings or {"num_chunks": 4}
+    ascend_parallel.configure(num_chunks=1)
+    plain = run(model)
+    ascend_parallel.configure(**settings)
+    try:
+        return plain, run(model)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+
+
+def unequal(plain, overlapped):
+    """Return the names whose bits differ."""
+    assert plain.keys() == overlapped.keys()
+    return [name for name in plain if not torch.equal(plain[name], overlapped[name])]
+
+
+def worst(found, expected):
+    """Return the largest difference, as a share of the largest magnitude, and its name."""
+    assert found.keys() == expected.keys()
+    apart = {
+        name: float((found[name].double() - right.double()).abs().max() / right.double().abs().max().clamp(min=1e-30))
+        for name, right in expected.items()
+    }
+    name = max(apart, key=apart.get)
+    return apart[name], name
