@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from ascend_parallel.patches.base import PatchError, PatchStatus
+from ascend_parallel.patches.deepspeed import DEEPSPEED
 from ascend_parallel.patches.megatron_seam import MEGATRON
 from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
 from ascend_parallel.patches.transformers import TRANSFORMERS
@@ -17,7 +18,7 @@ from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-SEAMS = (MEGATRON, TRANSFORMERS)
+SEAMS = (MEGATRON, TRANSFORMERS, DEEPSPEED)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 

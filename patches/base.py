@@ -22,6 +22,10 @@ class PatchError(RuntimeError):
     """A patch does not fit the installed framework; the message says what was expected and what was found."""
 
 
+class ConflictError(RuntimeError):
+    """Two enabled features cannot run together; the message names both."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Patch:
     """The replacement of a method.

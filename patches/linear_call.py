@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.patches.check import LayerCall
 from ascend_parallel.patches.framework import Framework
@@ -33,6 +34,8 @@ class LinearCall:
         The module's own weight.
     original
         The framework's own forward, which takes x alone.
+    added
+        Whether the framework multiplies and then adds the bias; otherwise it calls torch.nn.functional.linear.
     """
 
     layer: Any
@@ -42,6 +45,7 @@ class LinearCall:
     bias: torch.Tensor | None
     parameter: torch.Tensor
     original: Callable[[torch.Tensor], torch.Tensor]
+    added: bool = False
 
 
 def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
@@ -73,19 +77,16 @@ def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
     group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight)
     if not settings.enabled:
         return call.original(call.x)
-    confirm = framework.confirm(group)
+    options: dict[str, Any] = {"group": group, "settings": settings, "before_communicating": framework.confirm(group)}
     if call.kind == "column":
-        # The forward communicates nothing, and has the bits of torch.nn.Linear's.
-        bias = None if call.bias is None else cast_by_autocast(call.bias.detach())
-        operands = cast_by_autocast(call.x.detach()), cast_by_autocast(call.weight.detach()), bias
-        return column_linear(
-            call.x,
-            call.weight,
-            call.bias,
-            group=group,
-            settings=settings,
-            before_communicating=confirm,
-            forward_wrapper=lambda _: (compute(MATMUL, "matmul", linear, *operands), None),
-        )
-    y = row_linear(call.x, call.weight, group=group, settings=settings, before_communicating=confirm)
+        wrapper = run_directly if call.added else _torch_linear(call)
+        return column_linear(call.x, call.weight, call.bias, forward_wrapper=wrapper, **options)
+    y = row_linear(call.x, call.weight, **options)
     return y if call.bias is None else y + call.bias
+
+
+def _torch_linear(call: LinearCall) -> ForwardWrapper:
+    """Return what runs the forward of a column layer, which communicates nothing, with the bits of torch.nn.Linear."""
+    bias = None if call.bias is None else cast_by_autocast(call.bias.detach())
+    operands = cast_by_autocast(call.x.detach()), cast_by_autocast(call.weight.detach()), bias
+    return lambda _: (compute(MATMUL, "matmul", linear, *operands), None)

@@ -22,17 +22,22 @@ GROUPED = {"num_key_value_heads": 12}
 MODELS = {"Llama": GROUPED, "Qwen2": GROUPED, "Mistral": GROUPED, "GPTNeoX": {}}
 
 
-def write(folder, name, **changes):
-    """Write a random model from its Config class; return its path."""
+def model_of(name, **changes):
+    """Return a random model from its Config class."""
     import transformers
 
     torch.manual_seed(len(name))
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **MODELS[name], **changes})
-    path = str(folder / name)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     for parameter in model.parameters():  # biases and norms begin as zeros and ones
         parameter.data += torch.randn_like(parameter) * 0.02
-    model.save_pretrained(path)
+    return model
+
+
+def write(folder, name, **changes):
+    """Write a random model; return its path."""
+    path = str(folder / name)
+    model_of(name, **changes).save_pretrained(path)
     return path
 
 
