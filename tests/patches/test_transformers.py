@@ -224,7 +224,7 @@ def disagreeing(group, path):
 
     model = load(group, path)
     if group.rank() == 1:
-        IN_FORCE.add("a layer of this rank alone")
+        IN_FORCE.add_text("a layer of this rank alone")
     ascend_parallel.configure(num_chunks=4)
     try:
         step(model)
@@ -233,7 +233,7 @@ def disagreeing(group, path):
         error = str(found)
     ascend_parallel.configure(num_chunks=1)
     if group.rank() == 0:
-        IN_FORCE.add("a layer of this rank alone")
+        IN_FORCE.add_text("a layer of this rank alone")
     dist.barrier(group)
     return error
 
