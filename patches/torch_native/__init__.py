@@ -2,6 +2,7 @@
 
 styles    the patched methods of the styles
 layers    the forward that is installed on each layer, and which layers and calls it covers
+shared    the gather that column layers of a module share
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import torch
 from ascend_parallel.patches.base import Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
 from ascend_parallel.patches.seam import AppliedPatches, Seam
-from ascend_parallel.patches.torch_native.styles import IN_FORCE, column_apply, prepare_column_input, row_apply
+from ascend_parallel.patches.torch_native.styles import (
+    IN_FORCE,
+    column_apply,
+    module_input_apply,
+    prepare_column_input,
+    prepare_module_input,
+    row_apply,
+)
 from ascend_parallel.settings import Settings
 
 MODULE = "torch.distributed.tensor.parallel.style"
@@ -66,6 +74,22 @@ def patch_set() -> PatchSet:
             replacement=row_apply,
             parameters=("self", "module", "device_mesh"),
             reason="reduces or scatters under the matmul, and gathers the gradient under the backward's matmul",
+        ),
+        Patch(
+            module=MODULE,
+            owner="PrepareModuleInput",
+            method="_apply",
+            replacement=module_input_apply,
+            parameters=("self", "module", "device_mesh"),
+            reason="notes the modules of a style",
+        ),
+        Patch(
+            module=MODULE,
+            owner="PrepareModuleInput",
+            method="_prepare_input_arg",
+            replacement=prepare_module_input,
+            parameters=("self", "input", "mesh", "input_layout", "desired_layout"),
+            reason="leaves the gather to the first column layer, which hands the rows to the others",
         ),
     ]
     return PatchSet("torch", VERSIONS, patches, newest=NEWEST)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.dtensor_linear import Installed, InstalledLayers, positive
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
+from ascend_parallel.patches.torch_native.shared import shared_gather
 
 # The attribute of an input that a column layer's hook has made of a plain tensor: no other layer reads the DTensor.
 OWN = "_ascend_parallel_own"
@@ -110,12 +111,16 @@ def _run(framework: InstalledLayers, module: Any, installed: InstalledByStyle, i
     call = LinearCall(
         layer=module,
         kind=installed.kind or "",
-        x=x.to_local(),
+        x=DTensor.to_local(x),
         weight=module.weight.to_local(),
         bias=bias,
         parameter=module.weight,
         original=original,
         sequence_dim=dim,
     )
-    y = original(call.x) if too_few_rows(call) else run_linear(framework, call)
+    shared = shared_gather(x) if column else None
+    if shared is not None:
+        y = shared.run(framework, call)
+    else:
+        y = original(call.x) if too_few_rows(call) else run_linear(framework, call)
     return DTensor.from_local(y, mesh, [given], run_check=False)
