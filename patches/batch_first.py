@@ -10,7 +10,7 @@ from ascend_parallel.overlap.weight_gradient import WeightGradient
 
 
 class BatchFirstWeightGradient(WeightGradient):
-    """A weight gradient whose sum runs over the rows in the order of [batch, sequence], as torch's does."""
+    """Gradients of weight and bias whose sums run over the rows in the order of [batch, sequence], as torch's does."""
 
     def __init__(self, batch: int) -> None:
         """Hold the size of the batch; rows come in the order of [sequence, batch]."""
@@ -19,6 +19,10 @@ class BatchFirstWeightGradient(WeightGradient):
     def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
         """Return ``dy_m.t() @ x_m`` [N, K] of rows that are put in order: x_m [M, K], dy_m [M, N]."""
         return super().compute(self._ordered(x_m), self._ordered(dy_m))
+
+    def bias(self, dy_m: torch.Tensor) -> torch.Tensor:
+        """Return the bias's gradient [N]: dy_m [M, N]."""
+        return super().bias(self._ordered(dy_m))
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(-1, self._batch, rows.shape[-1]).transpose(0, 1).reshape(rows.shape)

@@ -63,7 +63,7 @@ class _SharedColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, dx: torch.Tensor) -> tuple[Any, ...]:
         layer: Layer = ctx.layer.in_column_backward
         gathered, weight = ctx.saved_tensors
-        db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
+        db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
         if weight is None:
             return None, weight_gradient_of(layer, gathered, dy), db, None
