@@ -126,9 +126,14 @@ class Installed:
             parameter = getattr(module, name)
             if parameter is not None and not isinstance(parameter, DTensor):
                 return f"its {name} is no DTensor"
-            if parameter is not None and positive(parameter.placements, parameter.ndim) != (placement,):
+            # Between calls FSDP has it sharded on dimensions before that of the style.
+            if parameter is not None and positive(parameter.placements, parameter.ndim)[-1] != placement:
                 return f"its {name} is placed as {parameter.placements}, not as ({placement},)"
         return None
+
+    def sharded_twice(self, module: Any) -> str | None:
+        """Return the reason why a call must run the framework's own forward: FSDP has not gathered the weight."""
+        return None if module.weight.device_mesh.ndim == 1 else "its weight is sharded by more than its style"
 
 
 def installed_on(module: Any) -> Installed:

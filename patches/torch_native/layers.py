@@ -75,7 +75,7 @@ def install(module: Any, installed: InstalledByStyle) -> None:
         if framework is None:
             return _own(inner, args, kwargs)
         x = args[0] if len(args) == 1 and not kwargs else None
-        reason = installed.uncovered(module) or installed.uncovered_call(x)
+        reason = installed.uncovered(module) or installed.sharded_twice(module) or installed.uncovered_call(x)
         if reason is None:
             return _run(framework, module, installed, inner, x)
         framework.log_uncovered(module, reason)

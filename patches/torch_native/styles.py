@@ -138,7 +138,9 @@ def _columns_covered(module: Any) -> bool:
     """Tell whether a module has column layers, and all of them are covered."""
     held = ((each, getattr(vars(each).get("forward"), "ascend_parallel", None)) for each in module.modules())
     columns = [(each, found) for each, found in held if isinstance(found, Installed) and found.kind == "column"]
-    return bool(columns) and all(found.uncovered(each) is None for each, found in columns)
+    return bool(columns) and all(
+        (found.uncovered(each) or found.sharded_twice(each)) is None for each, found in columns
+    )
 
 
 def _same_style(style: Any, name: str) -> str | None:

@@ -73,7 +73,7 @@ def _installed(style: Any, mesh: Any) -> Installed:
 def _run(
     framework: InstalledLayers, module: Any, installed: Installed, inner: Function, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    reason = installed.uncovered(module)
+    reason = installed.uncovered(module) or installed.sharded_twice(module)
     x = args[0] if len(args) == 1 and not kwargs else None
     if reason is None and (not isinstance(x, torch.Tensor) or isinstance(x, DTensor)):
         reason = "it is called with something else than one plain tensor"
