@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("script", choices=SCRIPTS, help="its own options follow a lone --")
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--set", action="append", metavar="COC_...=VALUE", help="default: COC_PARALLEL_NUM=4")
-    parser.add_argument("--limit", type=float, default=1e-5, help="largest difference, of the largest gradient (1e-5)")
+    parser.add_argument("--limit", type=float, default=1e-5, help="largest difference, of the largest magnitude (1e-5)")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(words)
 
@@ -74,28 +75,46 @@ def _run(args: Any, script: list[str], variables: dict[str, str], out: str) -> t
 
 
 def _compare(plain: list[dict[str, Any]], overlapped: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many gradients of all ranks are equal, and the largest difference, a share of the largest gradient."""
+    """Return how many tensors of all ranks are equal, and the largest difference, by name.
+
+    A gradient differs by a share of its own largest magnitude, or of 1e-4 of the largest gradient's if that is more.
+    """
     equal = total = 0
-    worst, where = 0.0, ""
+    apart: dict[str, float] = {}
     for rank, (left, right) in enumerate(zip(plain, overlapped, strict=True)):
-        if left["gradients"].keys() != right["gradients"].keys():
-            raise SystemExit(f"rank {rank} has gradients of other parameters in the two runs")
-        scale = max(float(each.abs().max()) for each in left["gradients"].values() if each.numel())
-        for name, gradient in left["gradients"].items():
-            other, total = right["gradients"][name], total + 1
-            equal += torch.equal(gradient, other)
-            apart = float((gradient.double() - other.double()).abs().max()) / scale if gradient.numel() else 0.0
-            worst, where = max((worst, where), (apart, f"{name} on rank {rank}"))
-    losses = plain[0]["losses"], overlapped[0]["losses"]
-    apart = max(abs(left - right) / abs(left) for left, right in zip(*losses, strict=True))
+        for kind in ("losses", "gradients", "generated"):
+            if left[kind].keys() != right[kind].keys():
+                raise SystemExit(f"rank {rank} has other {kind} in the two runs")
+            least = 1e-4 * max((_largest(each) for each in left[kind].values()), default=0.0)
+            for name, one in left[kind].items():
+                other = right[kind][name]
+                apart[f"{name} on rank {rank}"] = _apart(one, other, 0.0 if kind == "generated" else least)
+                if kind == "gradients":
+                    equal, total = equal + torch.equal(one, other), total + 1
+    where = max(apart, key=lambda name: apart[name])
+    losses = [[loss.item() for loss in ranks[0]["losses"].values()] for ranks in (plain, overlapped)]
     return {
-        "losses": list(losses),
+        "losses": losses,
         "losses_equal": losses[0] == losses[1],
         "gradients_equal": equal,
         "gradients": total,
-        "worst": max(worst, apart),
-        "where": where if worst else "",
+        "worst": apart[where],
+        "where": where if apart[where] else "",
     }
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
+    """Return the largest difference as a share of the largest magnitude of `one`; infinity if it is no number."""
+    if one.shape != other.shape:
+        return math.inf
+    if torch.equal(one, other):
+        return 0.0
+    found = float((one.double() - other.double()).abs().max()) / max(_largest(one), least, 1e-300)
+    return found if math.isfinite(found) else math.inf
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
 def _show(args: Any, found: dict[str, Any], announced: list[str]) -> None:

@@ -39,24 +39,30 @@ def tokens(args: argparse.Namespace, step: int) -> torch.Tensor:
 
 
 class Results:
-    """The losses of all steps, and the gradients of the last."""
+    """The losses of all steps, the gradients of the first and the last, and generated tokens."""
 
     def __init__(self) -> None:
         """Nothing was computed."""
-        self.losses: list[float] = []
-        self.gradients: dict[str, torch.Tensor] = {}
+        self.losses: list[torch.Tensor] = []
+        self.generated: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, loss: torch.Tensor, gradients: dict[str, Any]) -> None:
-        """Keep a step's loss, and its gradients in place of the last step's."""
-        self.losses.append(loss.item())
-        self.gradients = {name: _own(each).detach().clone() for name, each in gradients.items() if each is not None}
+        """Keep a step's loss and gradients."""
+        step = "last" if self.losses else "first"
+        self.losses.append(loss.detach().clone())
+        kept = {name: _own(each).detach().clone() for name, each in gradients.items() if each is not None}
+        self._gradients[step] = {f"{name}, {step} step": gradient for name, gradient in kept.items()}
 
     def write(self, out: str) -> None:
         """Print the losses on rank 0, and write this rank's file if `out` names one."""
         if dist.get_rank() == 0:
-            print("losses:", *(f"{loss:.6f}" for loss in self.losses))
+            print("losses:", *(f"{loss.item():.6f}" for loss in self.losses))
+        losses = {f"loss of step {step}": loss for step, loss in enumerate(self.losses)}
+        gradients = {name: each for step in self._gradients.values() for name, each in step.items()}
         if out:
-            torch.save({"losses": self.losses, "gradients": self.gradients}, f"{out}.{dist.get_rank()}")
+            found = {"losses": losses, "gradients": gradients, "generated": self.generated}
+            torch.save(found, f"{out}.{dist.get_rank()}")
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Any]:
