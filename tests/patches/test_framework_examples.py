@@ -47,9 +47,7 @@ def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):
         if script.startswith(needed):
             pytest.importorskip(needed, reason=f"{needed} is not installed")
     words = [sys.executable, str(COMPARE), script, "--json", *options]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["gradients"] > 20
