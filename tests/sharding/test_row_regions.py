@@ -62,10 +62,14 @@ def chunks_seen():
     return mock.patch.object(Reduced, "send", noted), seen
 
 
-def run_model(group, name, batch):
+def planned_model(name, batch, mesh_shape, **options):
     model = made(getattr(small_models, name)).eval()
     tokens = tokens_of(batch, torch.Generator().manual_seed(2))
-    plan = planned(name, trace(model, (tokens, tokens)), mesh_of((group.size(),)))
+    return model, tokens, planned(name, trace(model, (tokens, tokens)), mesh_of(mesh_shape), **options)
+
+
+def run_model(group, name, batch, mesh_shape, options):
+    model, tokens, plan = planned_model(name, batch, mesh_shape, **options)
     sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
     patch, seen = chunks_seen()
     with late_collectives(), patch:
@@ -77,8 +81,22 @@ def run_model(group, name, batch):
 @pytest.mark.parametrize("name, lengths", [("GPT", [10, 9]), ("Llama", [23, 20])])
 @pytest.mark.parametrize("count", [2, 4])
 def test_transformer_blocks(ranks, count, name, lengths):
-    for found, seen in ranks(count).run(run_model, name, 8):
+    for found, seen in ranks(count).run(run_model, name, 8, (count,), {}):
         assert found == lengths, (found, seen)
+
+
+@pytest.mark.parametrize("name, lengths", [("GPT", [10, 9]), ("Llama", [23, 20])])
+def test_data_parallel_transformer_blocks(ranks, name, lengths):
+    for found, seen in ranks(4).run(run_model, name, 8, (2, 2), {"data_dim": "dp"}):
+        assert found == lengths, (found, seen)
+
+
+def test_a_stream_that_is_whole_along_dp_ends_a_region():
+    """Without `data_dim` the planner keeps the small residual stream whole: a gather follows each row matmul."""
+    _, _, plan = planned_model("GPT", 8, (2, 2))
+    listed = instructions_as_text(list_instructions(plan, settings=Settings(**REGION)))
+    reason = "no region: no matmul reads its rows before its rows change their layout: all_gather(dim 0, dp)"
+    assert listed.count(reason) == 4 and "run region" not in listed
 
 
 def run_norm(group, shape, norm, dtype):

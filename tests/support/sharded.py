@@ -130,8 +130,11 @@ CONFIGURED = {
 }
 
 
-def planned(name, graph, mesh, rows_cut=False):
-    """Configure Megatron-core's layers along mp, the batch along dp if there is such a dimension."""
+def planned(name, graph, mesh, rows_cut=False, data_dim=None):
+    """Configure Megatron-core's layers along mp, the batch along dp if there is such a dimension.
+
+    data_dim: as of `propagate`; also what is not configured is then cut along it.
+    """
     columns, rows, dims = CONFIGURED[name]
     batch = ("dp" if mesh.ndim == 2 else None, *(None,) * (dims - 2))
     chosen = dict.fromkeys(columns, (((*batch, None), ("mp", None)), None))
@@ -139,7 +142,7 @@ def planned(name, graph, mesh, rows_cut=False):
     if rows_cut:
         # the stream between the halves; and the norms' products, or gathering before them saves a small all-reduce
         chosen |= dict.fromkeys(("layers.*:add", "layers.*.norm?:mul"), (None, ((None, "mp", None),)))
-    return propagate(graph, mesh, chosen)
+    return propagate(graph, mesh, chosen, data_dim=data_dim)
 
 
 def tokens_of(count, generator, length=16, vocabulary=64):

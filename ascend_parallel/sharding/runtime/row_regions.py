@@ -215,6 +215,9 @@ def _obstacle(instruction: Instruction, inside: set[int], row_dim: int) -> str:
         reason = _operator_obstacle(instruction, inside, row_dim)
     elif isinstance(instruction, RunKernel):
         reason = _kernel_obstacle(instruction, inside)
+    elif isinstance(instruction, Redistribute):
+        redistribution = instruction.redistribution
+        return f"its rows change their layout: {redistribution.forward.text(redistribution.mesh.dim_names)}"
     else:
         return f"an instruction of kind {type(instruction).__name__}"
     return f"{', '.join(_names(instruction))}: {reason}" if reason else ""
