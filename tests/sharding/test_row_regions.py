@@ -124,8 +124,6 @@ def test_a_region_matches_the_unsharded_truth(ranks, count, shape, norm):
         chunks = max(first) + 1
         assert chunks >= 3, seen
         assert first[: 2 * chunks] == [*range(chunks), *range(chunks)]
-        if norm is not nn.LayerNorm:  # the rows are finished before the second layer: correct, and hides less
-            continue
         waiting = [unfinished for _, unfinished in seen[chunks : 2 * chunks]]
         assert waiting == [chunks - 1] * chunks, seen
 
@@ -151,6 +149,25 @@ def compare_bits(group, norm):
 def test_a_region_keeps_the_bits_on_two_ranks(ranks, norm):
     for equal in ranks(2).run(compare_bits, norm):
         assert all(equal) and len(equal) >= 12, equal
+
+
+def along_both(group):
+    """Run a model whose first block is parallel along dp and whose second is along mp."""
+    model, x = made(Norm), torch.randn((64, 3, 24), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    chosen = {}
+    for block, dim in enumerate(("dp", "mp")):
+        chosen[f"blocks.{block}.up"] = (((None, None, None), (dim, None)), None)
+        chosen[f"blocks.{block}.down"] = (((None, None, dim), (None, dim)), None)
+    plan = propagate(traced(model, x), mesh_of((2, 2)), chosen)
+    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    with late_collectives():
+        compare(model, sharded, x)
+    return [region.end for region in instructions(sharded, RunRegion)]
+
+
+def test_a_matmul_along_another_mesh_dimension_ends_a_region(ranks):
+    for (end,) in ranks(4).run(along_both):
+        assert end.endswith("it communicates along another mesh dimension"), end
 
 
 class Fault(Exception):
@@ -254,5 +271,6 @@ def reasons(group):
 
 
 def test_reasons(ranks):
-    expected = ["a reduce-scatter, which regions of a graph do not cut yet", "it has a single row", 0, 0, 0, True]
+    end = "no matmul reads its rows before its rows change their layout: all_gather(dim 0, mp) 4.61 KB 0.015 ms"
+    expected = [end, "it has a single row", 0, 0, 0, True]
     assert ranks(2).run(reasons) == [expected] * 2
