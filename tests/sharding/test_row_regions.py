@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ascend_parallel import Settings
 from ascend_parallel.overlap.region.deferred import Deferred
 from ascend_parallel.overlap.region.exchange import Reduced
+from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.compute_instructions import RunKernel
 from ascend_parallel.sharding.runtime.parallelize import parallelize
@@ -24,6 +25,18 @@ from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 
 REGION = {"num_chunks": 4, "region": True, "region_rows": 4}
+
+
+class FloatNorm(nn.Module):
+    """An RMS norm in another dtype than its input, as those of published models."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        wide = x.double()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class Norm(nn.Module):
@@ -113,7 +126,7 @@ def run_norm(group, shape, norm, dtype):
     return len(instructions(sharded, RunRegion)), seen
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
 @pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_region_matches_the_unsharded_truth(ranks, count, shape, norm):
@@ -145,7 +158,7 @@ def compare_bits(group, norm):
     return [torch.equal(plain, mine) for plain, mine in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
 def test_a_region_keeps_the_bits_on_two_ranks(ranks, norm):
     for equal in ranks(2).run(compare_bits, norm):
         assert all(equal) and len(equal) >= 12, equal
@@ -199,6 +212,31 @@ def faulty(group):
 
 def test_faults(ranks):
     assert ranks(2).run(faulty) == [(True, 0)] * 2
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_change_in_place_waits_for_its_rows(read_before, blocks):
+    """An operator such as rms_norm changes its own intermediate result; who has read it before gets the old rows."""
+    source, asked = torch.arange(blocks * 32.0).reshape(blocks * 8, 4), []
+    x = torch.full_like(source, torch.nan)
+
+    def fill(index):
+        asked.append(index)
+        for block in range(blocks):
+            rows = slice(block * 8 + 4 * index, block * 8 + 4 * index + 4)
+            x.data[rows] = source[rows]
+
+    with Deferred((4, 4), 0, 8, None) as deferred:
+        deferred.track([x], LazyRows((4, 4), fill), blocks)
+        with deferred.operators():
+            before = x * 2 if read_before else None
+            y = x.add_(1)
+            after = y.mean(-1, keepdim=True).rsqrt()
+        assert asked == ([0, 1] if read_before else [])  # rows with another reader are finished before the change
+    assert torch.equal(y, source + 1) and y is x
+    assert torch.equal(after, (source + 1).mean(-1, keepdim=True).rsqrt())
+    assert before is None or torch.equal(before, source * 2)
 
 
 class Turned(nn.Module):

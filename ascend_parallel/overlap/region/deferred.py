@@ -25,7 +25,9 @@ from ascend_parallel.overlap.region.exchange import chunk_bounds
 from ascend_parallel.overlap.region.rows import LazyRows
 
 # Operators below autograd that work row by row, besides elementwise operators.
-ALONG_FEATURES = ("aten.native_layer_norm.default", "aten.mean.dim")
+ALONG_FEATURES = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default", "aten.mean.dim")
+# Elementwise operators that torch does not tag so.
+CASTS = ("aten._to_copy.default",)
 # Autograd saves the result of an operator, such as that of rsqrt, as an alias.
 ALIASES = ("aten.detach.default", "aten.alias.default")
 
@@ -60,6 +62,7 @@ class Deferred:
         self._dim, self._length, self._step = row_dim, length, sum(sizes) // length
         self._tracked: dict[int, _Tracked] = {}
         self._pending: list[Pending] = []
+        self._shared: set[int] = set()  # tensors that a deferred operator reads, or that have an alias
 
     def __enter__(self) -> Deferred:
         """Return itself."""
@@ -99,6 +102,7 @@ class Deferred:
         if self._dim == 0:
             return tensor
         moved, tracked = tensor.movedim(self._dim, 0), self._tracked.get(id(tensor))
+        self._shared.add(id(tensor))
         if tracked is not None:
             self.track([moved], tracked.rows, tracked.blocks)
         return moved
@@ -112,6 +116,7 @@ class Deferred:
     def matrix(self, x: torch.Tensor) -> tuple[torch.Tensor, LazyRows | None]:
         """Return x [..., K] as [m, K] and what finishes its rows; rows that have to be copied are finished first."""
         source = self.rows(x)
+        self._shared.add(id(x))
         if source is not None and not x.is_contiguous():
             source.finish()
         return rows_of(x), source
@@ -122,41 +127,66 @@ class Deferred:
 
     def operator(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator below autograd: reserve its results if it works row by row, else run it on finished rows."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        read = [leaf for leaf in leaves if self.rows(leaf) is not None]
+        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if self.rows(leaf) is not None]
         if not read:
             return function(*args, **kwargs)
+        first = self._of(read[0])
         if str(function) in ALIASES:
-            alias, tracked = function(*args, **kwargs), self._tracked[id(read[0])]
-            self.track([alias], tracked.rows, tracked.blocks)
+            alias = function(*args, **kwargs)
+            self.track([alias], first.rows, first.blocks)
+            self._shared |= {id(alias), id(read[0])}
             return alias
         like = self._reserved(function, args, kwargs, read)
         if like is None:
-            for leaf in read:
-                self._tracked[id(leaf)].rows.finish()
+            self._finish_for(function, read)
             return function(*args, **kwargs)
         results, spec = pytree.tree_flatten(like)
-        buffers = [self._buffer(result, read[0].device) for result in results]
-        dims, sources = max(result.dim() for result in results), [self._tracked[id(leaf)].rows for leaf in read]
-        blocks = self._tracked[id(read[0])].blocks
+        # Not views of the buffers: filling these must not count as a change of saved tensors.
+        if function._schema.is_mutable:
+            given, buffers = [read[0]], [shaped(read[0], read[0].shape)]
+            self.track(buffers, first.rows, first.blocks)
+            args = (*buffers, *args[1:])
+        else:
+            buffers = [self._buffer(result, read[0].device) for result in results]
+            given = [shaped(buffer, buffer.shape) for buffer in buffers]
+            self._shared |= {id(leaf) for leaf in read}
+        sources = [self._of(leaf).rows for leaf in read]
+        fill = partial(self._fill, function, args, kwargs, sources, buffers, first.blocks)
+        self.track(given, LazyRows(self.sizes, fill), first.blocks)
+        return pytree.tree_unflatten(given, spec)
 
-        def fill(index: int) -> None:
-            _, stop = self.bounds[index]
-            for source in sources:
-                source.up_to(stop)
-            # Block by block: all blocks at once would be strided, and strided rows may have other bits (oneDNN's gelu).
-            for block in range(blocks):
-                chunk = partial(self._chunk, dims=dims, index=index, block=block, blocks=blocks)
-                chunk_args, chunk_kwargs = pytree.tree_map(chunk, (args, kwargs))
-                with torch.no_grad():
-                    found = compute(BESIDE, function.name(), function, *chunk_args, **chunk_kwargs)
-                    for buffer, result in zip(buffers, pytree.tree_leaves(found), strict=True):
+    def _fill(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        sources: list[LazyRows],
+        buffers: list[torch.Tensor],
+        blocks: int,
+        index: int,
+    ) -> None:
+        """Compute a chunk of an operator's results, once the rows that it reads are finished."""
+        for source in sources:
+            source.up_to(self.bounds[index][1])
+        dims = max(buffer.dim() for buffer in buffers)
+        # Block by block: all blocks at once would be strided, and strided rows may have other bits (oneDNN's gelu).
+        for block in range(blocks):
+            chunk = partial(self._chunk, dims=dims, index=index, block=block, blocks=blocks)
+            chunk_args, chunk_kwargs = pytree.tree_map(chunk, (args, kwargs))
+            with torch.no_grad():
+                found = compute(BESIDE, function.name(), function, *chunk_args, **chunk_kwargs)
+                for buffer, result in zip(buffers, pytree.tree_leaves(found), strict=True):
+                    if not function._schema.is_mutable:
                         self._narrowed(buffer, self._dim, index, block).copy_(result)
 
-        # Not views of the buffers: filling these must not count as a change of saved tensors.
-        given = [shaped(buffer, buffer.shape) for buffer in buffers]
-        self.track(given, LazyRows(self.sizes, fill), blocks)
-        return pytree.tree_unflatten(given, spec)
+    def _finish_for(self, function: Any, read: list[torch.Tensor]) -> None:
+        """Finish what an operator reads; before a change in place, also the rows of all who read it before."""
+        tracked = list(self._tracked.values()) if function._schema.is_mutable else map(self._of, read)
+        for each in tracked:
+            each.rows.finish()
+
+    def _of(self, tensor: torch.Tensor) -> _Tracked:
+        return self._tracked[id(tensor)]
 
     def _buffer(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return an unfinished tensor whose chunks are contiguous in memory: the row dimension is the outermost.
@@ -169,10 +199,15 @@ class Deferred:
 
     def _reserved(self, function: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> Any:
         """Return the results on the meta device if the operator works row by row; else None."""
-        elementwise = torch.Tag.pointwise in function.tags
-        if function._schema.is_mutable or not (elementwise or str(function) in ALONG_FEATURES):
+        elementwise = torch.Tag.pointwise in function.tags or str(function) in CASTS
+        if not (elementwise or str(function) in ALONG_FEATURES) or kwargs.get("device") is not None:
             return None
-        all_blocks = {self._tracked[id(leaf)].blocks for leaf in read}
+        # Only a tensor that no other reader waits for is changed in place.
+        if function._schema.is_mutable and (
+            "out" in kwargs or read[0] is not args[0] or id(read[0]) in self._shared or len(read) > 1
+        ):
+            return None
+        all_blocks = {self._of(leaf).blocks for leaf in read}
         if len(all_blocks) > 1 or len({leaf.dim() for leaf in read}) > 1:
             return None
         (blocks,) = all_blocks

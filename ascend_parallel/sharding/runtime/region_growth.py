@@ -24,8 +24,11 @@ from ascend_parallel.sharding.runtime.row_regions import RunRegion, names_of
 ROW_WISE = (
     "aten.layer_norm.default",
     "aten.native_layer_norm.default",
+    "aten.rms_norm.default",
     "aten.mean.dim",
     "aten.dropout.default",
+    "aten.to.dtype",
+    "aten._to_copy.default",
 )
 
 
