@@ -1,11 +1,13 @@
 """Time the region between two attention cores: serial, layer by layer, and as a region.
 
-    python benchmarks/region.py --link 1gbit        a few minutes; needs root for the link
+    python benchmarks/region.py --link 1gbit            a few minutes; needs root for the link
+    python benchmarks/region.py --link 1gbit --graph    the same of a planned GPT, with all-reduces and reduce-scatters
 
 proj, all-reduce, bias, add, norm, fc1, gelu, fc2, all-reduce; fp32, feed-forward 4 H, 2 ranks of one thread. The table
 has medians in ms, and the ratios serial / region and layers / region, paired by round, with bootstrap intervals. Two
 bounds stand beside: "layers" hides each collective under its own matmul alone, "region" under all computation. They are
-sums of the parts' medians, each part timed alone.
+sums of the parts' medians, each part timed alone. With --graph the table has whole models of 2 layers, of M tokens in 4
+sequences and heads of 64, without bounds.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
+from region_graph import FORMS, check_shape
 from torch.nn import functional as F
 
 from ascend_parallel import Settings, column_linear, row_linear
@@ -43,15 +46,29 @@ def main() -> None:
         "--shapes", nargs="+", default=SHAPES, help=f"rows and hidden size; default: {' '.join(SHAPES)}"
     )
     parser.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
+    parser.add_argument("--graph", action="store_true", help="a planned GPT (parallelize), instead of the raw region")
     options = vars(parser.parse_args())
+    graph = options.pop("graph")
     shapes = [tuple(map(int, text.split(","))) for text in options.pop("shapes")]
-    found = on_ranks("region:rank", RANKS, link=options.pop("link"), limit=1800, options=options | {"shapes": shapes})
-    heads = ["M, H", "serial", "layers", "region", "bound layers", "bound region"]
-    heads += ["serial / region", "95 %", "layers / region", "95 %"]
-    print(table(heads, [_row(shape, *times) for shape, times in zip(shapes, found, strict=True)]))
+    for rows, hidden in shapes if graph else []:
+        check_shape(rows, hidden, RANKS)
+    target, link = "region_graph:rank" if graph else "region:rank", options.pop("link")
+    found = on_ranks(target, RANKS, link=link, limit=1800, options=options | {"shapes": shapes})
+    heads = ["serial", "layers", "region", "bound layers", "bound region", "serial / region", "95 %"]
+    heads += ["layers / region", "95 %"]
+    if graph:
+        labels = [f"{_text(shape)}, {form}" for shape in shapes for form in FORMS]
+        lines = [[label, *_row(times, {})] for label, times in zip(labels, found, strict=True)]
+    else:
+        lines = [[_text(shape), *_row(*times)] for shape, times in zip(shapes, found, strict=True)]
+    print(table(["M, H", *heads], lines))
 
 
-def _row(shape: tuple[int, ...], times: dict[str, list[float]], parts: dict[str, list[float]]) -> list[object]:
+def _text(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def _row(times: dict[str, list[float]], parts: dict[str, list[float]]) -> list[object]:
     part = {name: median(of_part) for name, of_part in parts.items()}
     bounds: list[object] = ["", ""]
     if part:
@@ -64,7 +81,7 @@ def _row(shape: tuple[int, ...], times: dict[str, list[float]], parts: dict[str,
         low, high = interval(np.array(times[name]) / np.array(times["region"]))
         ratios += [f"{gain(times[name], times['region']):.3f}", f"{low:.3f}-{high:.3f}"]
     medians = [milliseconds(times[name]) for name in ("serial", "layers", "region")]
-    return [", ".join(map(str, shape)), *medians, *bounds, *ratios]
+    return [*medians, *bounds, *ratios]
 
 
 def rank(group: dist.ProcessGroup, options: dict[str, Any]) -> list[Any]:

@@ -38,15 +38,15 @@ def late_collectives():
     reduce, gather = dist.all_reduce, dist.all_gather
     empty, empty_like = torch.Tensor.new_empty, torch.empty_like
 
-    def all_reduce(tensor, *args, group=None, async_op=False, **options):
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         if not async_op:
-            return reduce(tensor, *args, group=group, **options)
+            return reduce(tensor, op, group)
         kept = tensor.clone()
         tensor.fill_(torch.nan)
 
         def run():
             tensor.copy_(kept)
-            reduce(tensor, group=group)
+            reduce(tensor, op, group)
 
         return LateWork(run)
 

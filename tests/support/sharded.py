@@ -130,16 +130,22 @@ CONFIGURED = {
 }
 
 
-def planned(name, graph, mesh, rows_cut=False):
-    """Configure Megatron-core's layers along mp, the batch along dp if there is such a dimension."""
+def planned(name, graph, mesh, rows_cut=False, data_dim=None, row_dim=1):
+    """Configure Megatron-core's layers along mp, the batch along dp if there is such a dimension.
+
+    rows_cut: sequence parallelism, along dimension `row_dim`.
+    data_dim: as of `propagate`; also what is not configured is then cut along it.
+    """
     columns, rows, dims = CONFIGURED[name]
     batch = ("dp" if mesh.ndim == 2 else None, *(None,) * (dims - 2))
     chosen = dict.fromkeys(columns, (((*batch, None), ("mp", None)), None))
     chosen |= dict.fromkeys(rows, (((*batch, "mp"), (None, "mp")), None))
     if rows_cut:
         # the stream between the halves; and the norms' products, or gathering before them saves a small all-reduce
-        chosen |= dict.fromkeys(("layers.*:add", "layers.*.norm?:mul"), (None, ((None, "mp", None),)))
-    return propagate(graph, mesh, chosen)
+        layout = tuple({0: data_dim, row_dim: "mp"}.get(dim) for dim in range(3))
+        norms = "layers.*.norm?:mul" if name == "Llama" else "layers.*.norm?"
+        chosen |= dict.fromkeys(("layers.*:add", norms), (None, (layout,)))
+    return propagate(graph, mesh, chosen, data_dim=data_dim)
 
 
 def tokens_of(count, generator, length=16, vocabulary=64):

@@ -1,12 +1,15 @@
-"""Operators and layers of a region in chunks of rows, with the autograd graph that they have without chunks.
+"""Operators of a region in chunks of rows, with the autograd graph that they have without chunks.
 
 Autograd records an operator as usual; below autograd the operator only reserves its results. A chunk of them is
 computed when a reader asks for it. Autograd saves the reserved tensors, which are finished when backward begins.
+`deferred_linear` does the same for layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,31 +19,50 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel.ops.operators import rows_of, shaped
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute
+from ascend_parallel.ops.record import BESIDE, compute
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.forward_wrapper import Products
-from ascend_parallel.overlap.region.exchange import Reduced, chunk_bounds, multiply_rows
+from ascend_parallel.overlap.region.exchange import chunk_bounds
 from ascend_parallel.overlap.region.rows import LazyRows
 
 # Operators below autograd that work row by row, besides elementwise operators.
-ALONG_FEATURES = ("aten.native_layer_norm.default", "aten.mean.dim")
+ALONG_FEATURES = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default", "aten.mean.dim")
+# Elementwise operators that torch does not tag so.
+CASTS = ("aten._to_copy.default",)
+# Autograd saves the result of an operator, such as that of rsqrt, as an alias.
+ALIASES = ("aten.detach.default", "aten.alias.default")
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    """A tensor that is kept, or another would get its id; what finishes its rows; and its blocks of rows."""
+
+    tensor: torch.Tensor
+    rows: LazyRows
+    blocks: int
 
 
 class Deferred:
     """The tensors of a region's forward whose rows are not finished.
 
+    A tensor has one block of rows, or with sequence parallelism, where the rows are gathered, a block of each rank:
+    chunk i is then the i-th slice of every block.
+
     Use it as a context manager: on exit all rows are finished, chunk by chunk; after an exception only the collectives.
     """
 
-    def __init__(self, sizes: Sizes, row_dim: int, length: int, group: dist.ProcessGroup) -> None:
-        """Cut tensors into chunks of `sizes` rows: dimension `row_dim`, of `length`, times the dimensions behind it.
+    def __init__(
+        self, sizes: Sizes, row_dim: int, length: int, group: dist.ProcessGroup, sequence_parallel: bool = False
+    ) -> None:
+        """Cut tensors into chunks of `sizes` rows: dimension `row_dim`, of `length` in a block, times all but the last.
 
-        The dimensions before `row_dim` have size 1, and the last dimension is no row dimension.
+        Without sequence parallelism the dimensions before `row_dim` have size 1. The last dimension has no rows.
         """
-        self._sizes, self._dim, self._length, self._group = sizes, row_dim, length, group
-        self._bounds, self._step = chunk_bounds(sizes), sum(sizes) // length
-        self._rows: dict[int, tuple[torch.Tensor, LazyRows]] = {}  # the tensor is kept: another would get its id
+        self.sizes, self.group, self.sequence_parallel = sizes, group, sequence_parallel
+        self.bounds = chunk_bounds(sizes)
+        self._dim, self._length, self._step = row_dim, length, sum(sizes) // length
+        self._tracked: dict[int, _Tracked] = {}
         self._pending: list[Pending] = []
+        self._shared: set[int] = set()  # tensors that a deferred operator reads, or that have an alias
 
     def __enter__(self) -> Deferred:
         """Return itself."""
@@ -51,147 +73,169 @@ class Deferred:
         try:
             if kind is None:
                 with torch.no_grad():
-                    for _, stop in self._bounds:
-                        for _, rows in self._rows.values():
-                            rows.up_to(stop)
+                    for _, stop in self.bounds:
+                        for tracked in self._tracked.values():
+                            tracked.rows.up_to(stop)
         except BaseException as error:
             kind = type(error)
             raise
         finally:
             for pending in self._pending:
                 pending.__exit__(kind, *rest)
-            self._rows.clear()
+            self._tracked.clear()
 
-    def track(self, tensors: Iterable[torch.Tensor], rows: LazyRows) -> None:
-        """Note the tensors whose rows `rows` finishes."""
-        self._rows |= {id(tensor): (tensor, rows) for tensor in tensors}
+    def guard(self, pending: Pending) -> None:
+        """Wait for these collectives on exit."""
+        self._pending.append(pending)
+
+    def track(self, tensors: Iterable[torch.Tensor], rows: LazyRows, blocks: int = 1) -> None:
+        """Note the tensors whose rows `rows` finishes, and how many blocks of rows they have."""
+        self._tracked |= {id(tensor): _Tracked(tensor, rows, blocks) for tensor in tensors}
 
     def rows(self, tensor: object) -> LazyRows | None:
         """Return what finishes the rows of a tensor; None: they are finished."""
-        found = self._rows.get(id(tensor))
-        return None if found is None else found[1]
+        found = self._tracked.get(id(tensor))
+        return None if found is None else found.rows
+
+    def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with its row dimension as the first, as a view."""
+        if self._dim == 0:
+            return tensor
+        moved, tracked = tensor.movedim(self._dim, 0), self._tracked.get(id(tensor))
+        self._shared.add(id(tensor))
+        if tracked is not None:
+            self.track([moved], tracked.rows, tracked.blocks)
+        return moved
+
+    def rows_back(self, tensor: torch.Tensor, rows: LazyRows, blocks: int = 1) -> torch.Tensor:
+        """Return a tensor whose first dimension has the rows with this dimension in its place; `rows` finishes them."""
+        back = tensor.movedim(0, self._dim) if self._dim else tensor
+        self.track([back], rows, blocks)
+        return back
+
+    def matrix(self, x: torch.Tensor) -> tuple[torch.Tensor, LazyRows | None]:
+        """Return x [..., K] as [m, K] and what finishes its rows; rows that have to be copied are finished first."""
+        source = self.rows(x)
+        self._shared.add(id(x))
+        if source is not None and not x.is_contiguous():
+            source.finish()
+        return rows_of(x), source
 
     def operators(self) -> TorchDispatchMode:
         """Return the mode under which operators that work row by row are deferred; others finish what they read."""
         return _Operators(self)
 
-    def row(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[Callable[[object], Products], Callable[[], LazyRows]]:
-        """Return the `forward_wrapper` of a row-parallel layer in chunks, and a function for its result's rows.
-
-        x [..., K], weight [N, K].
-        """
-        found: list[LazyRows] = []
-
-        def forward(_: object) -> Products:
-            x_m, source = self._matrix(x)
-            y_m = x_m.new_empty(x_m.shape[0], weight.shape[0])
-            reduced = Reduced(y_m, self._sizes, self._group, sequence_parallel=False)
-            self._pending.append(reduced.pending)
-            for index, (start, stop) in enumerate(self._bounds):
-                if source is not None:
-                    source.up_to(stop)
-                x_r = x_m[None, start:stop]
-                reduced.send(index, compute(MATMUL, "matmul", reduced.multiply, index, x_r, weight.t()))
-            found.append(LazyRows(self._sizes, reduced.pending.wait_for))
-            return shaped(y_m, (*x.shape[:-1], weight.shape[0])), None
-
-        return forward, found.pop
-
-    def column(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[Callable[[object], Products], Callable[[], LazyRows]]:
-        """Return the same of a column-parallel layer: x [..., K], weight [N, K], bias [N]."""
-        found: list[LazyRows] = []
-
-        def forward(_: object) -> Products:
-            x_m, source = self._matrix(x)
-            y_m = x_m.new_empty(x_m.shape[0], weight.shape[0])
-
-            def fill(index: int) -> None:
-                start, stop = self._bounds[index]
-                if source is not None:
-                    source.up_to(stop)
-                y_c = y_m[start:stop]
-                with torch.no_grad():
-                    compute(MATMUL, "matmul", multiply_rows, x_m[None, start:stop], weight.t(), y_c[None])
-                    if bias is not None:
-                        y_c.add_(bias)
-
-            found.append(LazyRows(self._sizes, fill))
-            return shaped(y_m, (*x.shape[:-1], weight.shape[0])), None
-
-        return forward, found.pop
-
     def operator(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator below autograd: reserve its results if it works row by row, else run it on finished rows."""
-        sources = [rows for leaf in pytree.tree_leaves((args, kwargs)) if (rows := self.rows(leaf)) is not None]
-        if not sources:
+        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if self.rows(leaf) is not None]
+        if not read:
             return function(*args, **kwargs)
-        like = self._reserved(function, args, kwargs)
+        first = self._of(read[0])
+        if str(function) in ALIASES:
+            alias = function(*args, **kwargs)
+            self.track([alias], first.rows, first.blocks)
+            self._shared |= {id(alias), id(read[0])}
+            return alias
+        like = self._reserved(function, args, kwargs, read)
         if like is None:
-            for source in sources:
-                source.finish()
+            self._finish_for(function, read)
             return function(*args, **kwargs)
-        (device,) = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if self.rows(leaf) is not None}
-        leaves, spec = pytree.tree_flatten(like)
-        buffers = [torch.empty_like(leaf, device=device, memory_format=torch.contiguous_format) for leaf in leaves]
-        dims = max(leaf.dim() for leaf in leaves)
-
-        def fill(index: int) -> None:
-            _, stop = self._bounds[index]
-            for source in sources:
-                source.up_to(stop)
-            chunk_args, chunk_kwargs = pytree.tree_map(lambda leaf: self._chunk(leaf, dims, index), (args, kwargs))
-            with torch.no_grad():
-                results = compute(BESIDE, function.name(), function, *chunk_args, **chunk_kwargs)
-                for buffer, result in zip(buffers, pytree.tree_leaves(results), strict=True):
-                    self._narrowed(buffer, index, self._dim).copy_(result)
-
+        results, spec = pytree.tree_flatten(like)
         # Not views of the buffers: filling these must not count as a change of saved tensors.
-        given = [shaped(buffer, buffer.shape) for buffer in buffers]
-        self.track(given, LazyRows(self._sizes, fill))
+        if function._schema.is_mutable:
+            given, buffers = [read[0]], [shaped(read[0], read[0].shape)]
+            self.track(buffers, first.rows, first.blocks)
+            args = (*buffers, *args[1:])
+        else:
+            buffers = [self._buffer(result, read[0].device) for result in results]
+            given = [shaped(buffer, buffer.shape) for buffer in buffers]
+            self._shared |= {id(leaf) for leaf in read}
+        sources = [self._of(leaf).rows for leaf in read]
+        fill = partial(self._fill, function, args, kwargs, sources, buffers, first.blocks)
+        self.track(given, LazyRows(self.sizes, fill), first.blocks)
         return pytree.tree_unflatten(given, spec)
 
-    def _matrix(self, x: torch.Tensor) -> tuple[torch.Tensor, LazyRows | None]:
-        """Return x [m, K] and what finishes its rows; rows that have to be copied are finished first."""
-        source = self.rows(x)
-        if source is not None and not x.is_contiguous():
-            source.finish()
-        return rows_of(x), source
+    def _fill(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        sources: list[LazyRows],
+        buffers: list[torch.Tensor],
+        blocks: int,
+        index: int,
+    ) -> None:
+        """Compute a chunk of an operator's results, once the rows that it reads are finished."""
+        for source in sources:
+            source.up_to(self.bounds[index][1])
+        dims = max(buffer.dim() for buffer in buffers)
+        # Block by block: all blocks at once would be strided, and strided rows may have other bits (oneDNN's gelu).
+        for block in range(blocks):
+            chunk = partial(self._chunk, dims=dims, index=index, block=block, blocks=blocks)
+            chunk_args, chunk_kwargs = pytree.tree_map(chunk, (args, kwargs))
+            with torch.no_grad():
+                found = compute(BESIDE, function.name(), function, *chunk_args, **chunk_kwargs)
+                for buffer, result in zip(buffers, pytree.tree_leaves(found), strict=True):
+                    if not function._schema.is_mutable:
+                        self._narrowed(buffer, self._dim, index, block).copy_(result)
 
-    def _reserved(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _finish_for(self, function: Any, read: list[torch.Tensor]) -> None:
+        """Finish what an operator reads; before a change in place, also the rows of all who read it before."""
+        tracked = list(self._tracked.values()) if function._schema.is_mutable else map(self._of, read)
+        for each in tracked:
+            each.rows.finish()
+
+    def _of(self, tensor: torch.Tensor) -> _Tracked:
+        return self._tracked[id(tensor)]
+
+    def _buffer(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return an unfinished tensor whose chunks are contiguous in memory: the row dimension is the outermost.
+
+        A tensor without features is contiguous itself: the backward of norms reads statistics as if they were.
+        """
+        dim = self._dim if like.shape[-1] > 1 else 0
+        first = like.movedim(dim, 0)
+        return torch.empty_like(first, device=device, memory_format=torch.contiguous_format).movedim(0, dim)
+
+    def _reserved(self, function: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> Any:
         """Return the results on the meta device if the operator works row by row; else None."""
-        elementwise = torch.Tag.pointwise in function.tags
-        if function._schema.is_mutable or not (elementwise or str(function) in ALONG_FEATURES):
+        elementwise = torch.Tag.pointwise in function.tags or str(function) in CASTS
+        if not (elementwise or str(function) in ALONG_FEATURES) or kwargs.get("device") is not None:
             return None
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if self.rows(leaf) is not None]
+        # Only a tensor that no other reader waits for is changed in place.
+        if function._schema.is_mutable and (
+            "out" in kwargs or read[0] is not args[0] or id(read[0]) in self._shared or len(read) > 1
+        ):
+            return None
+        all_blocks = {self._of(leaf).blocks for leaf in read}
+        if len(all_blocks) > 1 or len({leaf.dim() for leaf in read}) > 1:
+            return None
+        (blocks,) = all_blocks
         if not elementwise and (len(read) != 1 or read[0] is not args[0]):
             return None
         like = pytree.tree_map(_on_meta, (args, kwargs))
         results = function(*like[0], **like[1])
-        given = pytree.tree_leaves(results)
         # Elementwise operators align dimensions from the right: the row dimension has to stay in its place.
         fits = all(
             isinstance(leaf, torch.Tensor)
             and leaf.dim() > self._dim
-            and leaf.shape[self._dim] == self._length
-            and (not elementwise or leaf.dim() == max(each.dim() for each in read))
-            for leaf in given
+            and leaf.shape[self._dim] == self._length * blocks
+            and (not elementwise or leaf.dim() == read[0].dim())
+            for leaf in pytree.tree_leaves(results)
         )
-        same = len({each.dim() for each in read}) == 1
-        return results if fits and same else None
+        return results if fits else None
 
-    def _chunk(self, leaf: Any, dims: int, index: int) -> Any:
-        """Return a chunk of a tensor that has the row dimension, where tensors of `dims` dimensions have it."""
+    def _chunk(self, leaf: Any, dims: int, index: int, block: int, blocks: int) -> Any:
+        """Return a block's chunk of a tensor that has the row dimension, where tensors of `dims` dimensions have it."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         dim = self._dim if self.rows(leaf) is not None else self._dim - dims + leaf.dim()
-        has = 0 <= dim < leaf.dim() and leaf.shape[dim] == self._length
-        return self._narrowed(leaf, index, dim) if has else leaf
+        has = 0 <= dim < leaf.dim() and leaf.shape[dim] == self._length * blocks
+        return self._narrowed(leaf, dim, index, block) if has else leaf
 
-    def _narrowed(self, tensor: torch.Tensor, index: int, dim: int) -> torch.Tensor:
-        start, stop = self._bounds[index]
-        return tensor.narrow(dim, start // self._step, (stop - start) // self._step)
+    def _narrowed(self, tensor: torch.Tensor, dim: int, index: int, block: int) -> torch.Tensor:
+        start, stop = (bound // self._step for bound in self.bounds[index])
+        return tensor.narrow(dim, block * self._length + start, stop - start)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

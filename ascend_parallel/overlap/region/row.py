@@ -11,10 +11,33 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.operators import rows_of, scattered_shape, shaped
 from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.forward_wrapper import Products
 from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.overlap.region.exchange import AHEAD, Reduced, chunk_bounds, recorded_call
-from ascend_parallel.overlap.region.rows import PendingRows
+from ascend_parallel.overlap.region.rows import LazyRows, PendingRows
+
+
+class ChunkSender:
+    """Multiplies and sends the chunks of a row-parallel layer, in order: x_r [r, m, K], w [K, N]."""
+
+    def __init__(
+        self, reduced: Reduced, x_r: torch.Tensor, w: torch.Tensor, sizes: Sizes, label: str, source: LazyRows | None
+    ) -> None:
+        """Send nothing yet; `source` finishes the rows of x_r, None: they are finished."""
+        self._reduced, self._x_r, self._w, self._source = reduced, x_r, w, source
+        self._bounds, self._label, self._sent = chunk_bounds(sizes), label, 0
+
+    def send(self, count: int) -> None:
+        """Multiply and send up to the first `count` chunks."""
+        for start, stop in self._bounds[self._sent : count]:
+            if self._source is not None:
+                self._source.up_to(stop)
+            with torch.no_grad():
+                multiply = self._reduced.multiply
+                y_r = compute(MATMUL, self._label, multiply, self._sent, self._x_r[:, start:stop], self._w)
+            self._reduced.send(self._sent, y_r)
+            self._sent += 1
 
 
 def send_rows_on_demand(
@@ -27,15 +50,7 @@ def send_rows_on_demand(
     x_m, w = rows_of(x), weight.t()
     x_r = x_m.view(group.size(), -1, x_m.shape[1])
     reduced = Reduced(x_m.new_empty(x_r.shape[1], w.shape[1]), cut.sizes, group, sequence_parallel=True)
-    bounds, sent = chunk_bounds(cut.sizes), 0
-
-    def send(count: int) -> None:
-        nonlocal sent
-        while sent < count:
-            start, stop = bounds[sent]
-            reduced.send(sent, compute(MATMUL, "proj", reduced.multiply, sent, x_r[:, start:stop], w))
-            sent += 1
-
+    send = ChunkSender(reduced, x_r, w, cut.sizes, "proj", None).send
     with recorded_call(group, cut, w, sequence_parallel=True), reduced.pending.launching():
         send(1 + AHEAD)
     y_m = rows.take_unsent(reduced.pending, send, AHEAD)

@@ -27,7 +27,7 @@ from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_regions import Region
 from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
-from ascend_parallel.sharding.runtime.row_regions import with_row_regions
+from ascend_parallel.sharding.runtime.region_growth import with_row_regions
 from ascend_parallel.sharding.runtime.segments import with_segments
 
 Conversions = dict[tuple[Value, Layout], int]
