@@ -49,6 +49,7 @@ class LayerRegion:
         self._name = recorder.modules[-1] if recorder is not None and recorder.modules else ""
         with self._stack as stack:
             stack.enter_context(self._kept)
+            stack.enter_context(self._regions.running(self._layer))
             for owner, name, value in (
                 (self._proj_layer, "forward", self._proj),
                 (self._layer, "self_attn_bda", self._add_proj),

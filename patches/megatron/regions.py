@@ -26,6 +26,7 @@ from ascend_parallel.overlap.region.mlp import Activate, ChunkedMlp, chunked_mlp
 from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.coverage import RegionKind
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output, StandIn
 from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
@@ -56,6 +57,7 @@ class Regions:
         self.choice = megatron.region_choice
         self._logged: set[str] = set()
         self._handed: Handed | None = None
+        self._running: set[torch.nn.Module] = set()
 
     def timed(self, module: Any, hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
         """Return ``run()``, a call of `module` with `hidden`; COC_REGION=auto times the first ones, and decides."""
@@ -63,6 +65,30 @@ class Regions:
             return run()
         excluded = "COC_VERIFY takes time of its own" if self.megatron.verifier else configured_reason(module.config)
         return self.choice.call(module, hidden, run, excluded)
+
+    @contextmanager
+    def running(self, layer: Any) -> Iterator[None]:
+        """Note that stand-ins take the place of parts of `layer` and its MLP inside this context."""
+        modules = {layer, layer.mlp}
+        self._running |= modules
+        try:
+            yield
+        finally:
+            self._running -= modules
+
+    def excluded(self, module: Any, reason: Callable[[Any], str | None]) -> str | None:
+        """Return why a module cannot run as a region in any call, or None; ``reason(module)`` judges the module."""
+        if module in self._running:
+            return None
+        if self.choice.decision is not None and not self.choice.on:
+            return "COC_REGION=auto keeps the layers"
+        if self.megatron.with_options(module, self.megatron.settings).deterministic:
+            return "one chunk: the deterministic mode has chunks of its own"
+        return reason(module)
+
+    def mlp_reason(self, mlp: Any) -> str | None:
+        """Return why an MLP cannot run as a region in any call, or None."""
+        return mlp_reason(self.megatron, mlp, next(mlp.parameters(), torch.empty(0)), None)
 
     def hand_over(self, handed: Handed) -> None:
         """Keep rows for the next layer."""
@@ -206,5 +232,6 @@ def mlp_forward(original: Function, regions: Regions) -> Function:
         return found
 
     vars(forward)["ascend_parallel"] = regions
+    vars(forward)["region_kind"] = RegionKind("MLPs", lambda mlp: regions.excluded(mlp, regions.mlp_reason))
     vars(forward)["original"] = original
     return forward
