@@ -81,8 +81,6 @@ def layer_forward(original: Function, regions: Regions) -> Function:
         if not regions.choice.on:
             return original(self, *args, **kwargs)
         reason = layer_reason(self, {name: called_with.get(name) for name in EXCLUDED})
-        if regions.megatron.verifier is not None:
-            reason = "COC_VERIFY checks regions of MLPs, and the other layers one by one"
         if reason is not None:
             regions.skip(self, f"{reason}; its MLP may still run in chunks")
         elif mlp_reason(regions.megatron, self.mlp, called_with["hidden_states"], None) is None:

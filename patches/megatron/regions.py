@@ -186,23 +186,36 @@ def _activation(original: Function, mlp: Any) -> Activate:
     return activate
 
 
+def region_call(
+    mlp: Any,
+    original: Function,
+    hidden: torch.Tensor,
+    cut: RegionCut,
+    regions: Regions,
+    source: LazyRows | None = None,
+    **options: Any,
+) -> RegionCall:
+    """Return the call of an MLP in chunks; `source` and `options` as in `Regions.run_mlp`."""
+    return RegionCall(
+        layer=mlp,
+        path="region",
+        x=hidden,
+        weight=mlp.linear_fc2.weight,
+        patched=lambda begin: regions.run_mlp(mlp, original, hidden, cut, source, begin=begin, **options),
+        original=original,
+        settings=lambda: cut.settings,
+        sequence_parallel=mlp.linear_fc2.sequence_parallel,
+        cut=cut,
+        whole=original,
+    )
+
+
 def _run_alone(mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCut, regions: Regions) -> Output:
     """Run an MLP in chunks; if its check is due, compare it with Megatron-core's own."""
     verifier = regions.megatron.verifier
     if verifier is None:
         return regions.run_mlp(mlp, original, hidden, cut, None)
-    call = RegionCall(
-        layer=mlp,
-        path="region",
-        x=hidden,
-        weight=mlp.linear_fc2.weight,
-        patched=lambda begin: regions.run_mlp(mlp, original, hidden, cut, None, begin=begin),
-        original=original,
-        settings=lambda: cut.settings,
-        cut=cut,
-        whole=original,
-    )
-    output: Output = verifier.run(call)
+    output: Output = verifier.run(region_call(mlp, original, hidden, cut, regions))
     return output
 
 
