@@ -103,8 +103,9 @@ def _counted(reasons: Sequence[str | None]) -> Count:
 
 def _regions(model: torch.nn.Module, linear: Sequence[torch.nn.Module]) -> dict[str, Count] | None:
     """Return the modules of `model` that can run as regions, by kind; None unless its layers' settings have regions."""
-    patched = [getattr(_forward(module), "ascend_parallel", None) for module in linear]
-    if not any(framework is not None and framework.settings.region for framework in patched):
+    patched = (getattr(_forward(module), "ascend_parallel", None) for module in linear)
+    settings = (getattr(framework, "settings", None) for framework in patched)  # None: it has no regions
+    if not any(each is not None and each.region for each in settings):
         return None
     reasons: dict[str, list[str | None]] = {}
     for module in model.modules():
