@@ -31,6 +31,7 @@ from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output, StandIn
 from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
 from ascend_parallel.patches.megatron.region_verification import RegionCall
+from ascend_parallel.patches.tuned import overlapped
 
 log = logging.getLogger("ascend_parallel")
 
@@ -129,8 +130,8 @@ class Regions:
         like_a = like.new_empty(1).expand(rows * (group.size() if sequence_parallel else 1), w2.shape[1])
         like_a.requires_grad_(like.requires_grad)
         _, settings = self.megatron.prepare(mlp.linear_fc2, "row", like_a, w2)
-        if not settings.enabled:
-            return RegionCut((rows,), settings, "tuning keeps the matmul of linear_fc2 whole")
+        if not settings.enabled:  # tuning leaves the layer alone to Megatron-core
+            settings = overlapped(settings)
         forward = [(w2.shape[1], w2.shape[0]), (w1.shape[1], w1.shape[0])]
         forward += [(weight.shape[1], weight.shape[0]) for weight in more]
         matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
