@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint stress packages sanitize compat compat-mindspeed compat-npu bench clean
+.PHONY: demo test test-all lint stress packages sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -63,6 +63,13 @@ compat-mindspeed: $(VENV)/ready  ## the real MindSpeed on the real Megatron-LM: 
 	test -d .compat/mindspeed || $(BIN)/python -m pip install --quiet --no-deps --target .compat/mindspeed $(MINDSPEED_NEEDS)
 	PYTHONPATH=.compat/mindspeed MINDSPEED=$(MINDSPEED) MEGATRON=$(MEGATRON) \
 		$(BIN)/python -m pytest tests/patches/test_mindspeed.py $(ARGS)
+
+# DeepSpeed, and what it imports, beside the environment: its own requirements would change it.
+DEEPSPEED_NEEDS := hjson msgpack ninja einops py-cpuinfo pydantic pydantic_core annotated_types typing_inspection
+compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpeed's communication for the CPU once
+	test -d .compat/deepspeed || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation \
+		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
+	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py $(ARGS)
 
 bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (needs root for network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)

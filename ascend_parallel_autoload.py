@@ -15,6 +15,8 @@ LAYERS = (
     "megatron.core.tensor_parallel.layers",
     "transformers.distributed.tensor_parallel",
     "transformers.integrations.tensor_parallel",
+    "torch.distributed.tensor.parallel.style",
+    "deepspeed.module_inject.layers",
 )
 # COC_TAKE_OVER takes the place of MindSpeed's CoC, which these modules put in (patches/mindspeed/take_over.py).
 COC_FEATURES = (

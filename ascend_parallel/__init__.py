@@ -24,9 +24,8 @@ from ascend_parallel.overlap.quantised import quantise_row_parallel, quantised_r
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.patch_control import PatchControl as _PatchControl
 from ascend_parallel.patch_control import Status as _Status
-from ascend_parallel.patches.base import PatchError
+from ascend_parallel.patches.base import ConflictError, PatchError
 from ascend_parallel.patches.coverage import Coverage, coverage
-from ascend_parallel.patches.megatron.conflicts import ConflictError
 from ascend_parallel.settings import Settings, SettingsError
 from ascend_parallel.version import __version__
 

@@ -98,8 +98,9 @@ def matmul_reduce_scatter(
     *,
     in_rank_order: bool = False,
     row_tile: int = 0,
+    addend: torch.Tensor | None = None,
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N]; pending [M / R, N].
+    """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``: x_m [M, K], w [K, N], addend [M, N]; pending [M / R, N].
 
     Chunk i holds the i-th slice of every rank's M / R rows, so its reduce-scatter writes the i-th slice of the
     result in place.
@@ -113,13 +114,16 @@ def matmul_reduce_scatter(
     y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes))
     computed: list[tuple[StartScatter, torch.Tensor]] = []
+    added = [None] * len(sizes) if addend is None else torch.split_with_sizes(addend.view(ranks, rows, n), sizes, 1)
     with pending.launching():
         starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, in_rank_order)
         inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), row_tile), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
-        for start, x_blocks, y_c, size in zip(starts, inputs, outputs, sizes, strict=True):
-            y_blocks = rank_blocks(y_c.view(ranks, size, n), row_tile)
-            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
+        for start, x_blocks, y_c, size, addend_r in zip(starts, inputs, outputs, sizes, added, strict=True):
+            y_r = y_c.view(ranks, size, n)
+            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, rank_blocks(y_r, row_tile), row_tile)
+            if addend_r is not None:
+                compute(BESIDE, "add", y_r.add_, addend_r)
             computed.append((start, y_c))
             if after is None or after.done():
                 _start(computed, pending)

@@ -88,8 +88,11 @@ def start_matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     layout: str = ANY,
+    addend: torch.Tensor | None = None,
 ) -> Pending:
-    """Start ``reduce_scatter(x @ w)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
+    """Start ``reduce_scatter(x @ w + addend)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
+
+    `addend` [M, N] is added to this rank's product; fused kernels, which settings alone request, cannot add one.
 
     `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
     order; gloo runs them at the same time, so only gloo needs `after`. `layout` as in `start_matmul_all_reduce`.
@@ -97,7 +100,8 @@ def start_matmul_reduce_scatter(
     x_m, right, choice = _prepare(REDUCE_SCATTER, x, w, group, settings, layout)
     if after is not None and not on_gloo(group, x.device):
         after = None
-    pending: Pending = _run(choice, x_m, right, group, after)
+    more = {} if addend is None else {"addend": addend}
+    pending: Pending = _run(choice, x_m, right, group, after, **more)
     return pending
 
 

@@ -66,10 +66,11 @@ def matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     row_tile: int = 0,
+    addend: torch.Tensor | None = None,
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w)``, summed in rank order: x_m [M, K], w [K, N]; pending [M / R, N]."""
+    """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``, summed in rank order; shapes as in `chunked`."""
     run = chunked.matmul_reduce_scatter if len(sizes) > 1 else reference.matmul_reduce_scatter
-    return run(x_m, w, group, sizes, after, in_rank_order=True, row_tile=row_tile)
+    return run(x_m, w, group, sizes, after, in_rank_order=True, row_tile=row_tile, addend=addend)
 
 
 def _gather_and_sum(y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:

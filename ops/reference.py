@@ -70,9 +70,15 @@ def matmul_reduce_scatter(
     *,
     in_rank_order: bool = False,
     row_tile: int = 0,
+    addend: torch.Tensor | None = None,
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N]; pending [M / R, N]."""
+    """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``: x_m [M, K], w [K, N], addend [M, N].
+
+    Pending [M / R, N].
+    """
     partial = compute(MATMUL, "matmul", product, x_m, w, row_tile, group.size())
+    if addend is not None:
+        compute(BESIDE, "add", partial.add_, addend)
     ranks, rows = group.size(), partial.shape[0] // group.size()
     if ranks == 1:
         return Pending(partial, REDUCE_SCATTER, group)

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from ascend_parallel.patches.base import PatchError, PatchStatus
+from ascend_parallel.patches.deepspeed import DEEPSPEED
 from ascend_parallel.patches.megatron_seam import MEGATRON
 from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
+from ascend_parallel.patches.torch_native import TORCH
 from ascend_parallel.patches.transformers import TRANSFORMERS
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-SEAMS = (MEGATRON, TRANSFORMERS)
+SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 

@@ -22,6 +22,10 @@ class PatchError(RuntimeError):
     """A patch does not fit the installed framework; the message says what was expected and what was found."""
 
 
+class ConflictError(RuntimeError):
+    """Two enabled features cannot run together; the message names both."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Patch:
     """The replacement of a method.
@@ -70,7 +74,8 @@ class Patch:
 
     def check(self) -> None:
         """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
-        found = vars(self.holder()).get(self.method)
+        held = vars(self.holder()).get(self.method)
+        found = held.__func__ if isinstance(held, staticmethod) else held
         if not inspect.isfunction(found):
             raise PatchError(f"{self.target}: expected a method of this class, found {found!r}")
         if not defined_in(found, sys.modules[self.module]):
@@ -128,8 +133,8 @@ class _Applied:
     """An applied patch: the class, which another framework may rename later, and its two methods."""
 
     holder: type
-    original: Function
-    replacement: Function
+    original: Any
+    replacement: Any
 
 
 class PatchSet:
@@ -182,7 +187,9 @@ class PatchSet:
         for patch in self.patches:
             holder = patch.holder()
             original = vars(holder)[patch.method]
-            applied = _Applied(holder, original, patch.replacement(original))
+            static = isinstance(original, staticmethod)
+            replacement = patch.replacement(original.__func__ if static else original)
+            applied = _Applied(holder, original, staticmethod(replacement) if static else replacement)
             setattr(holder, patch.method, applied.replacement)
             self._applied[patch] = applied
 
@@ -214,7 +221,7 @@ class PatchSet:
         found = vars(applied.holder).get(patch.method)
         if found is not applied.replacement:
             return PatchStatus(patch.target, False, f"replaced in turn by {getattr(found, '__module__', found)}")
-        if getattr(patch.named(), patch.method, None) is not applied.replacement:
+        if inspect.getattr_static(patch.named(), patch.method, None) is not applied.replacement:
             text = f"left unused: the name {patch.owner} was given to {full_name(patch.named())}, which has its own"
             return PatchStatus(patch.target, False, text)
         return PatchStatus(patch.target, True, patch.reason)

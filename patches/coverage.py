@@ -89,9 +89,7 @@ class RegionKind:
 
 def coverage(model: torch.nn.Module) -> Coverage:
     """Return the coverage of all linear layers of `model`, of every framework and torch's own."""
-    linear = [
-        module for module in model.modules() if any(kind.__name__.endswith("Linear") for kind in type(module).__mro__)
-    ]
+    linear = [module for module in model.modules() if _is_linear(type(module))]
     return Coverage(**vars(_counted([_uncovered(module) for module in linear])), regions=_regions(model, linear))
 
 
@@ -126,6 +124,16 @@ def _forward(module: torch.nn.Module) -> Any:
     return vars(module).get("forward", type(module).forward)
 
 
+def _is_linear(kind: type) -> bool:
+    """Tell whether a class is a linear layer by its name or a base's, or has a forward that is patched."""
+    return any(base.__name__.endswith("Linear") or _is_patched(base) for base in kind.__mro__)
+
+
+def _is_patched(kind: type) -> bool:
+    """Tell whether a linear layer's forward is patched on this class; forwards with regions are patched, too."""
+    return hasattr(getattr(vars(kind).get("forward"), "ascend_parallel", None), "uncovered")
+
+
 def _uncovered(module: Any) -> str | None:
     """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason."""
     forward = _forward(module)
@@ -134,7 +142,7 @@ def _uncovered(module: Any) -> str | None:
         by = getattr(forward, "uncovered", None)
         reason = patched.uncovered(module) if by is None else by(module, patched)
         return None if reason is None else f"{type(module).__name__}: {reason}"
-    if any(hasattr(vars(kind).get("forward"), "ascend_parallel") for kind in type(module).__mro__):
+    if any(map(_is_patched, type(module).__mro__)):
         return f"{type(module).__name__}: its own forward is overlapped only where it calls megatron-core's forward"
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
     if layers and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):

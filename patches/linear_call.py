@@ -11,7 +11,9 @@ from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
 from ascend_parallel.patches.check import LayerCall
 from ascend_parallel.patches.framework import Framework
 
@@ -33,6 +35,10 @@ class LinearCall:
         The module's own weight.
     original
         The framework's own forward, which takes x alone.
+    sequence_dim
+        With sequence parallelism the dimension of x that ranks share, 0 or 1; None: without.
+    added
+        Whether the framework multiplies and then adds the bias; otherwise it calls torch.nn.functional.linear.
     """
 
     layer: Any
@@ -42,6 +48,13 @@ class LinearCall:
     bias: torch.Tensor | None
     parameter: torch.Tensor
     original: Callable[[torch.Tensor], torch.Tensor]
+    added: bool = False
+    sequence_dim: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the call that the tuner distinguishes."""
+        return {} if self.sequence_dim is None else {"sequence_parallel": True}
 
 
 def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
@@ -55,9 +68,10 @@ def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
             x=call.x,
             weight=call.weight,
             parameter=call.parameter,
+            sequence_parallel=call.sequence_dim is not None,
             patched=lambda _: _run(framework, call),
             original=call.original,
-            settings=lambda: framework.settings_for(call.layer, call.kind, call.x, call.weight),
+            settings=lambda: framework.settings_for(call.layer, call.kind, call.x, call.weight, **call.options),
         )
     )
     return checked
@@ -70,22 +84,28 @@ def too_few_rows(call: LinearCall) -> bool:
 
 
 def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
-    group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight)
+    group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
     if not settings.enabled:
         return call.original(call.x)
-    confirm = framework.confirm(group)
+    options: dict[str, Any] = {"group": group, "settings": settings, "before_communicating": framework.confirm(group)}
+    x, batch_first = call.x, call.sequence_dim == 1 and call.x.shape[0] > 1
+    if call.sequence_dim is not None:
+        options["sequence_parallel"] = True
+    if batch_first:
+        options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0])
+    if call.sequence_dim == 1:
+        x = swapped(x)
     if call.kind == "column":
-        # The forward communicates nothing, and has the bits of torch.nn.Linear's.
-        bias = None if call.bias is None else cast_by_autocast(call.bias.detach())
-        operands = cast_by_autocast(call.x.detach()), cast_by_autocast(call.weight.detach()), bias
-        return column_linear(
-            call.x,
-            call.weight,
-            call.bias,
-            group=group,
-            settings=settings,
-            before_communicating=confirm,
-            forward_wrapper=lambda _: (compute(MATMUL, "matmul", linear, *operands), None),
-        )
-    y = row_linear(call.x, call.weight, group=group, settings=settings, before_communicating=confirm)
-    return y if call.bias is None else y + call.bias
+        wrapper = run_directly if call.added or call.sequence_dim is not None else _torch_linear(call)
+        y = column_linear(x, call.weight, call.bias, forward_wrapper=wrapper, **options)
+    else:
+        y = row_linear(x, call.weight, **options)
+        y = y if call.bias is None else y + call.bias
+    return swapped(y) if call.sequence_dim == 1 else y
+
+
+def _torch_linear(call: LinearCall) -> ForwardWrapper:
+    """Return what runs the forward of a column layer, which communicates nothing, with the bits of torch.nn.Linear."""
+    bias = None if call.bias is None else cast_by_autocast(call.bias.detach())
+    operands = cast_by_autocast(call.x.detach()), cast_by_autocast(call.weight.detach()), bias
+    return lambda _: (compute(MATMUL, "matmul", linear, *operands), None)

@@ -75,7 +75,7 @@ def layer_forward(kind: str) -> Callable[[Pass], Pass]:
 
 
 def layer_backward(kind: str) -> Callable[[Pass], Pass]:
-    """Run an autograd function's ``backward(ctx, dy)`` without autocast, recorded, and not differentiable again.
+    """Run an autograd function's ``backward(ctx, dy, ...)`` without autocast, recorded, and not differentiable again.
 
     In the usual case, none of the three is active: autograd builds no graph of backward. Backward then runs at once.
     """
@@ -84,11 +84,11 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
         guarded = once_differentiable(recorded_layer(kind, "backward")(without_autocast(backward)))
 
         @functools.wraps(backward)
-        def run(ctx: Any, dy: torch.Tensor) -> Any:
+        def run(ctx: Any, dy: torch.Tensor, *more: Any) -> Any:
             active = RECORDING.recorder is not None or torch.is_grad_enabled()
             if active or torch.is_autocast_enabled(dy.device.type):
-                return guarded(ctx, dy)
-            return backward(ctx, dy)
+                return guarded(ctx, dy, *more)
+            return backward(ctx, dy, *more)
 
         return run
 

@@ -157,7 +157,7 @@ class _ColumnLinear(torch.autograd.Function):
         layer: Layer = ctx.layer.in_column_backward
         kept, weight = ctx.saved_tensors
         layer.weight_gradient.begin(kept, weight)
-        db = rows_of(dy.contiguous()).sum(dim=0) if ctx.needs_input_grad[2] else None
+        db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
         placeholder = layer.weight_gradient.placeholder(kept) if postponed else None

@@ -65,6 +65,10 @@ class WeightGradient:
         """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N]."""
         return dy_m.t().matmul(x_m)
 
+    def bias(self, dy_m: torch.Tensor) -> torch.Tensor:
+        """Return the bias's gradient [N]: dy_m [M, N]."""
+        return dy_m.sum(dim=0)
+
     def parts(self) -> GradientParts:
         """Return what sums this backward's gradient part by part, in place of `compute`."""
         return GradientParts()

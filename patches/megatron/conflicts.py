@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ascend_parallel.patches.base import full_name
+from ascend_parallel.patches.base import ConflictError, full_name
 from ascend_parallel.patches.megatron.built_classes import flag_of
 from ascend_parallel.settings import Settings
 
@@ -32,10 +32,6 @@ CONFLICTS = {
     "unaligned_linear": "MindSpeed's unaligned linear layers",
     "tp_2d": "MindSpeed's two-dimensional tensor parallelism",
 }
-
-
-class ConflictError(RuntimeError):
-    """Two enabled features cannot run together; the message names both."""
 
 
 def refuse_conflicts(config: Any, settings: Settings) -> None:

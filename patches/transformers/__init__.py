@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 
 from ascend_parallel.patches.base import Patch, PatchSet
+from ascend_parallel.patches.dtensor_linear import InstalledLayers
 from ascend_parallel.patches.seam import AppliedPatches, Seam
-from ascend_parallel.patches.transformers.layers import IN_FORCE, Transformers, install_forward
+from ascend_parallel.patches.transformers.layers import IN_FORCE, install_forward
 from ascend_parallel.settings import Settings
 
 MODULE = "transformers.distributed.tensor_parallel"
@@ -23,7 +24,7 @@ class TransformersPatches(AppliedPatches):
     def __init__(self, settings: Settings) -> None:
         """Read the installed version."""
         version = importlib.metadata.version("transformers")
-        self._framework = Transformers(settings, version)
+        self._framework = InstalledLayers(settings, "transformers", version, IN_FORCE)
         super().__init__("transformers", version, patch_set())
 
     def apply(self) -> None:

@@ -28,7 +28,7 @@ def python(code, **environ):
 def test_a_framework_of_another_version_is_left_as_it_is_and_said_once():
     done = python(OTHER_VERSION + IMPORT + SHOW + "; ap.configure(num_chunks=8)", COC_PARALLEL_NUM="4")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("False {'megatron': 'left as it is: megatron-core: expected a version")
+    assert done.stdout.startswith("False {'megatron': \"left as it is: megatron-core: expected a version")
     assert done.stderr.count("left as it is: megatron-core: expected a version") == 1
 
 

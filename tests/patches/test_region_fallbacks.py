@@ -244,7 +244,8 @@ def methods(group, settings):
         ascend_parallel.configure(**settings)
         found = [MLP.forward.__module__, TransformerLayer.forward.__module__]
         patched = [hasattr(kind.forward, "ascend_parallel") for kind in (MLP, TransformerLayer)]
-        applied = sum(patch.applied for patch in ascend_parallel.status().patches)
+        patches = ascend_parallel.status().patches
+        applied = sum(patch.applied for patch in patches if patch.target.startswith("megatron"))
         ascend_parallel.configure(num_chunks=1)
         off = [hasattr(kind.forward, "ascend_parallel") for kind in (MLP, TransformerLayer)]
     return found, patched, applied, off

@@ -1,0 +1,76 @@
+"""A column layer with sequence parallelism that gathers its input for other column layers too.
+
+y_shard_n, x = all_gather(x_shard_m) @ w_shard_n.t(), all_gather(x_shard_m)
+dx_shard_m = reduce_scatter(dy_shard_n @ w_shard_n + dx), where dx is what the other layers give
+
+The usual plan of torch's users gathers once for the projections of queries, keys and values, and sums their input
+gradients before one reduce-scatter. The first of the layers overlaps both collectives with its own matmuls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.operators import (
+    gathered_shape,
+    rows_of,
+    run_all_gather_matmul,
+    shaped,
+    start_matmul_reduce_scatter,
+)
+from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.layer import Layer, layer_backward, layer_forward
+from ascend_parallel.overlap.sequence_backward import weight_gradient_of
+
+
+def shared_column_linear(
+    x_shard_m: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: Layer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layer's output [S, ..., N / R] and the gathered input [S, ..., K]: x_shard_m [S / R, ..., K].
+
+    Gradients of both outputs reach x_shard_m. The gathered input is kept for the weight gradient: its readers keep it
+    anyway. `layer` has sequence parallelism, and settings without fused kernels.
+    """
+    x, weight = cast_by_autocast(x_shard_m), cast_by_autocast(weight_shard_n)
+    y, gathered = _SharedColumnLinear.apply(x, weight, bias_shard_n, layer)  # type: ignore[no-untyped-call]
+    return y, gathered
+
+
+class _SharedColumnLinear(torch.autograd.Function):
+    @staticmethod
+    @layer_forward("column")
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer.about_to_communicate()
+        group = layer.group
+        y_m, x_m = run_all_gather_matmul(x, weight.t(), group, layer.settings, layout=TRANSPOSED)
+        assert x_m is not None
+        y = shaped(y_m, gathered_shape(x.shape, group.size(), weight.shape[0]))
+        if bias is not None:
+            y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
+        gathered = shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
+        input_grad, weight_grad = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(gathered if weight_grad else None, weight if input_grad else None)
+        ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
+        return y, gathered
+
+    @staticmethod
+    @layer_backward("column")
+    def backward(ctx: Any, dy: torch.Tensor, dx: torch.Tensor) -> tuple[Any, ...]:
+        layer: Layer = ctx.layer.in_column_backward
+        gathered, weight = ctx.saved_tensors
+        db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
+        dy = dy.to(ctx.x_dtype)
+        if weight is None:
+            return None, weight_gradient_of(layer, gathered, dy), db, None
+        layer.about_to_communicate()
+        addend = rows_of(dx.contiguous()).to(ctx.x_dtype)
+        started = start_matmul_reduce_scatter(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, addend=addend)
+        with started as pending:
+            dw = weight_gradient_of(layer, gathered, dy)
+            dx_shard = pending.wait()
+        return dx_shard.view(ctx.x_shape), dw, db, None

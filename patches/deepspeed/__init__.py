@@ -1,0 +1,40 @@
+"""DeepSpeed AutoTP: its two linear layers, overlapped.
+
+layers   the two replacements, and which layers and calls they cover
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from ascend_parallel.patches.base import Patch, PatchSet
+from ascend_parallel.patches.deepspeed.layers import COLUMN, MODULE, ROW, DeepSpeed, layer_forward
+from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.settings import Settings
+
+VERSIONS = ">=0.19,<0.20"
+NEWEST = "0.19.8"
+
+
+def patches(settings: Settings) -> AppliedPatches:
+    """Return the patches of the installed DeepSpeed's layers."""
+    version = importlib.metadata.version("deepspeed")
+    framework = DeepSpeed(settings, version)
+    found = [
+        Patch(
+            module=MODULE,
+            owner=owner,
+            method="forward",
+            replacement=lambda original, owner=owner: layer_forward(original, owner, framework),  # type: ignore[misc]
+            parameters=("self", "input"),
+            reason=reason,
+        )
+        for owner, reason in (
+            (ROW, "reduces under the matmul"),
+            (COLUMN, "reduces the input gradient under the weight gradient"),
+        )
+    ]
+    return AppliedPatches("deepspeed", version, PatchSet("deepspeed", VERSIONS, found, newest=NEWEST))
+
+
+DEEPSPEED = Seam(name="deepspeed", title="deepspeed", module=MODULE, make=patches)

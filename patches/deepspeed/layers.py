@@ -1,0 +1,96 @@
+"""The replacements of DeepSpeed's LinearAllreduce.forward and LinearLayer.forward.
+
+Written against DeepSpeed 0.19, deepspeed/module_inject/layers.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.patches.base import ConflictError, Function
+from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
+from ascend_parallel.patches.tuned import case_of
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.pass_times import Case
+
+MODULE = "deepspeed.module_inject.layers"
+ROW, COLUMN = "LinearAllreduce", "LinearLayer"
+KINDS = {ROW: "row", COLUMN: "column"}
+
+
+class DeepSpeed(Framework):
+    """The installed DeepSpeed, and the settings of its patched layers."""
+
+    def __init__(self, settings: Settings, version: str) -> None:
+        """Hold the settings; ranks compare `version`."""
+        super().__init__(settings)
+        self.version = version
+
+    def group_of(self, layer: Any) -> dist.ProcessGroup:
+        """Return the tensor-parallel group of a layer."""
+        group: dist.ProcessGroup = layer.mp_group
+        return group
+
+    def uncovered(self, layer: Any) -> str | None:
+        """Return the reason why DeepSpeed's own forward of `layer` must run, or None."""
+        kind = type(layer)
+        if (kind.__module__, kind.__name__) not in ((MODULE, ROW), (MODULE, COLUMN)):
+            return "it is a class of its own"
+        if torch.compiler.is_compiling() or layer.defer_collectives_to_compiler:
+            return "it is being compiled, and a process group cannot be"
+        if layer.mp_group is None or layer.mp_group.size() == 1:
+            return ONE_RANK
+        if getattr(layer, "gather_output", False):
+            return "it gathers its output"
+        if len(set(layer._partition_sizes)) > 1:
+            return f"its features are shared unevenly among ranks: {list(layer._partition_sizes)}"
+        return None
+
+    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
+        """Return the tuner's description of a call of `layer`."""
+        return case_of(kind, x, weight, **options)
+
+    def refuse_conflicts(self, layer: Any) -> None:
+        """Raise `ConflictError` if DeepSpeed overlaps the same layers itself."""
+        if type(layer).tp_overlap_comm:
+            raise ConflictError(
+                "tensor_parallel.tp_overlap_comm=true (DeepSpeed's own overlap of tensor-parallel communication) "
+                "cannot be used together with overlapped linear layers: set it to false, or unset COC_PARALLEL_NUM "
+                "and USE_COC_FUSED_KERNEL"
+            )
+
+    def compared(self) -> Mapping[str, Any]:
+        """Return what must be the same on all ranks: the version."""
+        return {"version of deepspeed": self.version}
+
+
+def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Function:
+    """Make the method that replaces the forward of the class `owner`."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        reason = deepspeed.uncovered(self)
+        if reason is not None:
+            deepspeed.log_uncovered(self, reason)
+            whole: torch.Tensor = original(self, input)
+            return whole
+        call = LinearCall(
+            layer=self,
+            kind=KINDS[owner],
+            x=input,
+            weight=self.weight,
+            bias=self.bias,
+            parameter=self.weight,
+            original=lambda x: original(self, x),
+            added=True,
+        )
+        return call.original(input) if too_few_rows(call) else run_linear(deepspeed, call)
+
+    vars(forward)["ascend_parallel"] = deepspeed
+    return forward

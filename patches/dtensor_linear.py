@@ -1,0 +1,147 @@
+"""Linear layers whose weight is a DTensor, and whose forward is installed on the module: which of them are covered.
+
+transformers and torch put forwards on modules when a model is parallelised. No revert reaches these, so an installed
+forward asks `InForce` at each call whether its patch is still in force.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.tuned import case_of
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.pass_times import Case
+
+
+class InForce:
+    """The settings that installed forwards run with at present: None after a revert, and before patches are applied."""
+
+    def __init__(self) -> None:
+        """No patch is in force, and no forward is installed."""
+        self.framework: InstalledLayers | None = None
+        self._count = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, module: Any, installed: Installed) -> None:
+        """Count a layer."""
+        self.add_text(f"{type(module).__name__} {module.in_features} {module.out_features} {installed.kind}")
+
+    def add_text(self, text: str) -> None:
+        """Count a layer in words."""
+        self._count += 1
+        self._digest.update(text.encode())
+
+    @property
+    def layers(self) -> str:
+        """The number and a digest of the layers in the order of their installation."""
+        return f"{self._count} ({self._digest.hexdigest()[:8]})"
+
+
+class InstalledLayers(Framework):
+    """A framework that installs forwards on modules, and the settings of its patched layers."""
+
+    def __init__(self, settings: Settings, title: str, version: str, in_force: InForce) -> None:
+        """Hold the settings; ranks compare the version and the layers of `in_force`."""
+        super().__init__(settings)
+        self._title, self._version, self._in_force = title, version, in_force
+
+    def group_of(self, layer: Any) -> dist.ProcessGroup:
+        """Return the tensor-parallel group of a module with an installed forward."""
+        return installed_on(layer).group
+
+    def uncovered(self, layer: Any) -> str | None:
+        """Return the reason why the framework's own forward of `layer` must run, or None."""
+        return installed_on(layer).uncovered(layer)
+
+    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
+        """Return the tuner's description of a call of `layer`."""
+        return case_of(kind, x, weight, **options)
+
+    def refuse_conflicts(self, layer: Any) -> None:
+        """No feature of these frameworks overlaps the same layers eagerly."""
+
+    def compared(self) -> Mapping[str, Any]:
+        """Return what must be the same on all ranks: the version, and the layers that are overlapped."""
+        title = self._title
+        return {
+            f"version of {title}": self._version,
+            f"tensor-parallel linear layers of {title}": self._in_force.layers,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """What was installed on a module.
+
+    in_force
+        Whether its patch is still in force.
+    kind
+        "column" or "row"; None: a style that is left as it is.
+    mesh
+        The device mesh of the style.
+    reason
+        Why the layer is left as it is, known from the style alone.
+    """
+
+    in_force: InForce
+    kind: str | None
+    mesh: Any
+    reason: str | None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The tensor-parallel group."""
+        group: dist.ProcessGroup = self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh.get_group("tp")
+        return group
+
+    def uncovered(self, module: Any) -> str | None:
+        """Return the reason why the module's own forward must run, or None."""
+        if self.reason is not None or self.in_force.framework is None:
+            return self.reason or "overlap is switched off"
+        if torch.compiler.is_compiling():
+            return "it is being compiled, and a process group cannot be"
+        if type(module) is not torch.nn.Linear:
+            return "it is no torch.nn.Linear, but a class of its own"
+        if self.group.size() == 1:
+            return ONE_RANK
+        cut, ranks = module.out_features if self.kind == "column" else module.in_features, self.group.size()
+        if cut % ranks:
+            return f"its {cut} features are shared unevenly among {ranks} ranks"
+        return self._otherwise_sharded(module)
+
+    def _otherwise_sharded(self, module: Any) -> str | None:
+        """Return how its weight and bias differ from the shards that the style makes, or None."""
+        expected: dict[str, Any] = {"weight": Shard(0), "bias": Shard(0)}
+        if self.kind == "row":
+            expected = {"weight": Shard(1), "bias": Replicate()}
+        for name, placement in expected.items():
+            parameter = getattr(module, name)
+            if parameter is not None and not isinstance(parameter, DTensor):
+                return f"its {name} is no DTensor"
+            # Between calls FSDP has it sharded on dimensions before that of the style.
+            if parameter is not None and positive(parameter.placements, parameter.ndim)[-1] != placement:
+                return f"its {name} is placed as {parameter.placements}, not as ({placement},)"
+        return None
+
+    def sharded_twice(self, module: Any) -> str | None:
+        """Return the reason why a call must run the framework's own forward: FSDP has not gathered the weight."""
+        return None if module.weight.device_mesh.ndim == 1 else "its weight is sharded by more than its style"
+
+
+def installed_on(module: Any) -> Installed:
+    """Return what was installed on a module."""
+    found: Installed = vars(module)["forward"].ascend_parallel
+    return found
+
+
+def positive(placements: Any, ndim: int) -> tuple[Any, ...]:
+    """Return placements of a tensor of `ndim` dimensions with their dimensions counted from the first."""
+    return tuple(Shard(each.dim % ndim) if type(each) is Shard else each for each in placements)

@@ -1,0 +1,126 @@
+"""The forward that is installed on a linear layer of a style.
+
+torch's hooks make the input a DTensor before it, and redistribute the output after it. The forward takes and gives
+DTensors, and runs torch's own where it does not cover the layer or the call, and after a revert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.dtensor_linear import Installed, InstalledLayers, positive
+from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
+from ascend_parallel.patches.torch_native.shared import shared_gather
+
+# The attribute of an input that a column layer's hook has made of a plain tensor: no other layer reads the DTensor.
+OWN = "_ascend_parallel_own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstalledByStyle(Installed):
+    """What a style installed on a module.
+
+    output
+        The layout that a row layer's style gives its output.
+    """
+
+    output: Any = None
+
+    def uncovered(self, module: Any) -> str | None:
+        """Return the reason why the module's own forward must run, or None."""
+        if self.mesh.ndim > 1:
+            return f"its style has a mesh of {self.mesh.ndim} dimensions"
+        return super().uncovered(module)
+
+    def uncovered_call(self, x: Any) -> str | None:
+        """Return the reason why a call with the input x runs torch's own forward, or None."""
+        if not isinstance(x, DTensor) or x.device_mesh != self.mesh:
+            return "it is called with something else than one DTensor on the mesh of its style"
+        (placement,) = positive(x.placements, x.ndim)
+        if self.kind == "row":
+            if placement != Shard(x.ndim - 1):
+                return f"its input is placed as {placement}"
+            scatters = self.output != Replicate()
+            return f"it scatters {self.output}" if scatters and not self._sequence(self.output, x) else None
+        if placement == Replicate():
+            return None if hasattr(x, OWN) else "its input was gathered before it, for all who read it"
+        return None if self._sequence(placement, x) else f"its input is placed as {placement}"
+
+    def _sequence(self, placement: Any, x: torch.Tensor) -> bool:
+        """Tell whether a placement cuts the rows of x, in equal parts."""
+        dim = sequence_dim(placement, x.ndim)
+        return dim is not None and x.shape[dim] % self.group.size() == 0
+
+
+def sequence_dim(placement: Any, ndim: int) -> int | None:
+    """Return the dimension of the rows that `placement` cuts, 0 or 1 of three; None: it cuts no rows."""
+    if type(placement) is not Shard:
+        return None
+    dim = placement.dim % ndim
+    return dim if dim == 0 < ndim - 1 or (dim == 1 and ndim == 3) else None
+
+
+def install(module: Any, installed: InstalledByStyle) -> None:
+    """Put the forward on `module`, over its own."""
+    inner, in_force = module.forward, installed.in_force
+    in_force.add(module, installed)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        framework = in_force.framework
+        if framework is None:
+            return _own(inner, args, kwargs)
+        x = args[0] if len(args) == 1 and not kwargs else None
+        reason = installed.uncovered(module) or installed.sharded_twice(module) or installed.uncovered_call(x)
+        if reason is None:
+            return _run(framework, module, installed, inner, x)
+        framework.log_uncovered(module, reason)
+        return _own(inner, args, kwargs)
+
+    forward.ascend_parallel = installed  # type: ignore[attr-defined]
+    module.forward = forward
+
+
+def _own(inner: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return inner(*args, **kwargs)
+
+
+def _run(framework: InstalledLayers, module: Any, installed: InstalledByStyle, inner: Function, x: Any) -> Any:
+    """Return the output as a DTensor in the layout of the style."""
+    mesh, column = installed.mesh, installed.kind == "column"
+    (taken,) = positive(x.placements, x.ndim)
+    rows = taken if column else installed.output
+    dim = sequence_dim(rows, x.ndim)
+    given = Shard(x.ndim - 1) if column else Replicate() if dim is None else Shard(dim)
+
+    def original(x_local: torch.Tensor) -> torch.Tensor:
+        given_to_torch = DTensor.from_local(x_local, mesh, [taken], run_check=False)
+        if column:
+            given_to_torch = given_to_torch.redistribute(placements=[Replicate()])
+        y: torch.Tensor = inner(given_to_torch).redistribute(placements=[given]).to_local()
+        return y
+
+    bias = module.bias
+    if bias is not None:  # the bias of a row layer is added to this rank's rows
+        partial = [Partial()] if not column and dim is not None else None
+        bias = bias.to_local(grad_placements=partial)
+    call = LinearCall(
+        layer=module,
+        kind=installed.kind or "",
+        x=DTensor.to_local(x),
+        weight=module.weight.to_local(),
+        bias=bias,
+        parameter=module.weight,
+        original=original,
+        sequence_dim=dim,
+    )
+    shared = shared_gather(x) if column else None
+    if shared is not None:
+        y = shared.run(framework, call)
+    else:
+        y = original(call.x) if too_few_rows(call) else run_linear(framework, call)
+    return DTensor.from_local(y, mesh, [given], run_check=False)

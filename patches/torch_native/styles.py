@@ -1,0 +1,150 @@
+"""The patched methods of torch's styles.
+
+Written against torch 2.7 to 2.15, torch/distributed/tensor/parallel/style.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers
+from ascend_parallel.patches.torch_native.layers import OWN, InstalledByStyle, install, sequence_dim
+from ascend_parallel.patches.torch_native.shared import share
+
+IN_FORCE = InForce()
+# The attribute of a PrepareModuleInput that holds its module that is being called.
+CALLED = "_ascend_parallel_called"
+
+
+def column_apply(original: Function) -> Function:
+    """Make the method that replaces ``ColwiseParallel._apply``."""
+
+    @functools.wraps(original)
+    def apply(self: Any, module: Any, device_mesh: Any) -> Any:
+        returned = original(self, module, device_mesh)
+        if type(module) is torch.nn.Linear:
+            reason = _same_style(self, "ColwiseParallel")
+            if self.desired_input_layouts != (Replicate(),):
+                reason = f"its style wants the input as {self.desired_input_layouts}"
+            installed = InstalledByStyle(in_force=IN_FORCE, kind="column", mesh=device_mesh, reason=reason)
+            install(module, installed)
+        return returned
+
+    return apply
+
+
+def row_apply(original: Function) -> Function:
+    """Make the method that replaces ``RowwiseParallel._apply``."""
+
+    @functools.wraps(original)
+    def apply(self: Any, module: Any, device_mesh: Any) -> Any:
+        returned = original(self, module, device_mesh)
+        if type(module) is torch.nn.Linear:
+            reason = _same_style(self, "RowwiseParallel")
+            (output,) = self.output_layouts
+            if output != Replicate() and type(output) is not Shard:
+                reason = f"its style wants the output as {output}"
+            installed = InstalledByStyle(in_force=IN_FORCE, kind="row", mesh=device_mesh, reason=reason, output=output)
+            install(module, installed)
+        return returned
+
+    return apply
+
+
+def prepare_column_input(original: Function) -> Function:
+    """Make the function that replaces ``ColwiseParallel._prepare_input_fn``.
+
+    torch redistributes the input to Replicate() here. For a layer that is covered the input becomes a DTensor of its
+    own layout, and the layer gathers.
+    """
+
+    @functools.wraps(original)
+    def prepare(input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
+        installed = getattr(vars(mod).get("forward"), "ascend_parallel", None)
+        x = inputs[0]
+        if not isinstance(installed, Installed) or installed.uncovered(mod) is not None or len(inputs) > 1:
+            return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        if not isinstance(x, DTensor):
+            (layout,) = input_layouts
+            if layout != Replicate() and sequence_dim(layout, x.ndim) is None:
+                return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+            setattr(x, OWN, True)
+            return x
+        gathers = input_layouts != desired_input_layouts and x.device_mesh == device_mesh
+        if gathers and sequence_dim(x.placements[0], x.ndim) is not None:
+            return x
+        return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+
+    return prepare
+
+
+def module_input_apply(original: Function) -> Function:
+    """Make the method that replaces ``PrepareModuleInput._apply``.
+
+    A style may belong to several modules, and its hook does not tell which one is called: a hook before it does.
+    """
+
+    @functools.wraps(original)
+    def apply(self: Any, module: Any, device_mesh: Any) -> Any:
+        module.register_forward_pre_hook(lambda called, _: vars(self).update({CALLED: ref(called)}))
+        return original(self, module, device_mesh)
+
+    return apply
+
+
+def prepare_module_input(original: Function) -> Function:
+    """Make the method that replaces ``PrepareModuleInput._prepare_input_arg``.
+
+    torch gathers the rows here, for all layers of the module. If every column layer of the module is covered, the first
+    of them gathers under its matmul, for the others too.
+    """
+
+    @functools.wraps(original)
+    def prepare(self: Any, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
+        framework = IN_FORCE.framework
+        gathers = isinstance(input, torch.Tensor) and desired_layout == Replicate() and not self.use_local_output
+        if framework is None or not gathers or not _shares(framework, self, input, mesh, input_layout):
+            return original(self, input, mesh, input_layout, desired_layout)
+        x = input if isinstance(input, DTensor) else DTensor.from_local(input, mesh, (input_layout,), run_check=False)
+        return share(x.view_as(x))
+
+    return prepare
+
+
+def _shares(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, layout: Any) -> bool:
+    """Tell whether the column layers of the module that is being called can gather x for each other."""
+    if torch.compiler.is_compiling() or framework.verifier is not None or framework.settings.fused or mesh.ndim > 1:
+        return False
+    if isinstance(x, DTensor):
+        if x.device_mesh != mesh:
+            return False
+        (layout,) = x.placements
+    dim = sequence_dim(layout, x.ndim)
+    whole = isinstance(x, DTensor)
+    if dim is None or (whole and x.shape[dim] % mesh.size()):
+        return False
+    module = vars(style)[CALLED]() if CALLED in vars(style) else None
+    return module is not None and _columns_covered(module)
+
+
+def _columns_covered(module: Any) -> bool:
+    """Tell whether a module has column layers, and all of them are covered."""
+    held = ((each, getattr(vars(each).get("forward"), "ascend_parallel", None)) for each in module.modules())
+    columns = [(each, found) for each, found in held if isinstance(found, Installed) and found.kind == "column"]
+    return bool(columns) and all(
+        (found.uncovered(each) or found.sharded_twice(each)) is None for each, found in columns
+    )
+
+
+def _same_style(style: Any, name: str) -> str | None:
+    kind = type(style)
+    if (kind.__module__, kind.__name__) != ("torch.distributed.tensor.parallel.style", name):
+        return f"its style {kind.__name__} is a class of its own"
+    return None

@@ -1,0 +1,161 @@
+"""DeepSpeed AutoTP: losses and gradients, overlapped, plain, and of the whole model in float64; beside ZeRO."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ascend_parallel
+from ascend_parallel.ops import COUNTS
+
+pytest.importorskip("deepspeed", reason="deepspeed is not installed: make compat-deepspeed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from hugging_face import launched_by, model_of, tokens, worst
+
+
+def engine_of(group, name, stage=0, dtype=torch.float32, **tensor_parallel):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "tensor_parallel": {"autotp_size": group.size(), **tensor_parallel},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    with launched_by(group):
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        engine, *_ = deepspeed.initialize(model=model_of(name).to(dtype), config=config)
+    return engine
+
+
+def steps(engine, count=2):
+    """Return losses and gradients of some training steps."""
+    with launched_by(dist.group.WORLD):  # ZeRO 3 reads LOCAL_RANK at every step
+        return _steps(engine, count)
+
+
+def _steps(engine, count):
+    from deepspeed.utils import safe_get_full_grad
+
+    found = {}
+    for number in range(count):
+        ids = tokens(number)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        found[f"loss {number}"] = loss.detach()
+        for name, parameter in engine.module.named_parameters():
+            gradient = parameter.grad if parameter.grad is not None else safe_get_full_grad(parameter)
+            if gradient is not None:
+                found[f"{name} {number}"] = gradient.detach().clone()
+        engine.step()
+    return found
+
+
+def trained(group, name, stage, dtype):
+    """Return the names that differ from plain, the worst error against the whole model, and the overlapped calls."""
+    ascend_parallel.configure(num_chunks=1)
+    plain = steps(engine_of(group, name, stage, dtype))
+    before = COUNTS.as_dict().get("matmul_all_reduce", {"calls": 0})["calls"]
+    ascend_parallel.configure(num_chunks=4)
+    overlapped = steps(engine_of(group, name, stage, dtype))
+    ascend_parallel.configure(num_chunks=1)
+    calls = COUNTS.as_dict()["matmul_all_reduce"]["calls"] - before
+    assert plain.keys() == overlapped.keys()
+    assert len(plain) > 40
+    different = [key for key in plain if not torch.equal(plain[key], overlapped[key])]
+    return different, worst(*with_truth(group, overlapped, name)) if stage == 0 else None, calls
+
+
+def with_truth(group, found, name):
+    """Return the first step's results and, cut alike, those of the whole model in float64."""
+    whole, ids = model_of(name).double(), tokens(0)
+    loss = whole(input_ids=ids, labels=ids).loss
+    loss.backward()
+    expected = {"loss 0": loss.detach()}
+    for key, parameter in whole.named_parameters():
+        here = found.get(f"{key} 0")
+        if here is None:
+            continue
+        right = parameter.grad
+        for dim, (own, size) in enumerate(zip(here.shape, right.shape, strict=True)):
+            if own != size:
+                right = right.chunk(group.size(), dim)[group.rank()]
+        expected[f"{key} 0"] = right
+    return {key: found[key] for key in expected}, expected
+
+
+@pytest.mark.parametrize(("name", "count"), [("Llama", 2), ("Qwen2", 2), ("GPTNeoX", 2), ("Llama", 3), ("Qwen2", 4)])
+def test_losses_and_gradients(ranks, name, count):
+    for different, (error, where), calls in ranks(count).run(trained, name, 0, torch.float32):
+        if count == 2:
+            assert different == []
+        assert error < 2e-5, where
+        assert calls == (4 if name == "GPTNeoX" else 7) * 2 * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_beside_zero(ranks, stage):
+    for different, _, calls in ranks(2).run(trained, "Qwen2", stage, torch.bfloat16):
+        assert different == []
+        assert calls == 7 * 2 * 2
+
+
+def conflicting(group):
+    ascend_parallel.configure(num_chunks=4)
+    engine = engine_of(group, "Llama", tp_overlap_comm=True)
+    try:
+        steps(engine, 1)
+        return ""
+    except ascend_parallel.ConflictError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+        from deepspeed.module_inject.layers import TensorParallel_Layer
+
+        TensorParallel_Layer.tp_overlap_comm = False
+
+
+def test_deepspeeds_own_overlap_is_a_conflict(ranks):
+    for error in ranks(2).run(conflicting):
+        assert "tp_overlap_comm=true (DeepSpeed's own overlap" in error
+
+
+def covered(group):
+    ascend_parallel.configure(num_chunks=4)
+    engine = engine_of(group, "Llama")
+    layer = engine.module.model.layers[0]
+    layer.self_attn.q_proj.__class__ = type("Own", (type(layer.self_attn.q_proj),), {})
+    layer.mlp.up_proj.gather_output = True
+    on = str(ascend_parallel.coverage(engine.module))
+    ascend_parallel.configure(num_chunks=1)
+    return on
+
+
+def test_coverage_names_what_is_left(ranks):
+    for text in ranks(2).run(covered):
+        assert "1 Own: it is a class of its own" in text
+        assert "2 LinearLayer: it gathers its output" in text
+
+
+def checked(group):
+    from ascend_parallel.patches import linear_call
+
+    ascend_parallel.configure(num_chunks=4, verify_every=1)
+    engine = engine_of(group, "Qwen2")
+    steps(engine, 1)
+    right = linear_call.column_linear
+    linear_call.column_linear = lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
+    try:
+        steps(engine, 1)
+        return ""
+    except ascend_parallel.VerificationError as error:
+        return str(error)
+    finally:
+        linear_call.column_linear = right
+        ascend_parallel.configure(num_chunks=1, verify_every=0)
+
+
+def test_verification_finds_a_planted_fault(ranks):
+    for error in ranks(2).run(checked):
+        assert "is wrong on rank 1" in error

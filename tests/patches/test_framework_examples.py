@@ -1,0 +1,90 @@
+"""The scripts of examples/frameworks, plain and with the variable, and that their comparison can fail."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples" / "frameworks"
+COMPARE = FOLDER / "compare.py"
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("torch_tp", ["--", "--sequence-parallel"]),
+        pytest.param("transformers_tp", ["--", "--model", "Qwen2", "--generate"], marks=pytest.mark.slow),
+        pytest.param("transformers_tp", ["--", "--accelerate"], marks=pytest.mark.slow),
+        pytest.param("torch_tp", ["--ranks", "4", "--", "--sequence-parallel", "--fsdp"], marks=pytest.mark.slow),
+        pytest.param(
+            "torch_tp",
+            [
+                "--ranks",
+                "3",
+                "--limit",
+                "1e-3",
+                "--",
+                "--hidden",
+                "384",
+                "--heads",
+                "6",
+                "--inner",
+                "768",
+                "--checkpoint",
+            ],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("deepspeed_tp", ["--", "--zero", "1"], marks=pytest.mark.slow),
+    ],
+)
+def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):
+    for needed in ("transformers", "deepspeed"):
+        if script.startswith(needed):
+            pytest.importorskip(needed, reason=f"{needed} is not installed")
+    words = [sys.executable, str(COMPARE), script, "--json", *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["gradients"] > 20
+    if "3" not in options:
+        assert found["gradients_equal"] == found["gradients"]
+        assert found["losses_equal"]
+
+
+@pytest.fixture(scope="module")
+def compare():
+    spec = importlib.util.spec_from_file_location("compare_frameworks", COMPARE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module._compare
+
+
+def results(**changes):
+    own = {"losses": {"loss": torch.tensor(2.0)}, "gradients": {"a": torch.ones(3), "b": torch.full((3,), 1e-3)}}
+    return [{**own, "generated": {"tokens": torch.tensor([1000])}, **changes}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "worst", "where"),
+    [
+        ({}, 0.0, ""),
+        ({"gradients": {"a": torch.ones(3), "b": torch.full((3,), 2e-3)}}, 1.0, "b on rank 0"),
+        ({"gradients": {"a": torch.full((3,), torch.nan), "b": torch.full((3,), 1e-3)}}, math.inf, "a on rank 0"),
+        ({"losses": {"loss": torch.tensor(torch.nan)}}, math.inf, "loss on rank 0"),
+        ({"generated": {"tokens": torch.tensor([999])}}, 1e-3, "tokens on rank 0"),
+    ],
+)
+def test_the_comparison_finds_differences(compare, changes, worst, where):
+    found = compare(results(), results(**changes))
+    assert found["worst"] == pytest.approx(worst)
+    assert found["where"] == where
+
+
+def test_gradients_of_other_parameters_are_an_error(compare):
+    with pytest.raises(SystemExit, match="rank 0 has other gradients"):
+        compare(results(), results(gradients={"a": torch.ones(3)}))

@@ -1,0 +1,213 @@
+"""torch's parallelize_module: losses and gradients, overlapped, plain, and of the whole model in float64."""
+
+import functools
+
+import pytest
+import torch
+from hugging_face import both, unequal, whole, worst
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from torch_parallel import decoder, parallel, step
+
+import ascend_parallel
+from ascend_parallel.ops import COUNTS
+from ascend_parallel.patches import linear_call
+
+
+def parallelised(group, plan, **options):
+    ascend_parallel.configure(num_chunks=4)  # the forwards are installed while the model is parallelised
+    return parallel(decoder(**options), init_device_mesh("cpu", (group.size(),)), plan)
+
+
+def calls():
+    return {name: count["calls"] for name, count in COUNTS.as_dict().items()}
+
+
+def trained(group, plan, options, micro_batches):
+    """Return the names that differ from plain, the worst error against the whole model, and the overlapped calls."""
+    model = parallelised(group, plan, **options)
+    before = calls()
+    plain, overlapped = both(model, lambda model: step(model, micro_batches))
+    right = step(decoder(**{**options, "dtype": torch.float64}), micro_batches)
+    after = {name: count - before.get(name, 0) for name, count in calls().items()}
+    return unequal(plain, overlapped), worst(overlapped, right), {name: n for name, n in after.items() if n}
+
+
+@pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_losses_and_gradients(ranks, plan, count):
+    for different, (error, where), made in ranks(count).run(trained, plan, {}, 1):
+        if count == 2:
+            assert different == []
+        assert error < 2e-5, where
+        # In each of two blocks: two row layers, and five column layers; the vocabulary's layer gathers for itself.
+        if plan == "plain":
+            assert made == {"matmul_all_reduce": 2 * 7}
+        else:  # one column layer of attention and one of the MLP gathers for the others; then one reduce-scatter
+            gathering = 5 if plan == "layers" else 2
+            assert made["matmul_reduce_scatter"] == made["all_gather_matmul"] == 2 * (2 + gathering) + 1
+
+
+@pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
+@pytest.mark.parametrize(
+    ("options", "micro_batches", "limit"),
+    [({"dtype": torch.bfloat16}, 1, 0.1), ({"bias": True}, 2, 2e-5), ({"dtype": torch.float64}, 1, 1e-12)],
+)
+def test_other_models(ranks, plan, options, micro_batches, limit):
+    for different, (error, where), _ in ranks(2).run(trained, plan, options, micro_batches):
+        if "bias" not in options:  # torch adds a share of a row layer's bias on each rank before the sum
+            assert different == []
+        assert error < limit, where
+
+
+def sized(group, plan, options, rows):
+    model = parallelised(group, plan, **options)
+    return unequal(*both(model, lambda model: step(model, rows=rows)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 2816), (2048, 8192)])
+def test_sizes_of_real_layers(ranks, plan, hidden, inner):
+    options = {"hidden": hidden, "inner": inner, "heads": 16, "layers": 1}
+    assert ranks(2).run(sized, plan, options, (2, 128)) == [[], []]
+
+
+@pytest.mark.parametrize("rows", [(1, 96), (3, 90)])
+def test_batches(ranks, rows):
+    for plan in ("plain", "layers", "sequence"):
+        assert ranks(2).run(sized, plan, {}, rows) == [[], []]
+
+
+def habits(group):
+    """Return the names that differ from plain, by habit."""
+    found = {}
+    for plan in ("plain", "sequence"):
+        model = parallelised(group, plan)
+        for block in model.layers:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        found[plan, "checkpoint"] = unequal(*both(model, step))
+        for block in model.layers:
+            del block.forward
+        hooks = [each.register_forward_hook(lambda *_: None) for each in model.modules()]
+        hooks += [each.register_forward_pre_hook(lambda *_: None) for each in model.modules()]
+        found[plan, "hooks"] = unequal(*both(model, step))
+        for hook in hooks:
+            hook.remove()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("wq" in name or "w3" in name or "norm" in name)
+        found[plan, "frozen"] = unequal(*both(model, step))
+        with torch.no_grad():
+            ids = torch.randint(480, (2, 96))
+            plain, overlapped = both(model, lambda model, ids=ids: {"y": whole(model(ids))})
+        found[plan, "no gradients"] = unequal(plain, overlapped)
+    return {name: different for name, different in found.items() if different}
+
+
+def test_habits_of_users_keep_plains_bits(ranks):
+    assert ranks(2).run(habits) == [{}, {}]
+
+
+def sharded(group, plan):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(decoder(), mesh["tp"], plan)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    before = sum(calls().values())
+    return unequal(*both(model, step)), sum(calls().values()) - before
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_with_fsdp_on_two_by_two(ranks, plan):
+    for different, made in ranks(4).run(sharded, plan):
+        assert different == []
+        assert made == (14 if plan == "plain" else 18)
+
+
+class Peeks(torch.nn.Module):
+    """Reads what it is given beside its column layer, as local rows and through DTensor's operators."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        assert x.shape == (2, 48, 64)
+        scale = x.to_local().abs().sum(dim=(1, 2), keepdim=True).detach()
+        return self.last(torch.relu(self.first(x)) / scale) + 0 * (x * 2).sum().full_tensor()
+
+
+def peeked(group):
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    rows = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    styles = {"": PrepareModuleInput(**rows), "first": ColwiseParallel(), "last": RowwiseParallel()}
+    model = parallelize_module(Peeks(), mesh, styles)
+
+    def run(model):
+        model.zero_grad()
+        x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(7)).chunk(2, 1)[group.rank()]
+        x = x.clone().requires_grad_()
+        y = whole(model(x))
+        y.square().sum().backward()
+        return {
+            "y": y.detach(),
+            "dx": x.grad.clone(),
+            **{n: whole(p.grad).clone() for n, p in model.named_parameters()},
+        }
+
+    return unequal(*both(model, run))
+
+
+def test_a_module_that_reads_its_gathered_input_itself(ranks):
+    assert ranks(2).run(peeked) == [[], []]
+
+
+def covered(group):
+    class LoraLinear(torch.nn.Linear):
+        pass
+
+    model = parallelised(group, "sequence")
+    on = str(ascend_parallel.coverage(model))
+    model.layers[0].attention.wk.__class__ = LoraLinear
+    ascend_parallel.configure(num_chunks=4)
+    other = str(ascend_parallel.coverage(model))
+    return on, other, unequal(*both(model, step))
+
+
+def test_a_subclass_is_left_and_its_module_gathers_as_torch_does(ranks):
+    for on, other, different in ranks(2).run(covered):
+        assert on == "15 of 15 linear layers covered"
+        assert (
+            other == "14 of 15 linear layers covered (1 LoraLinear: it is no torch.nn.Linear, but a class of its own)"
+        )
+        assert different == []
+
+
+def checked(group, plan):
+    """Return the error of a step with a fault planted on one rank, after a checked step without."""
+    model = parallelised(group, plan)
+    ascend_parallel.configure(num_chunks=4, verify_every=1)
+    step(model)
+    right = linear_call.column_linear
+    linear_call.column_linear = lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
+    try:
+        step(model)
+        return ""
+    except ascend_parallel.VerificationError as error:
+        return str(error)
+    finally:
+        linear_call.column_linear = right
+        ascend_parallel.configure(num_chunks=1, verify_every=0)
+
+
+@pytest.mark.parametrize("plan", ["plain", "layers"])
+def test_verification_finds_a_planted_fault(ranks, plan):
+    for error in ranks(2).run(checked, plan):
+        assert "is wrong on rank 1" in error
