@@ -126,16 +126,19 @@ class Check:
         self._gradients: dict[str, Gradient | None] = {}
         LEDGER.rank = dist.get_rank()
 
-    def forward(self, call: LayerCall) -> Any:
-        """Run both forwards and compare their outputs; return what the patched layer returns."""
+    def run(self, call: LayerCall) -> Any:
+        """Run the patched layer's forward; return what it returns."""
         self._confirm_same_call()
-        returned = call.patched(self._begin if self._graded else None)
-        with hide_from_selective_checkpoint():
-            self._compare(call, call.output(returned))
-        return returned
+        return call.patched(self._begin if self._graded else None)
 
-    def _compare(self, call: LayerCall, y: torch.Tensor) -> None:
+    def compare(self, call: LayerCall, returned: Any) -> None:
+        """Run the original's forward and compare its output with that of `run`, whose rows are finished by now."""
+        with hide_from_selective_checkpoint(), torch.set_grad_enabled(self._graded):
+            self._compare(call, returned)
+
+    def _compare(self, call: LayerCall, returned: Any) -> None:
         """Compare the patched layer's output with the original's, and hook the backward."""
+        y = call.output(returned)
         self._settings = call.settings()
         original = call.reference(self._group.rank())
         self._judge("forward", {"output": (y.detach(), original.forward(), 0.0)})

@@ -1,10 +1,14 @@
-"""Count the linear layers of a model that run with overlap, and the reasons for the others; log this once."""
+"""Count the layers of a model that run with overlap, and the reasons for the others; log this once.
+
+With COC_REGION the modules that can run as regions are counted too.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,22 +23,22 @@ from ascend_parallel.tuning.measured.pass_times import Case
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """The number of covered linear layers of a model.
+class Count:
+    """The number of covered modules of one kind.
 
     covered, total
-        The number of overlapped linear layers, and the number of all linear layers.
+        The number of covered modules, and the number of all modules of this kind.
     reasons
-        The number of layers that are not overlapped, by reason.
+        The number of modules that are not covered, by reason.
     """
 
     covered: int
     total: int
     reasons: dict[str, int] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        """Return the counts and reasons in a sentence."""
-        text = f"{self.covered} of {self.total} linear layers covered"
+    def of_total(self, kind: str) -> str:
+        """Return the counts and reasons in words; `kind` names the modules."""
+        text = f"{self.covered} of {self.total} {kind}"
         others = "; ".join(f"{count} {reason}" for reason, count in self.reasons.items())
         return f"{text} ({others})" if others else text
 
@@ -43,11 +47,81 @@ class Coverage:
         return {"covered": self.covered, "total": self.total, "reasons": dict(self.reasons)}
 
 
+@dataclass(frozen=True)
+class Coverage(Count):
+    """The number of covered linear layers of a model: those that are overlapped.
+
+    regions
+        With COC_REGION: by kind ("MLPs", "transformer layers"), the number of modules that can run as a region. A call
+        may still exclude one, such as a call with too few rows. None: regions are off.
+    """
+
+    regions: dict[str, Count] | None = None
+
+    def __str__(self) -> str:
+        """Return the counts and reasons in a sentence."""
+        text = self.of_total("linear layers covered")
+        if self.regions is None:
+            return text
+        kinds = ", ".join(count.of_total(kind) for kind, count in self.regions.items())
+        return f"{text}; can run as regions: {kinds or 'no module of this model'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        if self.regions is None:
+            return super().as_dict()
+        return super().as_dict() | {"regions": {kind: count.as_dict() for kind, count in self.regions.items()}}
+
+
+@dataclass(frozen=True)
+class RegionKind:
+    """What the replacement of a forward says about the modules that it can run as regions.
+
+    name
+        The kind of the modules, in the plural.
+    reason
+        Returns why a module cannot run as a region, or None.
+    """
+
+    name: str
+    reason: Callable[[Any], str | None]
+
+
 def coverage(model: torch.nn.Module) -> Coverage:
     """Return the coverage of all linear layers of `model`, of every framework and torch's own."""
-    reasons = [_uncovered(module) for module in model.modules() if _is_linear(type(module))]
+    linear = [module for module in model.modules() if _is_linear(type(module))]
+    return Coverage(**vars(_counted([_uncovered(module) for module in linear])), regions=_regions(model, linear))
+
+
+def _counted(reasons: Sequence[str | None]) -> Count:
+    """Return the count of modules from the reason of each, None: covered."""
     named = Counter(reason for reason in reasons if reason is not None)
-    return Coverage(reasons.count(None), len(reasons), dict(named))
+    return Count(reasons.count(None), len(reasons), dict(named))
+
+
+def _regions(model: torch.nn.Module, linear: Sequence[torch.nn.Module]) -> dict[str, Count] | None:
+    """Return the modules of `model` that can run as regions, by kind; None unless its layers' settings have regions."""
+    patched = (getattr(_forward(module), "ascend_parallel", None) for module in linear)
+    settings = (getattr(framework, "settings", None) for framework in patched)  # None: it has no regions
+    if not any(each is not None and each.region for each in settings):
+        return None
+    reasons: dict[str, list[str | None]] = {}
+    for module in model.modules():
+        if (found := _region_kind(module)) is not None:
+            reason = found.reason(module)
+            named = None if reason is None else f"{type(module).__name__}: {reason}"
+            reasons.setdefault(found.name, []).append(named)
+    return {name: _counted(of_kind) for name, of_kind in sorted(reasons.items())}
+
+
+def _region_kind(module: torch.nn.Module) -> RegionKind | None:
+    """Return what the class of a module, or the nearest base class, says about regions."""
+    found = (getattr(vars(kind).get("forward"), "region_kind", None) for kind in type(module).__mro__)
+    return next((each for each in found if each is not None), None)
+
+
+def _forward(module: torch.nn.Module) -> Any:
+    return vars(module).get("forward", type(module).forward)
 
 
 def _is_linear(kind: type) -> bool:
@@ -62,7 +136,7 @@ def _is_patched(kind: type) -> bool:
 
 def _uncovered(module: Any) -> str | None:
     """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason."""
-    forward = vars(module).get("forward", type(module).forward)
+    forward = _forward(module)
     patched = getattr(forward, "ascend_parallel", None)
     if patched is not None:
         by = getattr(forward, "uncovered", None)

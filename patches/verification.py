@@ -41,7 +41,16 @@ class Verifier:
         self._calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
     def run(self, call: LayerCall) -> Any:
-        """Run the call; if its check is due, also run the original and compare.
+        """Run the call; if its check is due, also run the original and compare."""
+        returned, compare = self.start(call)
+        if compare is not None:
+            compare()
+        return returned
+
+    def start(self, call: LayerCall) -> tuple[Any, Callable[[], None] | None]:
+        """Run the call; return also what runs the original and compares, or None if the check of this call is not due.
+
+        A call may return rows that are not finished: compare once they are.
 
         Calls with and without gradients are counted separately: activation recomputation alternates between the two,
         so an even N would check only one kind. If a due call does not reach its check (recomputation may stop early),
@@ -52,15 +61,20 @@ class Verifier:
         graded = call.graded
         if calls.left[graded]:
             calls.left[graded] -= 1
-            return call.patched(None)
+            return call.patched(None), None
         if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.note("calls captured in a CUDA graph are not checked")
-            return call.patched(None)
+            return call.patched(None), None
         group = self._group_of(call.communicates)
         self._confirm(group)()
-        result = call.check(group, calls.total, self._limit).forward(call)
-        calls.left[graded] = self._every - 1
-        return result
+        check = call.check(group, calls.total, self._limit)
+        returned = check.run(call)
+
+        def compare() -> None:
+            check.compare(call, returned)
+            calls.left[graded] = self._every - 1
+
+        return returned, compare
 
     def note(self, text: str) -> None:
         """Note a fact that limits the checks."""

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ascend_parallel.cli.output import console, errors
 from ascend_parallel.text import shown, whole
-from ascend_parallel.tuning.bench.results import Row, plot, rows_of, show
+from ascend_parallel.tuning.bench.results import Row, plot, regions_in_words, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
@@ -165,6 +165,8 @@ def tune(
     show(rows, _conditions(request, measured), console(WIDTH), kept=True)
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
+    if text := regions_in_words(rows):
+        typer.echo(text)
 
 
 def _request(

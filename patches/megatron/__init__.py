@@ -3,11 +3,10 @@
 layers     the two replacements, and which calls they cover
 uncovered  layers and calls that run the original
 region_patches, regions, layer_region, handover, region_checks  MLPs and transformer layers as regions
-verification, check, original, region_verification  checks inside a run
+check, original, region_verification, tail_verification  checks inside a run
 wgrad      Megatron's weight gradient accumulation
 conflicts  features that exclude overlap, and replaced functions of Megatron
 built_classes  other classes that a program builds in place of Megatron's
-coverage   the covered layers of a model
 """
 
 from __future__ import annotations

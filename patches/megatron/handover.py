@@ -12,6 +12,7 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.overlap.linear import column_linear
@@ -19,10 +20,15 @@ from ascend_parallel.overlap.region.column import PulledColumn
 from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.overlap.region.rows import LazyRows, PendingRows
 from ascend_parallel.overlap.region.tail import Tail
+from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, defined_in
+from ascend_parallel.patches.check import LayerCall
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.region_checks import successor_reason
+from ascend_parallel.patches.megatron.tail_verification import LinearCall, TailCall
+from ascend_parallel.patches.verification import Verifier
+from ascend_parallel.settings import Settings
 
 BLOCK = "megatron.core.transformer.transformer_block"
 # Between a layer's forward and its block's stand at most this many frames: torch's and Megatron-core's calls.
@@ -35,9 +41,14 @@ _PLACES: WeakKeyDictionary[torch.nn.Module, tuple[ReferenceType[Any], int]] = We
 class LeftRows:
     """The result y of a row-parallel layer whose collectives still run, and the sum and norm that take its rows."""
 
-    def __init__(self, cut: RegionCut, stack: ExitStack) -> None:
-        """Expect the collectives of a layer in the chunks of `cut`; `stack` waits for them at last."""
-        self.sizes = cut.sizes
+    def __init__(self, linear: Any, cut: RegionCut, stack: ExitStack, verifier: Verifier | None) -> None:
+        """Expect the collectives of the layer `linear` in the chunks of `cut`; `stack` waits for them at last.
+
+        verifier: selects the calls that are checked.
+        """
+        self.cut, self.sizes, self.verifier = cut, cut.sizes, verifier
+        self._linear = linear
+        self._checks: list[Callable[[], None]] = []
         self.pending = stack.enter_context(PendingRows(cut.sizes))
         self.y: torch.Tensor | None = None
         self.sum: torch.Tensor | None = None
@@ -50,6 +61,22 @@ class LeftRows:
             if rows is not None:
                 rows.finish()
 
+    def checked(self, call: LayerCall) -> Any:
+        """Run a call that takes part in the region; if its check is due, `compare` compares it."""
+        if self.verifier is None:
+            return call.patched(None)
+        returned, compare = self.verifier.start(call)
+        if compare is not None:
+            self._checks.append(compare)
+        return returned
+
+    def compare(self) -> None:
+        """Finish all rows, and compare the checked calls with Megatron-core's own code, in their order."""
+        self.finish()
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check()
+
     def adding(self, add: Function, norm: Any) -> Function:
         """Return the stand-in for Megatron-core's `add`, followed by the module `norm`."""
 
@@ -60,17 +87,37 @@ class LeftRows:
                 plain: torch.Tensor = add(output, residual, prob)
                 return plain
             tail = Tail(
-                lambda y_c, bias, residual_c: add((y_c, bias), residual_c, prob),
+                lambda y_c, bias, residual_c: add((self._own(y_c), bias), residual_c, prob),
                 functools.partial(type(norm).forward, norm),
                 list(norm.parameters()),
                 self.pending.rows,
                 self.sizes,
             )
-            self.sum, self.normed = tail.apply(y, bias, residual)
+            self.sum, self.normed = self.checked(
+                TailCall(
+                    layer=norm,
+                    path="addition and norm",
+                    x=y,
+                    weight=next(norm.parameters(), residual),
+                    patched=lambda _: tail.apply(y, bias, residual),
+                    original=add,
+                    settings=lambda: self.cut.settings,
+                    sequence_parallel=self._linear.sequence_parallel,
+                    cut=self.cut,
+                    linear=self._linear,
+                    bias=bias,
+                    residual=residual,
+                    add=lambda y, bias, residual: add((y, bias), residual, prob),
+                )
+            )
             self.rows = tail.rows
             return self.sum
 
         return run
+
+    def _own(self, y_c: torch.Tensor) -> torch.Tensor:
+        """Return rows that Megatron-core's addition may overwrite; those of y if they are not compared afterwards."""
+        return y_c.clone() if self._checks else y_c
 
     def norm(self, norm: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Stand in for the module `norm`: the tail computes it."""
@@ -95,7 +142,7 @@ class Handover:
     def finish(self) -> None:
         """Finish the rows: the layer that should pull them does not come."""
         with self._stack:
-            self._left.finish()
+            self._left.compare()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -106,7 +153,7 @@ class Handover:
             stack.enter_context(replaced(norm, "forward", functools.partial(self._left.norm, norm)))
             stack.enter_context(replaced(qkv, "forward", functools.partial(self._column, qkv)))
             yield
-            self._left.finish()
+            self._left.compare()
 
     def _column(self, layer: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Output:
         """Stand in for linear_qkv: pull the rows."""
@@ -116,9 +163,31 @@ class Handover:
             self._left.finish()
             output: Output = type(layer).forward(layer, input_, *args, **kwargs)
             return output
+        output = self._left.checked(
+            LinearCall(
+                layer=layer,
+                path="column",
+                x=input_,
+                weight=weight,
+                patched=lambda begin: self._pull(layer, input_, group, settings, begin),
+                original=type(layer).forward.__wrapped__,
+                settings=lambda: settings,
+                sequence_parallel=layer.sequence_parallel,
+                cut=self._left.cut,
+            )
+        )
+        self._left.compare()
+        return output
+
+    def _pull(
+        self, layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, settings: Settings, begin: Begin | None
+    ) -> Output:
+        """Run linear_qkv on rows that it pulls."""
+        megatron, weight, source = self._megatron, layer.weight, self._left.rows
+        assert source is not None
         bias = None if layer.skip_bias_add else layer.bias
         keep = not settings.recompute_all_gather and weight.requires_grad
-        pulled = PulledColumn(group, self._left.sizes, self._left.rows, layer.sequence_parallel, keep)
+        pulled = PulledColumn(group, self._left.sizes, source, layer.sequence_parallel, keep)
         y = column_linear(
             input_,
             weight,
@@ -127,7 +196,7 @@ class Handover:
             settings=settings,
             sequence_parallel=layer.sequence_parallel,
             before_communicating=megatron.confirm(group),
-            weight_gradient=megatron.weight_gradient(layer, weight, None, deferrable=False),
+            weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=False),
             forward_wrapper=lambda _: pulled.forward(input_.detach(), weight.detach(), bias),
         )
         return y, layer.bias if layer.skip_bias_add else None
@@ -184,10 +253,14 @@ def _fits(y: torch.Tensor, residual: torch.Tensor) -> bool:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Callable[..., object]) -> Iterator[None]:
-    """Give one object another attribute inside this context, without its class's say."""
+    """Give one object another attribute inside this context, without its class's say.
+
+    It has the marks of the class's method, so that `coverage` still knows a linear layer.
+    """
     held = vars(owner)
     before = {name: held[name]} if name in held else {}
-    held[name] = value
+    held[name] = functools.partial(value)
+    vars(held[name]).update(getattr(getattr(type(owner), name, None), "__dict__", {}))
     try:
         yield
     finally:

@@ -22,10 +22,12 @@ from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.overlap.linear import row_linear
 from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.overlap.region.row import send_rows_on_demand
+from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.megatron.handover import Handover, LeftRows, replaced, successor_of
 from ascend_parallel.patches.megatron.original import Output
-from ascend_parallel.patches.megatron.regions import Regions
+from ascend_parallel.patches.megatron.regions import Regions, region_call
+from ascend_parallel.patches.megatron.tail_verification import LinearCall
 
 
 class LayerRegion:
@@ -37,7 +39,7 @@ class LayerRegion:
         self._proj_layer, self._mlp_layer = layer.self_attention.linear_proj, layer.mlp
         self._adds: tuple[Function, Function] = layer.self_attn_bda, layer.mlp_bda
         self._successor = successor_of(layer, regions.megatron)
-        self._stack, self._kept = ExitStack(), ExitStack()
+        self._stack, self._kept, self._recording = ExitStack(), ExitStack(), ExitStack()
         self._name = ""  # in a timeline
         self._cut: RegionCut | None = None
         self._proj_rows: LeftRows | None = None
@@ -49,6 +51,8 @@ class LayerRegion:
         self._name = recorder.modules[-1] if recorder is not None and recorder.modules else ""
         with self._stack as stack:
             stack.enter_context(self._kept)
+            stack.enter_context(self._recording)
+            stack.enter_context(self._regions.running(self._layer))
             for owner, name, value in (
                 (self._proj_layer, "forward", self._proj),
                 (self._layer, "self_attn_bda", self._add_proj),
@@ -60,6 +64,8 @@ class LayerRegion:
             results = original()
             if self._proj_rows is not None:
                 self._proj_rows.finish()
+                self._recording.close()
+                self._proj_rows.compare()
             if self._mlp_rows is not None:
                 self._hand_over(self._mlp_rows, results[0])
         return results
@@ -77,31 +83,50 @@ class LayerRegion:
         weight, group = layer.weight, megatron.group_of(layer)
         more = [weight] if self._successor is None else [weight, self._successor.self_attention.linear_qkv.weight]
         rows = rows_of(input_).shape[0] // (group.size() if layer.sequence_parallel else 1)
-        self._cut = self._regions.cut(self._mlp_layer, input_, rows, more)
-        if len(self._cut.sizes) == 1:
-            self._regions.skip(self._layer, f"one chunk: {self._cut.reason}")
-            output: Output = type(layer).forward(layer, input_)
+        self._cut = cut = self._regions.cut(self._mlp_layer, input_, rows, more)
+        output: Output
+        if len(cut.sizes) == 1:
+            self._regions.skip(self._layer, f"one chunk: {cut.reason}")
+            output = type(layer).forward(layer, input_)
             return output
         if (recorder := RECORDING.recorder) is not None:
-            self._stack.enter_context(recorder.layer("region", "forward", self._name, input_.device.type))
-        self._proj_rows = LeftRows(self._cut, self._stack)
-        pending, cut = self._proj_rows.pending, self._cut
+            self._recording.enter_context(recorder.layer("region", "forward", self._name, input_.device.type))
+        self._proj_rows = LeftRows(layer, cut, self._stack, megatron.verifier)
+        call = LinearCall(
+            layer=layer,
+            path="row",
+            x=input_,
+            weight=weight,
+            patched=lambda begin: self._send_proj(input_, begin),
+            original=lambda stand_in, x, _: type(layer).forward.__wrapped__(stand_in, x),
+            settings=lambda: cut.settings,
+            sequence_parallel=layer.sequence_parallel,
+            cut=cut,
+        )
+        output = self._proj_rows.checked(call)
+        return output
+
+    def _send_proj(self, input_: torch.Tensor, begin: Begin | None) -> Output:
+        """Run the attention's row-parallel layer, whose rows are left to the tail."""
+        layer, megatron, cut, rows = self._proj_layer, self._regions.megatron, self._cut, self._proj_rows
+        assert cut is not None and rows is not None
+        weight, group, pending = layer.weight, megatron.group_of(layer), rows.pending
         on_demand = {}
         if layer.sequence_parallel:
             x, w = input_.detach(), weight.detach()
             on_demand["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, cut, pending)
-        self._proj_rows.y = row_linear(
+        rows.y = row_linear(
             input_,
             weight,
             group=group,
-            settings=self._cut.settings,
+            settings=cut.settings,
             sequence_parallel=layer.sequence_parallel,
             before_communicating=megatron.confirm(group),
-            weight_gradient=megatron.weight_gradient(layer, weight, None, deferrable=False),
+            weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=False),
             finish=pending.take,
             **on_demand,
         )
-        return self._proj_rows.y, layer.bias
+        return rows.y, layer.bias
 
     def _add_proj(self, training: bool, fused: bool) -> Function:
         """Stand in for the bias_dropout_add behind the attention."""
@@ -126,9 +151,10 @@ class LayerRegion:
             source.finish()
         options: dict[str, Any] = {}
         if self._successor is not None:
-            self._mlp_rows = LeftRows(cut, self._kept)
+            self._mlp_rows = LeftRows(self._mlp_layer.linear_fc2, cut, self._kept, self._regions.megatron.verifier)
             options["finish"] = self._mlp_rows.pending.take
-        y, bias = self._regions.run_mlp(self._mlp_layer, own, hidden, cut, source.rows, **options)
+        call = region_call(self._mlp_layer, own, hidden, cut, self._regions, source.rows, **options)
+        y, bias = (self._mlp_rows or source).checked(call)
         if self._mlp_rows is not None:
             self._mlp_rows.y = y
         return y, bias

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.coverage import RegionKind
 from ascend_parallel.patches.megatron.layer_region import LayerRegion
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.region_checks import LAYER, MLP, layer_reason, mlp_reason, proj_reason
@@ -68,12 +69,18 @@ def layer_forward(original: Function, regions: Regions) -> Function:
         with regions.received(self, called_with["hidden_states"]):
             return regions.timed(self, called_with["hidden_states"], lambda: run(self, called_with, args, kwargs))
 
+    def reason_of(layer: Any) -> str | None:
+        """Return why a layer cannot run as a region in any call, or None."""
+        if (reason := layer_reason(layer, {})) is not None:
+            return reason
+        if (reason := regions.mlp_reason(layer.mlp)) is not None:
+            return f"its MLP: {reason}"
+        return proj_reason(regions.megatron, layer.self_attention.linear_proj, layer.mlp.linear_fc2.sequence_parallel)
+
     def run(self: Any, called_with: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not regions.choice.on:
             return original(self, *args, **kwargs)
         reason = layer_reason(self, {name: called_with.get(name) for name in EXCLUDED})
-        if regions.megatron.verifier is not None:
-            reason = "COC_VERIFY checks regions of MLPs, and the other layers one by one"
         if reason is not None:
             regions.skip(self, f"{reason}; its MLP may still run in chunks")
         elif mlp_reason(regions.megatron, self.mlp, called_with["hidden_states"], None) is None:
@@ -85,6 +92,7 @@ def layer_forward(original: Function, regions: Regions) -> Function:
         return original(self, *args, **kwargs)
 
     vars(forward)["ascend_parallel"] = regions
+    vars(forward)["region_kind"] = RegionKind("transformer layers", lambda layer: regions.excluded(layer, reason_of))
     return forward
 
 

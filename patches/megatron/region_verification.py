@@ -1,12 +1,13 @@
-"""Compare an MLP that ran as a region with Megatron-core's own MLP.forward, matmuls and collectives included.
+"""Compare the parts of a region with Megatron-core's own code: an MLP, and what tail_verification.py adds.
 
-The region runs on the run's own operands, and the node of its autograd function gives its gradients. The reference
+A part runs on the run's own operands, and the node of its autograd function gives its gradients. The reference
 runs twice on aliases: without gradients beside the forward, and with gradients beside the backward, so that nothing
-but the input is held in between.
+but the operands is held in between.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,67 +18,154 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.check import Check, LayerCall, Pair
+from ascend_parallel.patches.check import Check, Gradient, LayerCall
 from ascend_parallel.patches.megatron.check import MegatronCall, MegatronCheck
 from ascend_parallel.patches.megatron.original import StandIn, leaving_no_trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionCall(MegatronCall):
-    """A call of an MLP, the `layer`, as a region; `weight` is fc2's.
+class PartCall(MegatronCall):
+    """A call of a part of a region that is one autograd function; all its results and gradients are compared.
 
     cut
         The chunks of the region.
-    whole
-        Megatron-core's own MLP.forward.
     """
 
     cut: RegionCut
-    whole: Function
 
     @property
+    @abstractmethod
     def operands(self) -> dict[str, torch.Tensor]:
-        """The input and the parameters of the region, by what their gradients are called."""
-        fc1 = self.layer.linear_fc1
-        named = {"input": self.x, "linear_fc1 weight": fc1.weight, "linear_fc1 bias": fc1.bias}
-        named["linear_fc2 weight"] = self.weight
-        return {name: operand for name, operand in named.items() if operand is not None}
+        """The tensors that the function takes, in its order, by what their gradients are called."""
+
+    @abstractmethod
+    def results(self, returned: Any) -> dict[str, torch.Tensor]:
+        """Return the function's results by name, from what `patched` returned."""
+
+    @abstractmethod
+    def by_original(self, operands: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the results that Megatron-core's own code computes from `operands`."""
 
     @property
     def graded(self) -> bool:
         """Whether a backward can follow."""
         return torch.is_grad_enabled() and any(operand.requires_grad for operand in self.operands.values())
 
+    def check(self, group: dist.ProcessGroup, number: int, limit: float | None) -> Check:
+        """Return the check of this call."""
+        return PartCheck(self, group, number, limit)
+
+
+class PartCheck(MegatronCheck):
+    """The check of a call of a part of a region."""
+
+    def __init__(self, call: PartCall, group: dist.ProcessGroup, number: int, limit: float | None) -> None:
+        """Prepare the check; arguments as those of `Check`."""
+        super().__init__(call, group, number, limit)
+        self._call: PartCall | None = call
+        self._cut = call.cut
+
+    def _compare(self, call: LayerCall, returned: Any) -> None:
+        """Compare the results with the original's, and hook the backward."""
+        assert self._call is not None
+        results = self._call.results(returned)
+        with torch.no_grad(), leaving_no_trace(call.x.device):
+            expected = self._call.by_original({name: x.detach() for name, x in self._call.operands.items()})
+        pairs = zip(results.items(), expected, strict=True)
+        self._judge("forward", {name: (found.detach(), by_original, 0.0) for (name, found), by_original in pairs})
+        if self._graded:
+            node = next(iter(results.values())).grad_fn
+            assert node is not None
+            node.register_hook(self._compare_gradients)
+
+    def _compare_gradients(self, found: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+        """Run the original forward and backward, and compare its gradients with those of the part."""
+        call, self._call = self._call, None
+        if call is None or all(each is None for each in given):  # a second backward of a retained graph
+            return
+        aliases = {name: x.detach().requires_grad_(x.requires_grad) for name, x in call.operands.items()}
+        wanted = {name: alias for name, alias in aliases.items() if alias.requires_grad}
+        with (
+            torch.enable_grad(),
+            leaving_no_trace(call.x.device),
+            saved_tensors_hooks(lambda saved: saved, lambda saved: saved),  # hidden from the run's own
+        ):
+            pairs = zip(call.by_original(aliases), given, strict=True)
+            results = [(result, each.detach()) for result, each in pairs if each is not None]
+            expected = torch.autograd.grad(
+                *([result for result, _ in results], list(wanted.values()), [each for _, each in results]),
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        by_part, judged = dict(zip(aliases, found, strict=True)), {}
+        for name, by_original in zip(wanted, expected, strict=True):
+            if (gradient := self._found(name, by_part[name])) is not None:
+                value, rounding = gradient
+                value = torch.zeros_like(by_original) if value is None else value
+                judged[f"{name} gradient"] = (value, by_original, rounding)
+        self._judge("backward", judged)
+
+    def _found(self, name: str, gradient: torch.Tensor | None) -> Gradient | None:
+        """Return a gradient of the part and its largest rounding error; None if it cannot be known."""
+        return gradient, 0.0
+
+    def _where(self) -> str:
+        return f"{self._path}, sequence parallel" if self._sequence_parallel else self._path
+
+    def _operators(self, direction: str) -> str:
+        return in_region(direction, self._cut)
+
+
+def in_region(direction: str, cut: RegionCut) -> str:
+    """Return a sentence about a pass with the chunks of its region."""
+    return f"Its {direction} ran as a region in chunks of rows {list(cut.sizes)} ({cut.reason})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionCall(PartCall):
+    """A call of an MLP, the `layer`, as a region; `weight` is fc2's.
+
+    whole
+        Megatron-core's own MLP.forward.
+    """
+
+    whole: Function
+
+    @property
+    def operands(self) -> dict[str, torch.Tensor]:
+        """The input and the parameters of the region."""
+        fc1 = self.layer.linear_fc1
+        named = {"input": self.x, "linear_fc1 weight": fc1.weight, "linear_fc1 bias": fc1.bias}
+        named["linear_fc2 weight"] = self.weight
+        return {name: operand for name, operand in named.items() if operand is not None}
+
     @property
     def communicates(self) -> Any:
         """The layer whose group the call uses."""
         return self.layer.linear_fc2
+
+    def results(self, returned: Any) -> dict[str, torch.Tensor]:
+        """Return the output; fc2's bias is not in it."""
+        return {"output": self.output(returned)}
+
+    def by_original(self, operands: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the output of Megatron-core's own MLP, with its own matmuls and collectives."""
+        return [_whole(self, operands)]
 
     def check(self, group: dist.ProcessGroup, number: int, limit: float | None) -> Check:
         """Return the check of this call."""
         return RegionCheck(self, group, number, limit)
 
 
-class RegionCheck(MegatronCheck):
-    """The check of a call of a region."""
+class RegionCheck(PartCheck):
+    """The check of a call of an MLP."""
 
     def __init__(self, call: RegionCall, group: dist.ProcessGroup, number: int, limit: float | None) -> None:
         """Prepare the check; arguments as those of `Check`."""
         super().__init__(call, group, number, limit)
-        self._call: RegionCall | None = call
-        self._cut, self._mlp = call.cut, call.layer
+        self._mlp = call.layer
         self._record.region = True
         self._main_grads: dict[str, tuple[Any, Any]] = {}
-
-    def _compare(self, call: LayerCall, y: torch.Tensor) -> None:
-        """Compare the region's output with the original's, and hook its backward."""
-        assert self._call is not None
-        with torch.no_grad(), leaving_no_trace(call.x.device):
-            expected = _whole(self._call, {name: x.detach() for name, x in self._call.operands.items()})
-        self._judge("forward", {"output": (y.detach(), expected, 0.0)})
-        if self._graded:
-            assert y.grad_fn is not None
-            y.grad_fn.register_hook(self._compare_gradients)
 
     def _begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         """Keep copies of both main_grads; called when the region's backward starts."""
@@ -91,49 +179,18 @@ class RegionCheck(MegatronCheck):
     def _linears(self) -> dict[str, Any]:
         return {f"{name} weight": getattr(self._mlp, name) for name in ("linear_fc1", "linear_fc2")}
 
-    def _compare_gradients(self, found: Sequence[torch.Tensor | None], dy: Sequence[torch.Tensor | None]) -> None:
-        """Run the original forward and backward, and compare its gradients with those of the region."""
-        call, self._call = self._call, None
-        if call is None or dy[0] is None:  # a second backward of a retained graph
-            return
-        aliases = {name: x.detach().requires_grad_(x.requires_grad) for name, x in call.operands.items()}
-        wanted = {name: alias for name, alias in aliases.items() if alias.requires_grad}
-        with (
-            torch.enable_grad(),
-            leaving_no_trace(call.x.device),
-            saved_tensors_hooks(lambda saved: saved, lambda saved: saved),  # hidden from the run's own
-        ):
-            y = _whole(call, aliases)
-            expected = torch.autograd.grad([y], list(wanted.values()), [dy[0].detach()])
-        by_region = dict(zip(aliases, found, strict=True))
-        pairs: dict[str, Pair] = {}
-        for name, by_original in zip(wanted, expected, strict=True):
-            gradient, rounding, known = by_region[name], 0.0, True
-            if name in self._main_grads:
-                gradient, rounding, known = self._accumulated(name, gradient)
-            if known:
-                gradient = torch.zeros_like(by_original) if gradient is None else gradient
-                pairs[f"{name} gradient"] = (gradient, by_original, rounding)
-        self._main_grads.clear()
-        self._judge("backward", pairs)
-
-    def _accumulated(self, name: str, dw: torch.Tensor | None) -> tuple[torch.Tensor | None, float, bool]:
-        """Return a weight gradient, its largest rounding error, and whether it is known."""
+    def _found(self, name: str, gradient: torch.Tensor | None) -> Gradient | None:
+        """Return a gradient; that of a weight may be the change of main_grad, None if it cannot be known."""
+        if name not in self._main_grads:
+            return gradient, 0.0
         linear = self._linears()[name]
         self._layer, self._weight = linear, linear.weight
-        self._main_grad, self._before = self._main_grads[name]
-        gradient = self._weight_gradient(dw)
-        return (None, 0.0, False) if gradient is None else (*gradient, True)
-
-    def _where(self) -> str:
-        return "region, sequence parallel" if self._mlp.linear_fc2.sequence_parallel else "region"
+        self._main_grad, self._before = self._main_grads.pop(name)
+        return self._weight_gradient(gradient)
 
     def _operands(self) -> str:
         weights = " and ".join(str(list(linear.weight.shape)) for linear in self._linears().values())
         return f"input {list(self._shape)}, weights {weights}, {self._dtype}"
-
-    def _operators(self, direction: str) -> str:
-        return f"Its {direction} ran as a region in chunks of rows {list(self._cut.sizes)} ({self._cut.reason})"
 
 
 def _whole(call: RegionCall, operands: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -26,10 +26,12 @@ from ascend_parallel.overlap.region.mlp import Activate, ChunkedMlp, chunked_mlp
 from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.coverage import RegionKind
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output, StandIn
 from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
 from ascend_parallel.patches.megatron.region_verification import RegionCall
+from ascend_parallel.patches.tuned import overlapped
 
 log = logging.getLogger("ascend_parallel")
 
@@ -56,6 +58,7 @@ class Regions:
         self.choice = megatron.region_choice
         self._logged: set[str] = set()
         self._handed: Handed | None = None
+        self._running: set[torch.nn.Module] = set()
 
     def timed(self, module: Any, hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
         """Return ``run()``, a call of `module` with `hidden`; COC_REGION=auto times the first ones, and decides."""
@@ -63,6 +66,30 @@ class Regions:
             return run()
         excluded = "COC_VERIFY takes time of its own" if self.megatron.verifier else configured_reason(module.config)
         return self.choice.call(module, hidden, run, excluded)
+
+    @contextmanager
+    def running(self, layer: Any) -> Iterator[None]:
+        """Note that stand-ins take the place of parts of `layer` and its MLP inside this context."""
+        modules = {layer, layer.mlp}
+        self._running |= modules
+        try:
+            yield
+        finally:
+            self._running -= modules
+
+    def excluded(self, module: Any, reason: Callable[[Any], str | None]) -> str | None:
+        """Return why a module cannot run as a region in any call, or None; ``reason(module)`` judges the module."""
+        if module in self._running:
+            return None
+        if self.choice.decision is not None and not self.choice.on:
+            return "COC_REGION=auto keeps the layers"
+        if self.megatron.with_options(module, self.megatron.settings).deterministic:
+            return "one chunk: the deterministic mode has chunks of its own"
+        return reason(module)
+
+    def mlp_reason(self, mlp: Any) -> str | None:
+        """Return why an MLP cannot run as a region in any call, or None."""
+        return mlp_reason(self.megatron, mlp, next(mlp.parameters(), torch.empty(0)), None)
 
     def hand_over(self, handed: Handed) -> None:
         """Keep rows for the next layer."""
@@ -103,8 +130,8 @@ class Regions:
         like_a = like.new_empty(1).expand(rows * (group.size() if sequence_parallel else 1), w2.shape[1])
         like_a.requires_grad_(like.requires_grad)
         _, settings = self.megatron.prepare(mlp.linear_fc2, "row", like_a, w2)
-        if not settings.enabled:
-            return RegionCut((rows,), settings, "tuning keeps the matmul of linear_fc2 whole")
+        if not settings.enabled:  # tuning leaves the layer alone to Megatron-core
+            settings = overlapped(settings)
         forward = [(w2.shape[1], w2.shape[0]), (w1.shape[1], w1.shape[0])]
         forward += [(weight.shape[1], weight.shape[0]) for weight in more]
         matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
@@ -160,23 +187,36 @@ def _activation(original: Function, mlp: Any) -> Activate:
     return activate
 
 
+def region_call(
+    mlp: Any,
+    original: Function,
+    hidden: torch.Tensor,
+    cut: RegionCut,
+    regions: Regions,
+    source: LazyRows | None = None,
+    **options: Any,
+) -> RegionCall:
+    """Return the call of an MLP in chunks; `source` and `options` as in `Regions.run_mlp`."""
+    return RegionCall(
+        layer=mlp,
+        path="region",
+        x=hidden,
+        weight=mlp.linear_fc2.weight,
+        patched=lambda begin: regions.run_mlp(mlp, original, hidden, cut, source, begin=begin, **options),
+        original=original,
+        settings=lambda: cut.settings,
+        sequence_parallel=mlp.linear_fc2.sequence_parallel,
+        cut=cut,
+        whole=original,
+    )
+
+
 def _run_alone(mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCut, regions: Regions) -> Output:
     """Run an MLP in chunks; if its check is due, compare it with Megatron-core's own."""
     verifier = regions.megatron.verifier
     if verifier is None:
         return regions.run_mlp(mlp, original, hidden, cut, None)
-    call = RegionCall(
-        layer=mlp,
-        path="region",
-        x=hidden,
-        weight=mlp.linear_fc2.weight,
-        patched=lambda begin: regions.run_mlp(mlp, original, hidden, cut, None, begin=begin),
-        original=original,
-        settings=lambda: cut.settings,
-        cut=cut,
-        whole=original,
-    )
-    output: Output = verifier.run(call)
+    output: Output = verifier.run(region_call(mlp, original, hidden, cut, regions))
     return output
 
 
@@ -206,5 +246,6 @@ def mlp_forward(original: Function, regions: Regions) -> Function:
         return found
 
     vars(forward)["ascend_parallel"] = regions
+    vars(forward)["region_kind"] = RegionKind("MLPs", lambda mlp: regions.excluded(mlp, regions.mlp_reason))
     vars(forward)["original"] = original
     return forward

@@ -150,7 +150,6 @@ FALLBACKS = {  # options, change, settings, the region that is left, part of the
     "fp32 residual": ({}, "fp32 residual", {}, ["mlp_region"], "fp32_residual_connection"),
     "few rows": ({}, "nothing", {"region_rows": 200}, [], "one chunk"),
     "deterministic": ({}, "nothing", {"deterministic": True}, [], "one chunk"),
-    "verify": ({}, "nothing", {"verify_every": 1}, ["mlp_region"], "COC_VERIFY"),
 }
 
 

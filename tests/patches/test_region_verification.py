@@ -1,4 +1,4 @@
-"""COC_VERIFY with COC_REGION: the region itself is checked beside Megatron-core's own MLP."""
+"""COC_VERIFY with COC_REGION: the parts of a layer's region are checked beside Megatron-core's own code."""
 
 import pytest
 import torch
@@ -25,32 +25,98 @@ def verified(group, options):
 STYLES = {
     "gpt": (2, {}),
     "gpt, recompute": (2, {"recompute": True}),
+    "gpt, sequence parallel": (2, {"sequence_parallel": True}),
     "llama, sequence parallel": (2, {**LLAMA, "sequence_parallel": True}),
     "gpt, three ranks": (3, {}),
     "gpt, three ranks, sequence parallel": (3, {"sequence_parallel": True}),
 }
+LINEAR = {"output", "input gradient", "weight gradient"}
 
 
+def parts(options):
+    """Return what is compared of each part of a model with two layers."""
+    biased, across = options.get("add_bias_linear", True), not options.get("recompute")
+    tail = {"sum output", "norm output", "input gradient", "residual input gradient", "norm weight gradient"}
+    tail |= {"bias gradient"} if biased else set()
+    tail |= set() if options.get("normalization") == "RMSNorm" else {"norm bias gradient"}
+    mlp = {"output", "input gradient", "linear_fc1 weight gradient", "linear_fc2 weight gradient"}
+    mlp |= {"linear_fc1 bias gradient"} if biased else set()
+    found = {"output_layer": LINEAR}
+    for number in range(2):
+        layer = f"decoder.layers.{number}"
+        found |= {f"{layer}.self_attention.linear_{name}": LINEAR for name in ("qkv", "proj")}
+        found |= {f"{layer}.pre_mlp_layernorm": tail, f"{layer}.mlp": mlp}
+    return found | ({"decoder.layers.1.input_layernorm": tail} if across else {})
+
+
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("count", "options"), STYLES.values(), ids=STYLES)
-def test_a_clean_run_says_how_many_regions_were_checked(ranks, count, options):
+def test_a_clean_run_checks_every_part_of_a_layers_region(ranks, count, options):
+    steps = 4 - count
     for found, report, line in ranks(count).run(verified, options_for(count, **options)):
-        assert found["counts"]["mlp_region"]["calls"] == 2 * (4 - count) * (2 if options.get("recompute") else 1)
-        assert "layer_region" not in found["counts"]
+        assert found["counts"]["layer_region"]["calls"] == 2 * steps * (2 if options.get("recompute") else 1)
+        assert "mlp_region" not in found["counts"]
         assert found["worst"] < 1e-5
         if count == 2:
             assert found["losses"][0] == found["losses"][1]
             assert found["different"] == []
         assert report.passed
         assert "2 of them regions, 0 over the limit" in line
-        regions = {layer.layer: layer for layer in report.layers if layer.region}
-        assert set(regions) == {"decoder.layers.0.mlp", "decoder.layers.1.mlp"}
-        gradients = {"linear_fc1 weight gradient", "linear_fc2 weight gradient", "input gradient", "output"}
-        biases = {"linear_fc1 bias gradient"} if options.get("add_bias_linear", True) else set()
-        for layer in regions.values():
-            assert layer.backwards == 4 - count
-            assert set(layer.errors) == gradients | biases
-            assert max(layer.errors.values()) <= (0 if count == 2 else 1e-6)
-        assert not any("linear_fc" in layer.layer for layer in report.layers)
+        assert {layer.layer: set(layer.errors) for layer in report.layers} == parts(options)
+        assert {layer.layer for layer in report.layers if layer.region} == {f"decoder.layers.{n}.mlp" for n in range(2)}
+        for layer in report.layers:
+            assert layer.backwards == steps
+            assert max(layer.errors.values()) <= (0 if count == 2 else 1e-6), layer
+
+
+def test_an_mlp_that_is_a_region_alone_is_checked(ranks):
+    """Hidden dropout excludes the layer's region."""
+    for found, report, line in ranks(2).run(verified, options_for(2, dropout=0.1)):
+        assert found["different"] == []
+        assert found["counts"]["mlp_region"]["calls"] == 4
+        assert "layer_region" not in found["counts"]
+        assert report.passed
+        assert "2 of them regions, 0 over the limit" in line
+        assert not any("linear_fc" in layer.layer or "norm" in layer.layer for layer in report.layers)
+
+
+def unchanged(group, options):
+    """Return what a verified run changes beside one that is not, on ranks whose sums have another order than plain."""
+    runs = []
+    with megatron(group.size()):
+        for every in (0, 2):
+            runs.append(train({**options, "settings": {**options["settings"], "verify_every": every}}, overlap=True))
+    changed = [name for name in runs[0][1] if not torch.equal(runs[0][1][name], runs[1][1][name])]
+    return runs[0][0] == runs[1][0], changed, runs[0][2] == runs[1][2]
+
+
+def test_a_check_changes_no_bits_and_no_counts(ranks):
+    options = {**options_for(3, sequence_parallel=True), "steps": 3}
+    assert ranks(3).run(unchanged, options) == [(True, [], True)] * 3
+
+
+def evaluated(group, options):
+    """Evaluate without gradients: Megatron-core then adds in place, to rows that are still to be compared."""
+    import ascend_parallel
+    from ascend_parallel.diagnostics.verify import LEDGER
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    LEDGER.clear()
+    losses = []
+    with megatron(group.size()), torch.no_grad():
+        for settings in ({"num_chunks": 1}, {**REGION, "verify_every": 1}):
+            ascend_parallel.configure(**settings)
+            model = small_gpt(**options).eval()
+            torch.manual_seed(3)
+            losses.append(next_token_loss(model, torch.randint(256, (4, 65))))
+        report = ascend_parallel.verification()
+    LEDGER.clear()
+    worst = max(max(layer.errors.values()) for layer in report.layers)
+    return torch.equal(*losses), worst, len(report.layers)
+
+
+def test_an_evaluation_is_checked(ranks):
+    assert ranks(2).run(evaluated, LLAMA) == [(True, 0, len(parts(LLAMA)))] * 2
 
 
 def caught(group, fault, options):

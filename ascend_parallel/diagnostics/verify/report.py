@@ -109,8 +109,8 @@ class LayerErrors:
         Number of checked forwards and backwards.
     errors
         Largest error by quantity ("output", "input gradient", "weight gradient"), relative to the largest magnitude
-        of the original layer's quantity. A quantity that was never checked is missing. A region's weight gradients are
-        named by their layers, such as "linear_fc1 weight gradient".
+        of the original layer's quantity. A quantity that was never checked is missing. Those of a region say
+        which output or operand they are of, such as "linear_fc1 weight gradient" or "norm output".
     limit
         The allowed error.
     region
@@ -182,7 +182,7 @@ class Verification:
 
 
 def _line(layer: LayerErrors, width: int) -> str:
-    # A region has several weight gradients; the table shows the worst.
+    # A part of a region has several outputs and gradients; the table shows the worst.
     worst = [max((e for name, e in layer.errors.items() if name.endswith(q)), default=None) for q in QUANTITIES]
     errors = ["-" if error is None else f"{error:.1e}" for error in worst]
     cells = [layer.forwards, layer.backwards, *errors, f"{layer.limit:g}"]

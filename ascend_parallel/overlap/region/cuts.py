@@ -18,6 +18,9 @@ from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.settings import Settings
 
+# Chunks of a region whose last layer a plan keeps whole, if COC_PARALLEL_NUM gives none.
+CHUNKS_UNLESS_PLANNED = 4
+
 
 @dataclass(frozen=True)
 class RegionMatmul:
@@ -55,9 +58,10 @@ def region_cut(
     """Return the chunks of a region of `rows` rows (one rank's, with sequence parallelism), of like's dtype and device.
 
     The first of `matmuls` is the last layer's forward: the region takes the chunks that `settings` give its
-    collective, but no chunk below `settings.region_rows` rows on average. If these chunks would change the bits of
-    another matmul of the region, it takes fewer. Every chunk is a multiple of `step` rows, which divides `rows`. All
-    ranks call this; the first call of a shape may communicate.
+    collective. If a plan keeps it whole, that is right for the layer alone: the region takes `settings.num_chunks`, or
+    `CHUNKS_UNLESS_PLANNED`. No chunk is below `settings.region_rows` rows on average. If these chunks would change the
+    bits of another matmul of the region, it takes fewer. Every chunk is a multiple of `step` rows, which divides
+    `rows`. All ranks call this; the first call of a shape may communicate.
     """
     key = (tuple(matmuls), rows, like.dtype, like.device, settings, sequence_parallel, step)
     known = _CUTS.setdefault(group, {})
@@ -81,6 +85,10 @@ def _cut(
     rows = problems[0].rows
     first = choice_for(problems[0], group, settings, device, layouts[0])
     sizes, reason = first.sizes, first.reason
+    if settings.plan is not None and settings.effective_mode == 2 and first.kernel == "reference":
+        first = choice_for(problems[0], group, _unplanned(settings), device, layouts[0])
+        sizes = first.sizes
+        reason = f"{len(sizes)} chunks, because the plan has none for the last layer alone"
     most = rows // settings.region_rows
     if first.kernel != "chunked" or settings.deterministic:
         sizes = (rows,)  # a fused kernel, and the tiles of the deterministic mode, have other matmuls
@@ -111,4 +119,13 @@ def _split(rows: int, count: int, step: int) -> Sizes:
 def _fixed(settings: Settings, shapes: tuple[tuple[int, int, int], ...], sizes: Sizes) -> Settings:
     """Return the settings with these chunks for matmuls of `shapes`."""
     table = dict.fromkeys(shapes, sizes)
-    return replace(settings, customized_coc=table, plan=None, tune=None, auto=False, mode=2)
+    # Matmuls that are not in the table, such as those of proj's backward, lose the plan: they take as many chunks.
+    count = len(sizes) if settings.plan is not None else settings.num_chunks
+    return replace(settings, customized_coc=table, num_chunks=count, plan=None, tune=None, auto=False, mode=2)
+
+
+@lru_cache(maxsize=64)
+def _unplanned(settings: Settings) -> Settings:
+    """Return the settings without their plan. A region that gets no chunks is no unmet request of the layer's."""
+    count = settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
+    return replace(settings, num_chunks=count, plan=None, strict=False)
