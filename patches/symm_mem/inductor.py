@@ -5,6 +5,10 @@ The pass leaves a graph alone without NCCL, or if symmetric memory is not enable
 kernels that use collectives. The patch replaces the pass's two functions, which only the pass calls, by their names
 in its module. For a graph on a device with a kernel they answer both questions with yes while the original runs, to
 its own thread. Graphs on other devices go to the original.
+
+The pass finds all collectives first, then fuses one after the other. A matmul between two collectives is fused with
+the gather before it, and erased; the pass would then fuse the erased matmul again, and fail. The replacements leave
+the collective after it as it is.
 """
 
 from __future__ import annotations
@@ -105,6 +109,8 @@ def _unlike(module: ModuleType) -> tuple[str, str] | None:
     missing = [name for name in (*FUNCTIONS, *HELPERS) if not hasattr(module, name)]
     if missing:
         return torch.__version__, f"{PASS} has no {', '.join(missing)}"
+    if not hasattr(torch.compiler.config, "cache_key_tag"):
+        return torch.__version__, "its caches on disk cannot be told of the kernels (torch.compiler.config)"
     for name, parameter in FUNCTIONS.items():
         found = list(inspect.signature(getattr(module, name)).parameters)
         if found != [parameter]:
@@ -115,6 +121,8 @@ def _unlike(module: ModuleType) -> tuple[str, str] | None:
 def _gather(original: Fuse, module: Any) -> Fuse:
     @functools.wraps(original)
     def fuse_all_gather_matmul(all_gather: Any) -> None:
+        if all_gather.shard_node._erased:
+            return None
         shard = module._get_tensor(all_gather.shard_node)
         key = key_of(shard.device)
         if key is None:
@@ -133,6 +141,8 @@ def _gather(original: Fuse, module: Any) -> Fuse:
 def _scatter(original: Fuse, module: Any) -> Fuse:
     @functools.wraps(original)
     def fuse_matmul_reduce_scatter(reduce_scatter: Any) -> None:
+        if reduce_scatter.input_node._erased:
+            return None
         product = module._get_tensor(reduce_scatter.input_node)
         key = key_of(product.device)
         if key is None:

@@ -64,5 +64,7 @@ def unregister() -> None:
 
 def _tag_caches(on: bool) -> None:
     config: Any = torch.compiler.config
+    if not hasattr(config, "cache_key_tag"):  # then the pass is not patched either
+        return
     tags = [tag for tag in config.cache_key_tag.split() if tag != CACHE_TAG]
     config.cache_key_tag = " ".join([*tags, CACHE_TAG] if on else tags)
