@@ -83,9 +83,9 @@ def all_gather_matmul(
     outputs = [y.view(*leading, b.shape[1]).movedim(0, gather_dim) for y, b in zip(products, bs, strict=True)]
     if not return_A:
         return None, outputs
+    if group.size() == 1:  # the rows may be a_shard's own; an operator must not return its input
+        return a_shard.clone(memory_format=torch.contiguous_format), outputs
     assert a_m is not None
-    if group.size() == 1:  # the rows are a_shard's own; an operator must not return its input
-        a_m = a_m.clone()
     return a_m.contiguous().view(*leading, x.shape[-1]).movedim(0, gather_dim), outputs
 
 

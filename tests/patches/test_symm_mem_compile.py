@@ -1,6 +1,7 @@
 """torch.compile's micro-pipeline pass with the kernels: a tensor-parallel MLP with sequence parallelism."""
 
 import sys
+import threading
 import types
 import uuid
 from contextlib import contextmanager
@@ -234,6 +235,32 @@ def test_the_pass_is_replaced_once_and_restored(monkeypatch):
     patch.revert()
     assert dict(vars(module)) == before
     assert not patch.applied
+
+
+def test_graphs_on_other_devices_go_to_the_original(monkeypatch):
+    """The kernels serve no meta tensors, as no CUDA tensors."""
+    module, seen = Pass(), []
+    module._get_tensor = lambda node: torch.empty(4, 4, device="meta")
+    module.fuse_all_gather_matmul = lambda all_gather: seen.append(torch.distributed.is_nccl_available())
+    monkeypatch.setitem(sys.modules, inductor.PASS, module)
+    patch = inductor.PassPatch()
+    patch.apply()
+    node = types.SimpleNamespace(_erased=False)
+    module.fuse_all_gather_matmul(types.SimpleNamespace(shard_node=node))
+    patch.revert()
+    assert seen == [torch.distributed.is_nccl_available()]
+
+
+def test_only_the_thread_of_the_pass_is_told_of_nccl():
+    before, answers = torch.distributed.is_nccl_available, []
+    plain = before()
+    with inductor._allowed():
+        assert torch.distributed.is_nccl_available()
+        other = threading.Thread(target=lambda: answers.append(torch.distributed.is_nccl_available()))
+        other.start()
+        other.join()
+    assert answers == [plain]
+    assert torch.distributed.is_nccl_available is before
 
 
 def test_a_patch_on_top_is_an_error(monkeypatch):

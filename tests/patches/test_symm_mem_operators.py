@@ -96,7 +96,7 @@ def scatter_matrix(group, shape, dtype, num_chunks):
             y = scatter(own, bs[rank], op, dim, name)
             close(y, truth, dtype)
             strided_alike(y, scatter(own.to("meta"), bs[rank].to("meta"), op, dim, name))
-        return COUNTS.as_dict()["matmul_reduce_scatter"]
+        return COUNTS.as_dict().get("matmul_reduce_scatter")
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -273,6 +273,11 @@ def test_registering_is_idempotent_and_undone():
     assert torch.compiler.config.cache_key_tag == before
     with pytest.raises(NotImplementedError):
         scatter(torch.ones(4, 4), torch.ones(4, 4), "sum", 0, "0")
+
+
+def test_kernels_serve_cpus_and_npus():
+    served = {name: devices.key_of(torch.device(name)) for name in ("cpu", "privateuseone", "cuda", "meta")}
+    assert served == {"cpu": "CPU", "privateuseone": "PrivateUse1", "cuda": None, "meta": None}
 
 
 def test_a_kernel_that_exists_stays():
