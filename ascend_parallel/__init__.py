@@ -27,8 +27,6 @@ from ascend_parallel.patch_control import Status as _Status
 from ascend_parallel.patches.base import PatchError
 from ascend_parallel.patches.megatron.conflicts import ConflictError
 from ascend_parallel.patches.megatron.coverage import Coverage, coverage
-from ascend_parallel.patches.symm_mem import register as _register_symm_mem
-from ascend_parallel.patches.symm_mem import unregister as _unregister_symm_mem
 from ascend_parallel.settings import Settings, SettingsError
 from ascend_parallel.version import __version__
 
@@ -107,7 +105,10 @@ def register_symm_mem() -> tuple[str, ...]:
     torch.compile's micro-pipeline pass use them. Returns the operators with their dispatch keys; a second call changes
     nothing. Call it on every rank before torch.compile runs. See docs/symm_mem.md.
     """
-    return _register_symm_mem()
+    # Imports torch's private library of these operators, which no other program needs.
+    from ascend_parallel.patches.symm_mem import register
+
+    return register()
 
 
 def unregister_symm_mem() -> None:
@@ -115,7 +116,9 @@ def unregister_symm_mem() -> None:
 
     Programs that were compiled with the kernels have to be compiled again (``torch._dynamo.reset()``).
     """
-    _unregister_symm_mem()
+    from ascend_parallel.patches.symm_mem import unregister
+
+    unregister()
 
 
 def verification() -> Verification:
