@@ -17,6 +17,7 @@ LAYERS = (
     "transformers.integrations.tensor_parallel",
     "torch.distributed.tensor.parallel.style",
     "deepspeed.module_inject.layers",
+    "torch.distributed._symmetric_memory",
 )
 # COC_TAKE_OVER takes the place of MindSpeed's CoC, which these modules put in (patches/mindspeed/take_over.py).
 COC_FEATURES = (

@@ -57,10 +57,12 @@ __all__ = [
     "quantise_row_parallel",
     "quantise_weight",
     "quantised_row_linear",
+    "register_symm_mem",
     "revert",
     "row_linear",
     "status",
     "timeline",
+    "unregister_symm_mem",
     "verification",
 ]
 
@@ -93,6 +95,29 @@ def revert() -> None:
 def status() -> _Status:
     """Return this process's settings, patches, counts, and notes for the user."""
     return _control.status()
+
+
+def register_symm_mem() -> tuple[str, ...]:
+    """Run torch's async tensor-parallel operators (``torch.ops.symm_mem``) on CPUs and NPUs by this package's.
+
+    Registers kernels of ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` where torch has none, and lets
+    torch.compile's micro-pipeline pass use them. Returns the operators with their dispatch keys; a second call changes
+    nothing. Call it on every rank before torch.compile runs. See docs/symm_mem.md.
+    """
+    # Imports torch's private library of these operators, which no other program needs.
+    from ascend_parallel.patches.symm_mem import register
+
+    return register()
+
+
+def unregister_symm_mem() -> None:
+    """Take back what `register_symm_mem` did; raises `PatchError` if another patch was put on top.
+
+    Programs that were compiled with the kernels have to be compiled again (``torch._dynamo.reset()``).
+    """
+    from ascend_parallel.patches.symm_mem import unregister
+
+    unregister()
 
 
 def verification() -> Verification:

@@ -13,13 +13,14 @@ from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.deepspeed import DEEPSPEED
 from ascend_parallel.patches.megatron_seam import MEGATRON
 from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
+from ascend_parallel.patches.symm_mem_seam import SYMM_MEM
 from ascend_parallel.patches.torch_native import TORCH
 from ascend_parallel.patches.transformers import TRANSFORMERS
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED)
+SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 
@@ -117,7 +118,8 @@ class Patches:
             return f"left as it is: {self._left[seam.name]}"
         if seam.imported:
             return f"not applied: {seam.title}'s layers are untouched"
-        return f"waiting for the import of {seam.title}{'' if seam.installed else ', which is not installed'}"
+        what = seam.module.rpartition(".")[0] if seam.title.startswith("torch") else seam.title
+        return f"waiting for the import of {what}{'' if seam.installed else ', which is not installed'}"
 
     def summary(self, settings: Settings) -> str:
         """Return the states in a sentence: the patched frameworks', or else the others'."""

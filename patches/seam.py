@@ -82,7 +82,7 @@ class Seam:
     make
         Returns the patches, not yet applied; the module has been imported.
     before
-        Modules that other versions have in place of `module`: their import shows that such a version is in use.
+        Modules whose import shows that the framework is in use before `module` is imported, or in a version without it.
     on_top
         Further modules whose import is waited for once the patches are applied.
     imported_by_apply

@@ -61,3 +61,17 @@ def test_unknown_names_are_refused(value):
         SettingsError, match=r"frameworks=.* is not allowed: give one or more of megatron, transformers"
     ):
         read_settings({"COC_FRAMEWORKS": value})
+
+
+def test_symm_mem_is_registered_only_if_it_is_named():
+    show = "import torch.distributed.tensor.parallel, ascend_parallel as ap; print(ap.status().frameworks)"
+    named = python(show, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="symm_mem")
+    assert "4 kernels of torch's symm_mem registered" in named.stdout, named.stderr
+    assert "symm_mem" not in python(show, COC_PARALLEL_NUM="4").stdout
+
+
+def test_what_is_not_installed_is_an_error_only_if_it_is_named():
+    hidden = "import sys; sys.modules['deepspeed'] = None\nimport ascend_parallel as ap; ap.configure(); ap.apply()"
+    named = python(hidden, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="deepspeed")
+    assert "PatchError: deepspeed: found none installed" in named.stderr
+    assert python(hidden, COC_PARALLEL_NUM="4").returncode == 0

@@ -1,0 +1,70 @@
+"""Register the kernels with torch.library, with the patch of inductor's pass, and take both back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ascend_parallel.patches.symm_mem.devices import GATHER, KEYS, SCATTER, has_kernel
+from ascend_parallel.patches.symm_mem.inductor import PassPatch
+from ascend_parallel.patches.symm_mem.kernels import all_gather_matmul, matmul_reduce_scatter
+
+KERNELS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
+# Part of the key of torch.compile's caches on disk, which do not know of the kernels: a program compiled with them
+# must not be loaded without them, nor the reverse.
+CACHE_TAG = "ascend_parallel.symm_mem"
+
+
+class _Registration:
+    """What this process has registered."""
+
+    def __init__(self) -> None:
+        self.library: Any = None
+        self.kernels: tuple[str, ...] = ()
+        self.pass_patch = PassPatch()
+
+    def register(self) -> tuple[str, ...]:
+        if self.library is not None:
+            return self.kernels
+        free = [(name, key) for name in KERNELS for key in KEYS if not has_kernel(name, key)]
+        library: Any = torch.library.Library("symm_mem", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for name, key in free:
+            library.impl(name, KERNELS[name], key)
+        self.library = library
+        self.kernels = tuple(f"symm_mem::{name} on {key}" for name, key in free)
+        self.pass_patch.apply()
+        _tag_caches(True)
+        return self.kernels
+
+    def unregister(self) -> None:
+        if self.library is None:
+            return
+        self.pass_patch.revert()
+        self.library._destroy()
+        self.library, self.kernels = None, ()
+        _tag_caches(False)
+
+
+_registration = _Registration()
+
+
+def register() -> tuple[str, ...]:
+    """Register the kernels that torch lacks, on CPU and PrivateUse1; return the operators with their keys.
+
+    A kernel that exists stays. A second call changes nothing.
+    """
+    return _registration.register()
+
+
+def unregister() -> None:
+    """Take back what `register` did; raises `PatchError` if another patch of inductor's pass is on top."""
+    _registration.unregister()
+
+
+def _tag_caches(on: bool) -> None:
+    config: Any = torch.compiler.config
+    if not hasattr(config, "cache_key_tag"):  # then the pass is not patched either
+        return
+    tags = [tag for tag in config.cache_key_tag.split() if tag != CACHE_TAG]
+    config.cache_key_tag = " ".join([*tags, CACHE_TAG] if on else tags)

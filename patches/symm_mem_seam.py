@@ -1,0 +1,51 @@
+"""torch's async tensor-parallel operators as a framework of COC_FRAMEWORKS, which has to name them."""
+
+from __future__ import annotations
+
+from ascend_parallel.patches.base import PatchSet, PatchStatus
+from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.settings import Settings
+
+TITLE = "torch's symm_mem"
+MODULE = "torch.distributed._symmetric_memory"
+
+
+class SymmMemPatches(AppliedPatches):
+    """The registration of the operators' kernels: see `ascend_parallel.register_symm_mem`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Nothing is registered yet; the kernels read the settings in force at each call."""
+        super().__init__(TITLE, "", PatchSet(TITLE, None, []))
+        self._registered: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        """Register the kernels that torch lacks."""
+        from ascend_parallel.patches.symm_mem import register  # imports torch's private library of these operators
+
+        self._registered = register()
+
+    def revert(self) -> None:
+        """Take the kernels back."""
+        from ascend_parallel.patches.symm_mem import unregister
+
+        unregister()
+        self._registered = ()
+
+    def status(self) -> list[PatchStatus]:
+        """Return the status of each kernel."""
+        return [PatchStatus(name, True, "runs this package's operator") for name in self._registered]
+
+    def state(self) -> str:
+        """Return in words how many kernels are registered."""
+        return f"{len(self._registered)} kernels of {TITLE} registered"
+
+
+SYMM_MEM = Seam(
+    name="symm_mem",
+    title=TITLE,
+    module=MODULE,
+    make=SymmMemPatches,
+    # Programs of torch.compile import the operators late, in the middle of the pass.
+    before=("torch.distributed.tensor.parallel.style",),
+    opt_in=True,
+)
