@@ -19,6 +19,8 @@ from ascend_parallel.patches.torch_native.shared import shared_gather
 
 # The attribute of an input that a column layer's hook has made of a plain tensor: no other layer reads the DTensor.
 OWN = "_ascend_parallel_own"
+# Nothing to overlap: the layer itself does not communicate.
+GATHERED = "its input was gathered before it, for all who read it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class InstalledByStyle(Installed):
             scatters = self.output != Replicate()
             return f"it scatters {self.output}" if scatters and not self._sequence(self.output, x) else None
         if placement == Replicate():
-            return None if hasattr(x, OWN) else "its input was gathered before it, for all who read it"
+            return None if hasattr(x, OWN) else GATHERED
         return None if self._sequence(placement, x) else f"its input is placed as {placement}"
 
     def _sequence(self, placement: Any, x: torch.Tensor) -> bool:
@@ -72,21 +74,18 @@ def install(module: Any, installed: InstalledByStyle) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         framework = in_force.framework
-        if framework is None:
-            return _own(inner, args, kwargs)
+        if framework is None or torch.compiler.is_compiling():
+            return inner(*args, **kwargs)
         x = args[0] if len(args) == 1 and not kwargs else None
         reason = installed.uncovered(module) or installed.sharded_twice(module) or installed.uncovered_call(x)
         if reason is None:
             return _run(framework, module, installed, inner, x)
-        framework.log_uncovered(module, reason)
-        return _own(inner, args, kwargs)
+        if reason != GATHERED:
+            framework.log_uncovered(module, reason)
+        return inner(*args, **kwargs)
 
     forward.ascend_parallel = installed  # type: ignore[attr-defined]
     module.forward = forward
-
-
-def _own(inner: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return inner(*args, **kwargs)
 
 
 def _run(framework: InstalledLayers, module: Any, installed: InstalledByStyle, inner: Function, x: Any) -> Any:

@@ -109,8 +109,9 @@ def prepare_module_input(original: Function) -> Function:
     @functools.wraps(original)
     def prepare(self: Any, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         framework = IN_FORCE.framework
-        gathers = isinstance(input, torch.Tensor) and desired_layout == Replicate() and not self.use_local_output
-        if framework is None or not gathers or not _shares(framework, self, input, mesh, input_layout):
+        gathers = isinstance(input, torch.Tensor) and input_layout not in (None, desired_layout)
+        kept = desired_layout == Replicate() and not self.use_local_output
+        if framework is None or not (gathers and kept) or not _shares(framework, self, input, mesh, input_layout):
             return original(self, input, mesh, input_layout, desired_layout)
         x = input if isinstance(input, DTensor) else DTensor.from_local(input, mesh, (input_layout,), run_check=False)
         return share(x.view_as(x))

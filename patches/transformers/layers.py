@@ -47,7 +47,7 @@ def install_forward(original: Function) -> Function:
         IN_FORCE.add(module, installed)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if IN_FORCE.framework is None:
+            if IN_FORCE.framework is None or torch.compiler.is_compiling():
                 return inner(*args, **kwargs)
             return _run(IN_FORCE.framework, module, installed, inner, args, kwargs)
 

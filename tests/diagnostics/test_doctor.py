@@ -102,7 +102,7 @@ def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     status, doctor, _ = both(python)
     assert status == 0
     assert "nothing is wrong; overlap is off" in doctor
-    assert "megatron-core, which variables act on, is not installed" in doctor.splitlines()[-1]
+    assert "megatron-core" in doctor
 
 
 @pytest.mark.slow

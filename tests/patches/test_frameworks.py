@@ -75,3 +75,22 @@ def test_what_is_not_installed_is_an_error_only_if_it_is_named():
     named = python(hidden, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="deepspeed")
     assert "PatchError: deepspeed: found none installed" in named.stderr
     assert python(hidden, COC_PARALLEL_NUM="4").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from torch.distributed.fsdp import fully_shard",
+        pytest.param("from torch.distributed.pipelining import pipeline", marks=pytest.mark.slow),
+        pytest.param("import torch.distributed.checkpoint", marks=pytest.mark.slow),
+        pytest.param("import megatron.core, torch.distributed.fsdp", marks=pytest.mark.slow),
+        pytest.param("import transformers.modeling_utils", marks=pytest.mark.slow),
+    ],
+)
+def test_programs_that_import_torchs_styles_on_the_way(imports):
+    """The package is imported in the middle of torch's own imports."""
+    if "transformers" in imports:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    show = "import sys; print(sys.modules['ascend_parallel'].status().state)"
+    done = python(f"import torch; {imports}; {show}", COC_PARALLEL_NUM="4")
+    assert "5 of 5 methods of torch" in done.stdout, done.stderr

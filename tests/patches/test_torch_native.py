@@ -1,6 +1,8 @@
 """torch's parallelize_module: losses and gradients, overlapped, plain, and of the whole model in float64."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
+from ascend_parallel.diagnostics.timeline.files import read_run
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches import linear_call
 
@@ -211,3 +214,35 @@ def checked(group, plan):
 def test_verification_finds_a_planted_fault(ranks, plan):
     for error in ranks(2).run(checked, plan):
         assert "is wrong on rank 1" in error
+
+
+def recorded(group, folder):
+    """Return the passes that a timeline of a step has, and the fields of their calls."""
+    model = parallelised(group, "sequence")
+    with ascend_parallel.timeline.record(folder):
+        step(model)
+    ascend_parallel.configure(num_chunks=1)
+    files, _ = read_run(Path(folder))
+    return [(each.kind, each.direction) for each in files[group.rank()].passes]
+
+
+def test_a_timeline_has_every_pass(ranks, tmp_path):
+    for passes in ranks(2).run(recorded, str(tmp_path)):
+        # Two column layers that gather for the others and two row layers in each of two blocks, and the last layer.
+        assert passes.count(("column", "forward")) == passes.count(("column", "backward")) == 2 * 2 + 1
+        assert passes.count(("row", "forward")) == passes.count(("row", "backward")) == 2 * 2
+
+
+def tuned(group, path, plan):
+    """Return what differs from plain with COC_TUNE, and the shapes in the plan that it writes."""
+    model = parallelised(group, plan, layers=1)
+    different = unequal(*both(model, step, tune=path, num_chunks=1))
+    return different, Path(path).exists() and len(json.loads(Path(path).read_text())["entries"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_tuning_measures_the_shapes(ranks, tmp_path, plan):
+    (different, shapes), (also, _) = ranks(2).run(tuned, str(tmp_path / "plan.json"), plan)
+    assert different == also == []
+    assert shapes >= 3

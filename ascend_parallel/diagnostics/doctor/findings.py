@@ -30,6 +30,9 @@ OTHER_LAYERS = {
     "mindspeed": "its CoC and MC2 replace the same layers: enable either MindSpeed's or this package",
 }
 
+# Packages whose layers are overlapped, beside torch's own.
+FRAMEWORKS = ("megatron-core", "transformers", "deepspeed")
+
 REBUILD = (
     "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
     "setuptools, wheel and a C++ compiler installed; -v shows why a build fails)"
@@ -47,7 +50,7 @@ class Control(Protocol):
         """Return the current settings and patches."""
 
     def try_apply(self) -> dict[str, str]:
-        """Apply the patches; return "" or why they do not apply."""
+        """Apply the patches of all installed frameworks; return why they do not fit, by the framework's name."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Report:
         bad = [finding for finding in self.findings if finding.verdict == BAD]
         if bad:
             return f"{len(bad)} thing{'s' if len(bad) > 1 else ''} to fix: {', '.join(f.name for f in bad)}"
-        lacking = "" if _version("megatron-core") else "; megatron-core, which variables act on, is not installed"
+        lacking = "" if any(map(_version, FRAMEWORKS)) else "; variables act on torch's own layers alone"
         return f"nothing is wrong; overlap is {overlap_in_words(self.settings)}{lacking}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,8 +125,8 @@ def _versions() -> Iterator[Finding]:
     yield Finding(section, "python", f"{platform.python_version()} on {platform.machine()}")
     for package in ("ascend_parallel", "torch"):
         yield Finding(section, package, importlib.metadata.version(package))
-    advice = "needed for the patches, not for column_linear, row_linear and the operators"
-    yield _optional("megatron-core", _version("megatron-core"), advice)
+    advice = "needed for its patches, not for column_linear, row_linear and the operators"
+    yield from (_optional(name, _version(name), advice) for name in FRAMEWORKS)
     npu, cann = _version("torch_npu"), _cann()
     yield _optional("torch_npu", npu, "needed on NPUs")
     if npu and _release(npu) != _release(torch.__version__):
