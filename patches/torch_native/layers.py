@@ -119,7 +119,7 @@ def _run(framework: InstalledLayers, module: Any, installed: InstalledByStyle, i
     )
     shared = shared_gather(x) if column else None
     if shared is not None:
-        y = shared.run(framework, call)
+        y = shared.run(framework, call, x)
     else:
         y = original(call.x) if too_few_rows(call) else run_linear(framework, call)
     return DTensor.from_local(y, mesh, [given], run_check=False)

@@ -10,7 +10,8 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.functional import linear
 
 from ascend_parallel.overlap.layer import Layer
@@ -18,7 +19,7 @@ from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.patches.linear_call import LinearCall
-from ascend_parallel.patches.tuned import overlapped
+from ascend_parallel.settings import Settings
 
 SHARED = "_ascend_parallel_shared"
 
@@ -30,11 +31,15 @@ class SharedGather:
         """No layer has gathered."""
         self.rows: torch.Tensor | None = None
 
-    def run(self, framework: Framework, call: LinearCall) -> torch.Tensor:
-        """Return the output of a column layer: [B, S, N / R], or as call.x with N / R."""
+    def run(self, framework: Framework, call: LinearCall, x: DTensor) -> torch.Tensor:
+        """Return the output of a column layer, [B, S, N / R] or [S, ..., N / R]; x is the input that is shared."""
         if self.rows is None:
-            y, self.rows = _gathering(framework, call)
-            return y
+            group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
+            if settings.enabled:
+                y, self.rows = _gathering(framework, call, group, settings)
+                return y
+            # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
+            self.rows = DTensor.to_local(x.redistribute(placements=[Replicate()]), grad_placements=[Partial()])
         return linear(self.rows, call.weight, call.bias)
 
 
@@ -51,16 +56,17 @@ def shared_gather(x: DTensor) -> SharedGather | None:
     return getattr(x, SHARED, None)
 
 
-def _gathering(framework: Framework, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathering(
+    framework: Framework, call: LinearCall, group: dist.ProcessGroup, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of the first layer, and the gathered rows."""
-    group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
     options: dict[str, Any] = {}
     x, second = call.x, call.sequence_dim == 1
     if second:
         options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0])
     layer = Layer(
         group=group,
-        settings=settings if settings.enabled else overlapped(settings),
+        settings=settings,
         sequence_parallel=True,
         before_communicating=framework.confirm(group),
         **options,

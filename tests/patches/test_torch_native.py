@@ -18,6 +18,7 @@ import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import read_run
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches import linear_call
+from ascend_parallel.tuning.measured.tuner import Tuner
 
 
 def parallelised(group, plan, **options):
@@ -246,3 +247,25 @@ def test_tuning_measures_the_shapes(ranks, tmp_path, plan):
     (different, shapes), (also, _) = ranks(2).run(tuned, str(tmp_path / "plan.json"), plan)
     assert different == also == []
     assert shapes >= 3
+
+
+def kept_whole(group, plan):
+    """Return what differs from plain where tuning keeps every matmul whole, and the overlapped calls."""
+    model = parallelised(group, plan)
+    before = calls()
+
+    def never(self, case, group, *, backward, agree):
+        agree()
+        return self._unless_cut
+
+    own, Tuner.settings_for = Tuner.settings_for, never
+    try:
+        different = unequal(*both(model, step, num_chunks="auto"))
+    finally:
+        Tuner.settings_for = own
+    return different, calls() == before
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_what_tuning_keeps_whole_runs_as_torch_does(ranks, plan):
+    assert ranks(2).run(kept_whole, plan) == [([], True)] * 2
