@@ -52,7 +52,7 @@ class Patches:
             importlib.import_module(seam.module)  # the import hook may apply the patches
         except ModuleNotFoundError as error:
             version = importlib.metadata.version(seam.title)
-            raise PatchError(f"{seam.title} {version}: this version has no {seam.module}: {NOTHING}") from error
+            raise PatchError(f"{seam.title}: found version {version}, which has no {seam.module}") from error
         if seam.name not in self._applied:
             applied = seam.make(settings)
             applied.apply()
