@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 
@@ -34,13 +34,16 @@ class PlainReference:
         self._original = original
         self._x = x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
         self._parameter = parameter
-        self._output: GradientEdge | None = None
+        self._output: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
-        """Return the output; keep its graph, whose saved tensors are hidden from the run's hooks."""
+        """Return the output; keep it with its graph, whose saved tensors are hidden from the run's hooks.
+
+        Its edge would be enough, but torch 2.7 dies of the edge of a DTensor's collective.
+        """
         with _random_states_kept(self._x.device), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             y = self._original(self._x)
-        self._output = get_gradient_edge(y) if y.requires_grad else None
+        self._output = y if y.requires_grad else None
         return y.detach()
 
     def backward(
