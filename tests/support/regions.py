@@ -89,8 +89,8 @@ def cut_of(p, group, settings, sp=False):
     return region_cut(matmuls, SEQUENCE * BATCH // (group.size() if sp else 1), p["x"], group, settings, sp)
 
 
-def region(style, p, group, settings, sp=False):
-    """Return the same of this rank, as a region."""
+def region(style, p, group, settings, sp=False, finished=False):
+    """Return the same of this rank, as a region; finished: the tail's rows are finished before the MLP reads them."""
     activation, norm, _ = STYLES[style]
     cut = cut_of(p, group, settings, sp)
     options = {"group": group, "settings": cut.settings, "sequence_parallel": sp}
@@ -102,6 +102,8 @@ def region(style, p, group, settings, sp=False):
         parameters = [p[name] for name in ("norm", "norm bias") if name in p]
         tail = Tail(add, normalise(norm, p), parameters, pending.rows, cut.sizes)
         s, n = tail.apply(y, p.get("proj bias"), p["residual"])
+        if finished:
+            tail.rows.finish()
         mlp = ChunkedMlp(
             group=group,
             cut=cut,
