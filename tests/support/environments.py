@@ -22,8 +22,11 @@ def environment(folder, without=()):
 
 
 def call(python, *arguments, timeout=120, cwd=None, **variables):
-    """Run `python` with `arguments`, none of our variables set but `variables`; return the ended process."""
-    environ = {name: value for name, value in os.environ.items() if "COC" not in name}
+    """Run `python` with `arguments`, none of our variables set but `variables`; return the ended process.
+
+    It finds what its environment has: PYTHONPATH, which may name this tree, is not handed on.
+    """
+    environ = {name: value for name, value in os.environ.items() if "COC" not in name and name != "PYTHONPATH"}
     environ |= {"COLUMNS": "200", "OMP_NUM_THREADS": "1", **variables}
     command = [str(python), *map(str, arguments)]
     return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
