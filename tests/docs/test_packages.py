@@ -117,7 +117,7 @@ def test_what_an_index_shows_of_the_package(metadata):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"]
     classifiers = metadata.get_all("Classifier")
-    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12)} | {"Typing :: Typed"} <= {
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)} | {"Typing :: Typed"} <= {
         *classifiers
     }
     urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))

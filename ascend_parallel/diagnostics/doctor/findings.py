@@ -238,7 +238,7 @@ def _patches(control: Control) -> Iterator[Finding]:
 
 def _kernels(control: Control) -> Iterator[Finding]:
     for name, state in control.status().kernels.items():
-        advice = REBUILD if "not built" in state else ""
+        advice = REBUILD if "C++ extension" in state else ""
         yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)
 
 
