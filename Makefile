@@ -25,7 +25,7 @@ lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
 	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/ready  ## the documentation as a site in build/site; a broken link, heading or reference fails
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds, other examples of property tests
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "stress or hypothesis" $(ARGS)
