@@ -7,6 +7,7 @@ right after Megatron-core is imported. Otherwise the import patches nothing. See
 
 import os as _os
 import sys as _sys
+from dataclasses import replace as _replace
 from pathlib import Path as _Path
 from typing import Any as _Any
 
@@ -21,6 +22,7 @@ from ascend_parallel.ops.registry import explain as _explain
 from ascend_parallel.overlap.int8_linear import int8_column_linear, int8_row_linear
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import quantise_row_parallel, quantised_row_linear
+from ascend_parallel.overlap.region.cuts import explain_region as _explain_region
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.patch_control import PatchControl as _PatchControl
 from ascend_parallel.patch_control import Status as _Status
@@ -131,7 +133,9 @@ def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
     `settings` None: the settings in force. Whether a group can share memory is known only for a real group, so set
     ``shm`` in a problem described by hand (``shm=None``: it can).
     """
-    return _explain(problem, _control.status().settings if settings is None else settings)
+    given = _control.status().settings if settings is None else settings
+    explanation = _explain(problem, given)
+    return _replace(explanation, region=_explain_region(explanation.choice, given))
 
 
 def _is_the_command() -> bool:

@@ -37,6 +37,11 @@ from ascend_parallel.patches.megatron.testing import (
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN = 2, "plain"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "region": {"region": True},
+    "region=auto": {"region": "auto"},
+    "split": {"split_weight_gradient": True},
+}
 DECIDING = len(TURNS)  # steps after which COC_REGION=auto has decided
 
 
@@ -46,7 +51,8 @@ def main() -> None:
     parser.add_argument(
         "--chunks",
         default="auto,4,4 region",
-        help='values of COC_PARALLEL_NUM beside the plain step; "4 region": in regions; "4 region=auto": it decides',
+        help='values of COC_PARALLEL_NUM beside the plain step; "4 region": in regions; "4 region=auto": it decides; '
+        '"4 split": COC_SPLIT_WEIGHT_GRADIENT=1',
     )
     for name, size in {"hidden": 768, "layers": 2, "seq": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
@@ -130,9 +136,11 @@ def _variants(chunks: list[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def _setting(requested: str) -> dict[str, Any]:
-    number, *region = requested.split()
+    number, *more = requested.split()
     own: dict[str, Any] = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
-    return {**own, "region": {"": False, "region": True, "region=auto": "auto"}["".join(region)]}
+    for word in more:
+        own |= OPTIONS[word]
+    return own
 
 
 def _settings(chunks: str) -> dict[str, dict[str, Any]]:

@@ -238,11 +238,15 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A choice, and for each kernel "taken" or the reason against it. ``str(explanation)`` is the text for people."""
+    """A choice, and for each kernel "taken" or the reason against it. ``str(explanation)`` is the text for people.
+
+    region: how the matmul runs inside a region, if the settings ask for regions.
+    """
 
     choice: Choice
     kernels: dict[str, str]
     strict: bool
+    region: str = ""
 
     def __str__(self) -> str:
         """Return the choice and the reasons in a few lines."""
@@ -254,6 +258,8 @@ class Explanation:
         if choice.unmet and self.strict:
             lines.append("  COC_STRICT=1 makes this an error")
         lines += [f"  {name:<10}{why}" for name, why in self.kernels.items()]
+        if self.region:
+            lines.append(f"  {self.region}")
         return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import sys
@@ -88,7 +89,7 @@ class LeftRows:
                 return plain
             tail = Tail(
                 lambda y_c, bias, residual_c: add((self._own(y_c), bias), residual_c, prob),
-                functools.partial(type(norm).forward, norm),
+                functools.partial(type(norm).forward, _as_called(norm)),
                 list(norm.parameters()),
                 self.pending.rows,
                 self.sizes,
@@ -249,6 +250,17 @@ def _running_block(kind: type) -> Any:
 def _fits(y: torch.Tensor, residual: torch.Tensor) -> bool:
     """Tell whether the sum of both has the dtype, shape and device of each."""
     return (y.dtype, y.shape, y.device) == (residual.dtype, residual.shape, residual.device)
+
+
+def _as_called(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a module with the parameters of now: in backward, `torch.func.functional_call` has put others back.
+
+    Without the stand-in for its forward, which would keep the whole region alive.
+    """
+    held = copy.copy(module)
+    vars(held).pop("forward", None)
+    held._parameters = dict(module._parameters)
+    return held
 
 
 @contextmanager

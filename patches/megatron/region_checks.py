@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.modules import module as hooks
 
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.overlap.quantised import int8_weight
+from ascend_parallel.overlap.region.rows import saved_hook_reason
 from ascend_parallel.patches.base import defined_in
 from ascend_parallel.patches.megatron.built_classes import looks_at_classes
 from ascend_parallel.patches.megatron.layers import Megatron
@@ -85,7 +86,7 @@ def _mlp_reasons(megatron: Megatron, mlp: Any, hidden: torch.Tensor, per_token_s
         yield "its layers communicate in another place"
     if megatron.group_of(fc1) is not megatron.group_of(fc2):
         yield "its layers have different groups"
-    yield from (f"hooks on {name or 'it'}" for name, inner in mlp.named_modules() if hooked(inner))
+    yield from _not_as_defined((name or "it", inner) for name, inner in mlp.named_modules())
     yield from _foreign_hooks()
     if not row_by_row(mlp.activation_func):
         yield f"its activation {mlp.activation_func!r} is not known to work row by row"
@@ -102,6 +103,8 @@ def _layer_reasons(layer: Any, arguments: dict[str, Any]) -> Iterator[str]:
     if layer.hidden_dropout > 0 and layer.training:
         yield f"hidden_dropout={layer.hidden_dropout} draws for whole tensors"
     yield from (f"{name} is given" for name, value in arguments.items() if value is not None)
+    if torch.is_grad_enabled() and (reason := saved_hook_reason()) is not None:
+        yield reason
     yield from _configured(layer.config)
     if layer.config.fp32_residual_connection:
         yield "fp32_residual_connection"
@@ -121,7 +124,7 @@ def _layer_reasons(layer: Any, arguments: dict[str, Any]) -> Iterator[str]:
     if norm not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and norm.__module__ != FUSED_NORM:
         yield f"its pre_mlp_layernorm is a {norm.__module__}.{norm.__name__}"
     inside = {"self_attention": attention, "linear_proj": attention.linear_proj, "norm": layer.pre_mlp_layernorm}
-    yield from (f"hooks on {name}" for name, inner in inside.items() if hooked(inner))
+    yield from _not_as_defined(inside.items())
     yield from _foreign_hooks()
 
 
@@ -154,7 +157,7 @@ def _successor_reasons(megatron: Megatron, layer: Any, successor: Any) -> Iterat
     if qkv.sequence_parallel is not layer.mlp.linear_fc2.sequence_parallel:
         yield "one of its layers alone has sequence parallelism"
     inside = {"the layer": layer, "the next layer": successor, "norm": successor.input_layernorm, "linear_qkv": qkv}
-    yield from (f"hooks on {name}" for name, inner in inside.items() if hooked(inner))
+    yield from _not_as_defined(inside.items())
 
 
 def proj_reason(megatron: Megatron, proj: Any, sequence_parallel: bool) -> str | None:
@@ -196,6 +199,15 @@ def _foreign_hooks() -> Iterator[str]:
         yield "hooks on all modules"
     if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
         yield "backward hooks on all modules"
+
+
+def _not_as_defined(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
+    """A call of these modules does more than run the forward of their class, or runs it traced."""
+    for name, module in modules:
+        if hooked(module):
+            yield f"hooks on {name}"
+        if module._compiled_call_impl is not None:
+            yield f"{name} is compiled"
 
 
 def hooked(module: torch.nn.Module) -> bool:

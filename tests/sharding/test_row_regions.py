@@ -91,19 +91,6 @@ def run_model(group, name, batch, mesh_shape, options):
     return [len(region.nodes) for region in instructions(sharded, RunRegion)], seen
 
 
-@pytest.mark.parametrize("name, lengths", [("GPT", [10, 9]), ("Llama", [23, 20])])
-@pytest.mark.parametrize("count", [2, 4])
-def test_transformer_blocks(ranks, count, name, lengths):
-    for found, seen in ranks(count).run(run_model, name, 8, (count,), {}):
-        assert found == lengths, (found, seen)
-
-
-@pytest.mark.parametrize("name, lengths", [("GPT", [10, 9]), ("Llama", [23, 20])])
-def test_data_parallel_transformer_blocks(ranks, name, lengths):
-    for found, seen in ranks(4).run(run_model, name, 8, (2, 2), {"data_dim": "dp"}):
-        assert found == lengths, (found, seen)
-
-
 def test_a_stream_that_is_whole_along_dp_ends_a_region():
     """Without `data_dim` the planner keeps the small residual stream whole: a gather follows each row matmul."""
     _, _, plan = planned_model("GPT", 8, (2, 2))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.operators import choice_for
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
-from ascend_parallel.ops.registry import choose
+from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.settings import Settings
 
@@ -72,6 +72,21 @@ def region_cut(
         ]
         known[key] = _cut(problems, [matmul.layout for matmul in matmuls], group, settings, like.device, step)
     return known[key]
+
+
+def explain_region(choice: Choice, settings: Settings) -> str:
+    """Return how a matmul with this choice runs inside a region, in words; "" without `settings.region`."""
+    if settings.region is False:
+        return ""
+    rows = choice.problem.rows
+    most = min(len(choice.sizes), rows // settings.region_rows)
+    if choice.kernel != "chunked" or settings.deterministic:
+        what = "not in a region: its kernel has chunks of its own"
+    elif most < 2:
+        what = f"not in a region: {rows} rows, at least {settings.region_rows} in a chunk (region_rows)"
+    else:
+        what = f"in a region up to {most} chunks; which layers can be in one: ascend_parallel.coverage(model)"
+    return f"COC_REGION={'auto' if settings.region == 'auto' else 1}: {what}"
 
 
 def _cut(

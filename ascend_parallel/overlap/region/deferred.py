@@ -27,7 +27,9 @@ from ascend_parallel.overlap.region.rows import LazyRows
 # Operators below autograd that work row by row, besides elementwise operators.
 ALONG_FEATURES = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default", "aten.mean.dim")
 # Elementwise operators that torch does not tag so.
-CASTS = ("aten._to_copy.default",)
+CASTS = ("aten._to_copy.default", "aten.clone.default")
+# Operators that work row by row along the first dimension, of one or more tensors.
+ALONG_FIRST = ("aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.cat.default")
 # Autograd saves the result of an operator, such as that of rsqrt, as an alias.
 ALIASES = ("aten.detach.default", "aten.alias.default")
 
@@ -136,6 +138,8 @@ class Deferred:
             self.track([alias], first.rows, first.blocks)
             self._shared |= {id(alias), id(read[0])}
             return alias
+        if _views(function):
+            return self._viewed(function, args, kwargs, read[0])
         like = self._reserved(function, args, kwargs, read)
         if like is None:
             self._finish_for(function, read)
@@ -154,6 +158,17 @@ class Deferred:
         fill = partial(self._fill, function, args, kwargs, sources, buffers, first.blocks)
         self.track(given, LazyRows(self.sizes, fill), first.blocks)
         return pytree.tree_unflatten(given, spec)
+
+    def _viewed(self, function: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> Any:
+        """Return views of a tensor, unfinished too if each of their rows lies in the same row; else finish the rows."""
+        results = function(*args, **kwargs)
+        views, tracked = pytree.tree_leaves(results), self._of(tensor)
+        if self._dim == 0 and all(_same_rows(tensor, view) for view in views):
+            self.track(views, tracked.rows, tracked.blocks)
+            self._shared |= {id(tensor), *map(id, views)}
+        else:
+            tracked.rows.finish()
+        return results
 
     def _fill(
         self,
@@ -193,6 +208,8 @@ class Deferred:
 
         A tensor without features is contiguous itself: the backward of norms reads statistics as if they were.
         """
+        if self._dim == 0 and like.stride(0) * like.shape[0] == like.numel():
+            return torch.empty_like(like, device=device)  # with the strides that the operator gives
         dim = self._dim if like.shape[-1] > 1 else 0
         first = like.movedim(dim, 0)
         return torch.empty_like(first, device=device, memory_format=torch.contiguous_format).movedim(0, dim)
@@ -200,7 +217,8 @@ class Deferred:
     def _reserved(self, function: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> Any:
         """Return the results on the meta device if the operator works row by row; else None."""
         elementwise = torch.Tag.pointwise in function.tags or str(function) in CASTS
-        if not (elementwise or str(function) in ALONG_FEATURES) or kwargs.get("device") is not None:
+        along_first = self._dim == 0 and str(function) in ALONG_FIRST
+        if not (elementwise or along_first or str(function) in ALONG_FEATURES) or kwargs.get("device") is not None:
             return None
         # Only a tensor that no other reader waits for is changed in place.
         if function._schema.is_mutable and (
@@ -211,7 +229,7 @@ class Deferred:
         if len(all_blocks) > 1 or len({leaf.dim() for leaf in read}) > 1:
             return None
         (blocks,) = all_blocks
-        if not elementwise and (len(read) != 1 or read[0] is not args[0]):
+        if not (elementwise or along_first) and (len(read) != 1 or read[0] is not args[0]):
             return None
         like = pytree.tree_map(_on_meta, (args, kwargs))
         results = function(*like[0], **like[1])
@@ -245,6 +263,22 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._deferred.operator(func, args, kwargs or {})
+
+
+def _views(function: Any) -> bool:
+    """Tell whether an operator returns views of its first argument."""
+    schema = function._schema
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    return schema.name == "aten::_unsafe_view" or (aliases and not schema.is_mutable)
+
+
+def _same_rows(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Tell whether every row of a view, along the first dimension, lies in the same row of the tensor."""
+    if view.dim() == 0 or view.numel() == 0 or (view.shape[0], view.stride(0)) != (tensor.shape[0], tensor.stride(0)):
+        return False
+    first = view.storage_offset() - tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(view.shape[1:], view.stride()[1:], strict=True))
+    return 0 <= first <= last < tensor.stride(0)
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -33,7 +33,7 @@ from ascend_parallel.overlap.region.exchange import (
     draining,
     recorded_call,
 )
-from ascend_parallel.overlap.region.rows import LazyRows
+from ascend_parallel.overlap.region.rows import LazyRows, saved_hooks
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 
@@ -90,7 +90,10 @@ def chunked_mlp(
     The result is the same on every rank, as x is; with sequence parallelism both are this rank's rows. Raises
     `ValueError` for operands that do not fit, `CollectiveError` if a rank fails.
     """
-    y: torch.Tensor = _ChunkedMlp.apply(x, w1_shard_n, b1_shard_n, w2_shard_k, mlp)  # type: ignore[no-untyped-call]
+    operands = [x, w1_shard_n, b1_shard_n, w2_shard_k]
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # then no activation keeps a graph
+        operands = [None if operand is None else operand.detach() for operand in operands]
+    y: torch.Tensor = _ChunkedMlp.apply(*operands, mlp)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -109,6 +112,8 @@ class _ChunkedMlp(torch.autograd.Function):
         # The whole activation, for fc2's weight gradient.
         a_r = x_m.new_empty(ranks, x_m.shape[0], w2.shape[1]) if needs_w2 else None
         bias, graphed = None if b1 is None else b1.detach(), needs_x or needs_w1 or needs_b1
+        # A graph inside this function would have a checkpoint run again for every chunk: keep the activation's input.
+        h_all = x_m.new_empty(ranks, x_m.shape[0], w1.shape[0]) if graphed and saved_hooks() else None
         with recorded_call(mlp.group, mlp.cut, w2.t(), mlp.sequence_parallel):
             inputs = mlp.inputs(x_m, mlp.source)
             reduced = Reduced(x_m.new_empty(x_m.shape[0], w2.shape[0]), sizes, mlp.group, mlp.sequence_parallel)
@@ -116,7 +121,10 @@ class _ChunkedMlp(torch.autograd.Function):
                 for index, (start, stop) in enumerate(chunk_bounds(sizes)):
                     h_r = x_m.new_empty(ranks, stop - start, w1.shape[0])
                     inputs.multiply(index, w1.t(), h_r, "fc1")
-                    a_c, graph = compute(BESIDE, "activation", _activate, mlp.activate, h_r, bias, graphed)
+                    if h_all is not None:
+                        h_all[:, start:stop].copy_(h_r)
+                    now = graphed and h_all is None
+                    a_c, graph = compute(BESIDE, "activation", _activate, mlp.activate, h_r, bias, now)
                     graphs.append(graph)
                     a_c = a_c.view(ranks, stop - start, w2.shape[1])
                     reduced.send(index, compute(MATMUL, "fc2", reduced.multiply, index, a_c, w2.t()))
@@ -129,6 +137,8 @@ class _ChunkedMlp(torch.autograd.Function):
             w1 if needs_x else None,
             w2 if graphed else None,
             None if a_r is None else a_r.flatten(0, 1),
+            h_all,
+            None if h_all is None else b1,
         )
         ctx.mlp, ctx.graphs, ctx.x_shape, ctx.hidden, ctx.kept = mlp, graphs, x.shape, w1.shape[0], keep
         return shaped(mlp.finish(reduced.pending), (*x.shape[:-1], w2.shape[0]))
@@ -137,7 +147,7 @@ class _ChunkedMlp(torch.autograd.Function):
     @once_differentiable
     @recorded_layer("mlp", "backward")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, w1, w2, a_m = ctx.saved_tensors
+        x, w1, w2, a_m, *activation = ctx.saved_tensors
         mlp: ChunkedMlp = ctx.mlp
         needs_x, needs_w1, needs_b1, _, _ = ctx.needs_input_grad
         mlp.fc2_gradient.begin(a_m, w2)
@@ -157,7 +167,7 @@ class _ChunkedMlp(torch.autograd.Function):
                 if mlp.cut.settings.order != "compute_first":
                     again.send(len(mlp.cut.sizes))
             dh_r = gradients.x_r.new_empty(*gradients.x_r.shape[:2], ctx.hidden) if needs_w1 or needs_b1 else None
-            for index, dh_c in _hidden_gradients(ctx, gradients, w2, dh_r):
+            for index, dh_c in _hidden_gradients(ctx, gradients, w2, dh_r, *activation):
                 if reduced is not None:
                     reduced.send(index, compute(MATMUL, "fc1", reduced.multiply, index, dh_c, w1))
             if isinstance(again, GatheredRows):
@@ -200,9 +210,17 @@ class _Edge(torch.autograd.Function):
 
 
 def _hidden_gradients(
-    ctx: Any, gradients: Rows | GatheredRows, w2: torch.Tensor | None, dh_r: torch.Tensor | None
+    ctx: Any,
+    gradients: Rows | GatheredRows,
+    w2: torch.Tensor | None,
+    dh_r: torch.Tensor | None,
+    h_all: torch.Tensor | None,
+    b1: torch.Tensor | None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each chunk's gradient of fc1's output [r, m_c, F], and write it to dh_r; nothing if it is not needed."""
+    """Yield each chunk's gradient of fc1's output [r, m_c, F], and write it to dh_r; nothing if it is not needed.
+
+    h_all [r, m, F] and b1 [F], or None: the activation's input, if its graphs were not kept.
+    """
     if w2 is None:
         return
     # A second backward of a retained graph needs the activations' graphs again; else they are freed chunk by chunk.
@@ -210,6 +228,8 @@ def _hidden_gradients(
     for index, (start, stop) in enumerate(chunk_bounds(ctx.mlp.cut.sizes)):
         da_r = w2.new_empty(gradients.x_r.shape[0], stop - start, w2.shape[1])
         gradients.multiply(index, w2, da_r, "fc2")
+        if h_all is not None:
+            _, ctx.graphs[index] = _activate(ctx.mlp.activate, h_all[:, start:stop].contiguous(), b1, True)
         a_edge, h_edge = ctx.graphs[index]
         da_c = da_r.flatten(0, 1)
         (dh_c,) = compute(BESIDE, "activation", torch.autograd.grad, [a_edge], [h_edge], [da_c], retain_graph=kept)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import torch
+import torch.utils.checkpoint
 
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.rows import Sizes
@@ -42,6 +43,25 @@ class LazyRows:
     def finish(self) -> None:
         """Finish all rows."""
         self.up_to(self._stops[-1] if self._stops else 0)
+
+
+def saved_hooks() -> Callable[[torch.Tensor], object] | None:
+    """Return the innermost hook that packs tensors saved for backward, or None."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else top[0]
+
+
+def saved_hook_reason() -> str | None:
+    """Return why tensors with unfinished rows may not be saved for backward now, or None.
+
+    Autograd hands a saved tensor to the innermost `torch.autograd.graph.saved_tensors_hooks` at once, and a hook that
+    copies it, such as that of `save_on_cpu`, copies rows that are not there yet. Those of `torch.utils.checkpoint`
+    keep no copy: the first drops the tensor, the second holds an alias.
+    """
+    hook = saved_hooks()
+    if hook is None or getattr(hook, "__module__", None) == torch.utils.checkpoint.__name__:
+        return None
+    return "saved_tensors_hooks are active, which may copy rows that are not finished"
 
 
 class PendingRows:

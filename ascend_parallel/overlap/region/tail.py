@@ -43,9 +43,11 @@ class Tail:
 
         bias [N] or None, residual [..., N]. The gradients of norm weight and bias are one sum over all rows.
         """
-        results: tuple[torch.Tensor, torch.Tensor] = _Tail.apply(  # type: ignore[no-untyped-call]
-            y, bias, residual, self, *self.parameters
-        )
+        # Megatron-core enables gradients here even in inference mode, whose tensors no function can save.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not torch.is_inference_mode_enabled()):
+            results: tuple[torch.Tensor, torch.Tensor] = _Tail.apply(  # type: ignore[no-untyped-call]
+                y, bias, residual, self, *self.parameters
+            )
         return results
 
 

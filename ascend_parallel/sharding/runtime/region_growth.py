@@ -30,6 +30,29 @@ ROW_WISE = (
     "aten.to.dtype",
     "aten._to_copy.default",
 )
+ATTENTION = "aten.scaled_dot_product_attention.default"
+# Operators that keep the rows of the first dimension apart, where their rule says so.
+ALONG_FIRST = (
+    ATTENTION,
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten.flatten.using_ints",
+    "aten.unflatten.int",
+    "aten.transpose.int",
+    "aten.permute.default",
+    "aten.unsqueeze.default",
+    "aten.expand.default",
+    "aten.slice.Tensor",
+    "aten.select.int",
+    "aten.chunk.default",
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.unbind.int",
+    "aten.cat.default",
+    "aten.repeat_interleave.self_int",
+    "aten.contiguous.default",
+    "aten.clone.default",
+)
 
 
 def with_row_regions(
@@ -82,6 +105,8 @@ class _Growing:
 
     inside
         The registers that have the region's rows, and whether these are gathered from all ranks.
+    attended
+        Whether the region has passed an attention.
     end
         The instruction that ended the region, and why.
     """
@@ -91,6 +116,7 @@ class _Growing:
     row_dim: int
     members: list[Run | RunKernel] = field(default_factory=list)
     inside: dict[int, bool] = field(default_factory=dict)
+    attended: bool = False
     end: str = "the end"
 
     def over(self, rest: Sequence[Instruction]) -> int:
@@ -125,6 +151,7 @@ class _Growing:
             gathered = isinstance(member.kernel, ColumnKernel) and member.kernel.row_dim is not None
         else:
             gathered = any(self.inside.get(at, False) for at in member.reads)
+            self.attended |= member.local.call.name == ATTENTION
         self.members.append(member)
         self.inside |= dict.fromkeys(member.writes, gathered)
 
@@ -148,6 +175,8 @@ class _Growing:
         others = {at for at in member.reads if at not in xs}
         if member.gathers:
             return "backward gathers its weight again"
+        if self.attended and isinstance(kernel, RowKernel):  # so a region holds the tensors of one layer, not of all
+            return "behind an attention it begins a region of its own"
         if not xs <= self.inside.keys() or not self.inside.keys().isdisjoint(others):
             return "its rows come from elsewhere"
         if kernel.row_dim != self.kernel.row_dim:
@@ -168,7 +197,10 @@ class _Growing:
             return "it draws random numbers"
         if run.all_reduce or run.gathers:
             return "it communicates"
-        if run.local.run is not None or not (elementwise or call.name in ROW_WISE):
+        along_first = self.row_dim == 0 and self.kernel.row_dim is None and call.name in ALONG_FIRST
+        along_first = along_first and len({meta.shape[:1] for meta in (call.inputs[mine[0]], *call.outputs)}) == 1
+        row_wise = run.local.run is None and (elementwise or call.name in ROW_WISE)
+        if not (along_first or row_wise):
             return "it is not known to work row by row"
         if len(gathered) > 1:
             return "it reads gathered rows beside others"

@@ -15,6 +15,7 @@ from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.overlap.region.cuts import RegionCut, RegionMatmul, region_cut
 from ascend_parallel.overlap.region.deferred import Deferred
 from ascend_parallel.overlap.region.deferred_linear import deferred_column, deferred_row
+from ascend_parallel.overlap.region.rows import saved_hook_reason
 from ascend_parallel.sharding.runtime.compute_instructions import Run, RunKernel
 from ascend_parallel.sharding.runtime.instructions import Instruction, Registers, Step
 from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
@@ -42,7 +43,7 @@ class RunRegion(Instruction):
         return [name for member in self.members for name in names_of(member)]
 
     def run(self, registers: Registers, step: Step) -> None:
-        """Run the region; or one by one, if there is one chunk, in autocast, or if the run is recorded."""
+        """Run the region; or one by one, with one chunk, in autocast, recorded, or with hooks on saved tensors."""
         seed = self.members[0]
         assert isinstance(seed, RunKernel) and isinstance(seed.kernel, RowKernel)
         x, layer = registers[seed.inputs[0][seed.kernel.matmuls[0].x]], seed.kernel.layer
@@ -67,6 +68,8 @@ class RunRegion(Instruction):
         layer = kernels[0].kernel.layer  # type: ignore[attr-defined]
         if torch.is_autocast_enabled(x.device.type) or RECORDING.recorder is not None:
             return RegionCut((rows,), layer.settings, "autocast, or a recorded run")
+        if torch.is_grad_enabled() and (reason := saved_hook_reason()) is not None:
+            return RegionCut((rows,), layer.settings, reason)
         matmuls = [_matmul(member, registers) for member in kernels if isinstance(member.kernel, RowKernel)][::-1]
         matmuls += [_matmul(member, registers) for member in kernels if isinstance(member.kernel, ColumnKernel)]
         step = rows // length
