@@ -13,8 +13,9 @@ def environment(folder, without=()):
     Returns its Python. What is borrowed are links; what is installed into it stays in `folder`.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
-    scheme = {"base": str(folder), "platbase": str(folder)}
-    site = Path(sysconfig.get_path("purelib", "venv", scheme))
+    bases = {"base": str(folder), "platbase": str(folder)}
+    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # Python 3.10 has no scheme "venv"
+    site = Path(sysconfig.get_path("purelib", scheme, bases))
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.lstrip("_").startswith(tuple(without)):
             (site / entry.name).symlink_to(entry)
