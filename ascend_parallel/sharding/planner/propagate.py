@@ -12,6 +12,7 @@ from dataclasses import replace
 from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.batch_norms import with_batch_norms
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError, strategy
 from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.search import Search
@@ -44,6 +45,7 @@ def propagate(
     semi_auto: str | None = None,
     data_dim: str | None = None,
     memory_limit: float | None = None,
+    batch_norm: str = "sync",
     hardware: str = HARDWARE,
     costs: MeshCosts | None = None,
 ) -> ShardingPlan:
@@ -67,6 +69,9 @@ def propagate(
     memory_limit
         Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` is then a lower bound
         of the cost of all plans within the limit.
+    batch_norm
+        In training, where a batch norm's batch is sharded: "sync": the statistics are those of the whole batch, as on
+        one card. "local": each rank's part has its own, as with torch's DDP; running statistics are averages.
     costs
         Costs of collectives; by default from `hardware`.
 
@@ -88,6 +93,7 @@ def propagate(
             f"data_dim={data_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, and not semi_auto too"
         )
     _check_operators(graph)
+    graph = with_batch_norms(graph, batch_norm)
     configured, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
     search = Search(
         graph,
