@@ -160,8 +160,9 @@ def _main_calls(graph: Graph, path: str) -> list[Node]:
     calls = []
     for module, nodes in modules.items():
         own = [node for node in nodes if any(graph.nodes[value.node].kind == PARAMETER for value in node.inputs)]
-        floats = [node for node in nodes if any(meta.dtype.is_floating_point for meta in node.outputs)]
-        own = own or (floats if len(floats) == 1 else [])  # not a norm's count of its batches
+        if not own and len(nodes) > 1:  # a norm without weights also counts its batches
+            nodes = [node for node in nodes if any(meta.dtype.is_floating_point for meta in node.outputs)] or nodes
+        own = own or (nodes if len(nodes) == 1 else [])
         if len({operator_name(node) for node in own}) != 1:
             names = ", ".join(dict.fromkeys(operator_name(node) for node in own or nodes))
             example = f"{module}:{operator_name((own or nodes)[0])}"
