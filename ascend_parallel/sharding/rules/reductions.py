@@ -13,7 +13,7 @@ from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register
 NONLINEAR = """
     amax amin max.default max.dim min.default min.dim argmax argmin any all prod var std var_mean std_mean softmax
     _softmax _safe_softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm topk sort argsort cumprod
-    median.dim kthvalue mode count_nonzero glu logcumsumexp cummax cummin aminmax
+    median.dim kthvalue mode count_nonzero nanmean nansum glu logcumsumexp cummax cummin aminmax
 """
 # By the number of spatial dimensions.
 AVERAGES = {
