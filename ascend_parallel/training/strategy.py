@@ -16,6 +16,7 @@ from torch import nn
 from ascend_parallel.consistency import confirm_same
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
+from ascend_parallel.sharding.planner.batch_norms import CHOICES
 from ascend_parallel.text import nearest
 from ascend_parallel.training.graph_passes import PASSES
 from ascend_parallel.training.options import (
@@ -33,7 +34,7 @@ from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
 # Options that a hybrid model, which is not traced, cannot have.
-OF_PLANS = ("operators", "pipeline", "recompute", "fused_passes")
+OF_PLANS = ("operators", "pipeline", "recompute", "fused_passes", "batch_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class Strategy:
         Strategies by pattern, as for `propagate`.
     fused_passes
         Names of PASSES, which fuse operators of the graph.
+    batch_norm
+        As for `propagate`: "sync" or "local" statistics of sharded batches.
     max_norm
         Gradients are clipped to this global norm.
     memory_limit, hardware
@@ -73,6 +76,7 @@ class Strategy:
     overlap: OverlapOptions = field(default_factory=OverlapOptions)
     comm_fusion: CommFusion = field(default_factory=CommFusion)
     fused_passes: tuple[str, ...] = ()
+    batch_norm: str = "sync"
     max_norm: float | None = None
     memory_limit: float | None = None
     hardware: str = "910b"
@@ -80,6 +84,7 @@ class Strategy:
     def __post_init__(self) -> None:
         """Check that the options fit together."""
         check_one_of("mode", self.mode, MODES)
+        check_one_of("batch_norm", self.batch_norm, CHOICES)
         self._check_types()
         self._check_mesh()
         self._check_mode()

@@ -182,5 +182,6 @@ def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Map
         semi_auto=None if auto else strategy.data_dim,
         data_dim=strategy.data_dim if auto else None,
         memory_limit=strategy.memory_limit,
+        batch_norm=strategy.batch_norm,
         hardware=strategy.hardware,
     )

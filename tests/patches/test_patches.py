@@ -226,7 +226,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear as C, RowP
 originals = C.forward, R.forward
 ap.configure(num_chunks=4); ap.apply(); ap.apply()
 assert C.forward is not originals[0] and C.forward.__wrapped__ is originals[0]
-assert [p.applied for p in ap.status().patches] == [True, True], ap.status()
+assert [p.applied for p in ap.status().patches if "megatron" in p.target] == [True, True], ap.status()
 ap.revert(); ap.revert()
 assert (C.forward, R.forward) == originals
 ap.apply()
@@ -304,7 +304,8 @@ print(ap.status().settings.num_chunks, ap.status().notes[0])
 @pytest.mark.slow
 def test_a_run_that_overlapped_nothing_says_so():
     done = python("import megatron.core", COC_PARALLEL_NUM="4", RANK="0")
-    assert "overlap was on, but 0 linear layers ran with it: no layer of megatron-core" in done.stderr
+    assert "overlap was on, but 0 linear layers ran with it: no layer of " in done.stderr
+    assert "no layer of megatron-core with a tensor-parallel group" in done.stderr
     on_top = "from megatron.core.tensor_parallel.layers import RowParallelLinear as R\nR.forward = lambda self, x: x"
     done = python(on_top, COC_PARALLEL_NUM="4", RANK="0")
     assert "RowParallelLinear.forward was replaced in turn by __main__" in done.stderr
@@ -366,6 +367,6 @@ def test_status_command():
     done = subprocess.run([*call, "--json"], capture_output=True, text=True, env=environ, timeout=60)
     found = json.loads(done.stdout)
     assert found["settings"]["num_chunks"] == 4
-    assert [patch["applied"] for patch in found["patches"]] == [True, True]
+    assert [patch["applied"] for patch in found["patches"] if "megatron" in patch["target"]] == [True, True]
     shown = subprocess.run(call, capture_output=True, text=True, env=environ, timeout=60).stdout
     assert "RowParallelLinear.forward" in shown

@@ -121,8 +121,8 @@ def normalisation_cases():
         1,
     )
     case(aten.batch_norm.default, lambda d: (*channels(d, False), False), 3, "given statistics", constants=(3, 4))
-    case(aten.batch_norm.default, lambda d: (*channels(d, True), False), 1, "own statistics", constants=(3, 4))
-    case(aten._native_batch_norm_legit_functional.default, lambda d: channels(d, True), 1, constants=(3, 4))
+    case(aten.batch_norm.default, lambda d: (*channels(d, True), False), 3, "own statistics", constants=(3, 4))
+    case(aten._native_batch_norm_legit_functional.default, lambda d: channels(d, True), 3, constants=(3, 4))
     case(
         aten._native_batch_norm_legit_no_training.default,
         lambda d: (*channels(d, False)[:5], 0.1, 1e-5),

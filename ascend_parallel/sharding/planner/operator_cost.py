@@ -59,7 +59,7 @@ def _local(meta: TensorMeta, layout: Layout, mesh_shape: tuple[int, ...]) -> Sha
 
 
 def op_collective_steps(call: OpCall, layouts: Sequence[Layout], costs: MeshCosts) -> tuple[RedistributeStep, ...]:
-    """Return the all-reduces that an operator runs in forward, with inputs in these layouts."""
+    """Return the all-reduces that an operator runs in a step, with inputs in these layouts."""
     reductions = own_reductions(call, layouts, costs.shape)
     return tuple(all_reduce_step(reduction.mesh_dim, reduction.nbytes, reduction.op, costs) for reduction in reductions)
 

@@ -153,13 +153,15 @@ def path_matches(path: str, pattern: str) -> bool:
 
 
 def _main_calls(graph: Graph, path: str) -> list[Node]:
-    """Return each module's calls with weights, or its only call."""
+    """Return each module's calls with weights, or its only call that gives floating-point tensors."""
     modules: dict[str, list[Node]] = {}
     for node in _calls(graph, path):
         modules.setdefault(node.module, []).append(node)
     calls = []
     for module, nodes in modules.items():
         own = [node for node in nodes if any(graph.nodes[value.node].kind == PARAMETER for value in node.inputs)]
+        if not own and len(nodes) > 1:  # a norm without weights also counts its batches
+            nodes = [node for node in nodes if any(meta.dtype.is_floating_point for meta in node.outputs)] or nodes
         own = own or (nodes if len(nodes) == 1 else [])
         if len({operator_name(node) for node in own}) != 1:
             names = ", ".join(dict.fromkeys(operator_name(node) for node in own or nodes))

@@ -96,9 +96,17 @@ def without_partials(options: Sequence[Option], whole: Sequence[bool]) -> list[O
 
 
 def is_cut(option: Option, data: int, first: bool) -> bool:
-    """Tell whether all outputs are sharded or partial along mesh dimension `data`; with `first` sharded on dim 0."""
+    """Tell whether the outputs are sharded or partial along mesh dimension `data`; with `first` sharded on dim 0.
+
+    Outputs beside the first may be whole: the statistics of a batch norm, which are those of all ranks.
+    """
     kinds = ("shard",) if first else ("shard", "partial")
-    return all(layout[data].kind in kinds and not (first and layout[data].dim) for layout in option.outputs)
+
+    def fits(layout: Layout) -> bool:
+        return layout[data].kind in kinds and not (first and layout[data].dim)
+
+    main, *others = option.outputs
+    return fits(main) and all(fits(layout) or layout[data] == REPLICATE for layout in others)
 
 
 def is_whole(option: Option, data: int, also_there: bool) -> bool:

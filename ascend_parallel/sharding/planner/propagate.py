@@ -12,12 +12,16 @@ from dataclasses import replace
 from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.batch_norms import with_batch_norms
+from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError, strategy
 from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
 log = logging.getLogger("ascend_parallel")
 
@@ -44,6 +48,7 @@ def propagate(
     semi_auto: str | None = None,
     data_dim: str | None = None,
     memory_limit: float | None = None,
+    batch_norm: str = "sync",
     hardware: str = HARDWARE,
     costs: MeshCosts | None = None,
 ) -> ShardingPlan:
@@ -67,6 +72,9 @@ def propagate(
     memory_limit
         Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` is then a lower bound
         of the cost of all plans within the limit.
+    batch_norm
+        In training, where a batch norm's batch is sharded: "sync": the statistics are those of the whole batch, as on
+        one card. "local": each rank's part has its own, as with torch's DDP; running statistics are averages.
     costs
         Costs of collectives; by default from `hardware`.
 
@@ -87,7 +95,8 @@ def propagate(
         raise ValueError(
             f"data_dim={data_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, and not semi_auto too"
         )
-    _check_operators(graph)
+    _check_operators(graph, mesh, hardware)
+    graph = with_batch_norms(graph, batch_norm)
     configured, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
     search = Search(
         graph,
@@ -106,8 +115,9 @@ def propagate(
     return slice_replicated(_within(search, memory_limit))
 
 
-def _check_operators(graph: Graph) -> None:
-    unknown: dict[str, str] = {}
+def _check_operators(graph: Graph, mesh: ProcessMesh, hardware: str) -> None:
+    """Refuse collectives; warn of operators without a rule, with the time that every rank spends on them in a step."""
+    unknown: dict[str, list[Node]] = {}
     for node in graph.nodes.values():
         if node.call is not None and node.call.name.startswith(COLLECTIVES):
             raise ValueError(
@@ -115,10 +125,30 @@ def _check_operators(graph: Graph) -> None:
                 "single-device model; the plan adds the collectives, and overlaps them"
             )
         if node.call is not None and not has_rule(node.call):
-            unknown.setdefault(node.call.name, node.module)
-    for name, module in unknown.items():
-        where = f" in {module}" if module else ""
-        log.warning("%s%s has no sharding rule: it runs whole on every rank (register_rule adds a rule)", name, where)
+            unknown.setdefault(node.call.name, []).append(node)
+    shape, model = tuple(mesh.shape), CostModel(find_hardware(hardware)) if unknown else None
+    for name, nodes in unknown.items():
+        assert model is not None
+        took = sum(
+            seconds(node.call, _whole(node, len(shape)), shape, model) for node in nodes if node.call is not None
+        )
+        where = f" in {nodes[0].module}" if nodes[0].module else ""
+        log.warning(
+            "%s%s has no sharding rule: it runs whole on every rank, %s, %.3f ms a step by the cost model of %s "
+            "(register_rule adds a rule)",
+            name,
+            where,
+            f"{len(nodes)} times" if len(nodes) > 1 else "once",
+            1e3 * took,
+            hardware,
+        )
+
+
+def _whole(node: Node, dims: int) -> Option:
+    """Return the option of a call that every rank computes in full."""
+    assert node.call is not None
+    whole = (REPLICATE,) * dims
+    return Option((whole,) * len(node.call.inputs), (whole,) * len(node.call.outputs))
 
 
 def _read(strategies: Mapping[str, object], mesh: ProcessMesh) -> dict[str, OperatorStrategy]:

@@ -87,6 +87,7 @@ class Search:
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
         self._drop_averages()
         self.readers = self.graph.readers()
+        self._timed = self._readers_of_marked_weights()
         self._fixed: set[str] = set()
         self._fix_replicated()
 
@@ -120,6 +121,31 @@ class Search:
             if all(value.node in self._fixed for value in node.inputs) and not self._is_worth_sharding(node):
                 self.options[node.name] = self.options[node.name][:1]
                 self._fixed.add(node.name)
+
+    def _readers_of_marked_weights(self) -> set[str]:
+        """Return the operators whose computing time counts with any objective: they read a weight that is marked.
+
+        The weight lies in slices because the user wants it there. Gathering it, to compute the operator in full on
+        every rank, has to be worth that time. Operators that read the weight alone (a transpose, a cast) pass it on.
+        """
+        shared = [
+            node.name
+            for node in self.graph.nodes.values()
+            if node.kind == PARAMETER and node.name in self.configured and self._always_sharded(node)
+        ]
+        found, waiting = set[str](), shared
+        while waiting:
+            name = waiting.pop()
+            for value in self.graph.nodes[name].values:
+                for reader, _ in self.readers.get(value, ()):
+                    alone = len(self.graph.nodes[reader].inputs) == 1 and reader not in found
+                    found.add(reader)
+                    waiting += [reader] if alone else []
+        return found
+
+    def _always_sharded(self, node: Node) -> bool:
+        layouts = (layout for option in self.options[node.name] for layout in option.outputs)
+        return all(any(placement.kind == "shard" for placement in layout) for layout in layouts)
 
     def _is_worth_sharding(self, node: Node) -> bool:
         """Tell whether a node can be sharded and takes long if every rank computes it in full (objective "time")."""
@@ -238,7 +264,7 @@ class Search:
 
     def _own_costs(self, node: Node) -> Costs:
         options = self.options[node.name]
-        key = (signature(node), tuple(options))
+        key = (signature(node), tuple(options), node.name in self._timed)
         if key not in self._own:
             self._own[key] = np.array([self._own_cost(node, option) for option in options])
         return self._own[key]
@@ -248,7 +274,7 @@ class Search:
         cost = TIE_BREAK * nbytes
         if node.call is not None:
             cost += sum(step.seconds for step in op_collective_steps(node.call, option.inputs, self.costs))
-        if self.objective == "time" and node.call is not None:
+        if node.call is not None and (self.objective == "time" or node.name in self._timed):
             cost += seconds_of(node.call, option, self._shape, self._model)
         return cost
 

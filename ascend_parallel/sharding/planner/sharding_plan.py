@@ -127,7 +127,7 @@ class ShardingPlan:
 
     @cached_property
     def op_collectives(self) -> dict[str, tuple[RedistributeStep, ...]]:
-        """Return the collectives that operators run themselves in forward, by node."""
+        """Return the collectives that operators run themselves in a step, by node."""
         calls = {name: node.call for name, node in self.graph.nodes.items() if node.call is not None}
         steps = {name: op_collective_steps(call, self.inputs[name], self.costs) for name, call in calls.items()}
         return {name: of_node for name, of_node in steps.items() if of_node}

@@ -6,7 +6,9 @@ local.py          a rank's part of a call: its local tensors and their position 
 pointwise.py      elementwise operators, dropout
 matmul.py         products: linear, matmul, einsum, convolutions, scaled_dot_product_attention
 views.py          reshape, transpose, slice, split, cat, repeat; arange, zeros, full
-reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling; layer, RMS, group and batch norm
+reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling; layer, RMS and group norm
+batch_norm.py     batch norm, with the statistics of all ranks or of each
+samples.py        recurrent layers, Fourier transforms, resampling, distances
 indexing.py       embedding, gather, index
 loss.py           cross-entropy, also of logits sharded along the classes; elementwise losses
 """
@@ -18,11 +20,13 @@ from collections.abc import Sequence
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
 from ascend_parallel.sharding.rules import (
+    batch_norm,
     indexing,
     loss,
     matmul,
     pointwise,
     reductions,
+    samples,
     views,
 )
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, everywhere, linear_in
@@ -46,7 +50,7 @@ __all__ = [
     "strategies",
 ]
 
-for _rules in (pointwise, matmul, views, reductions, indexing, loss):
+for _rules in (pointwise, matmul, views, reductions, batch_norm, samples, indexing, loss):
     _rules.register()
 
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -14,8 +14,12 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
 
-AllReduce = Callable[[torch.Tensor, int, str], torch.Tensor]
-"""all_reduce(local tensor, mesh dimension, "sum" or "max"): the reduction over the ranks of this rank's line."""
+
+class AllReduce(Protocol):
+    """The reduction of a local tensor over the ranks of this rank's line of a mesh dimension."""
+
+    def __call__(self, tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
+        """Return the "sum" or "max"; direction: "forward" or "backward", in which the operator asks for it."""
 
 
 @dataclass(frozen=True)
@@ -232,11 +236,14 @@ class Part:
             return tensor
         return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
-    def reduced(self, tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
-        """Return the "sum" or "max" of a tensor over this rank's line of a mesh dimension; not differentiable."""
+    def reduced(self, tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
+        """Return the "sum" or "max" of a tensor over this rank's line of a mesh dimension; not differentiable.
+
+        direction: "backward" in an operator's own backward.
+        """
         if self.all_reduce is None:
             raise RuntimeError(f"{self.call.name} runs a collective itself here: give all_reduce")
-        return self.all_reduce(tensor, mesh_dim, op)
+        return self.all_reduce(tensor, mesh_dim, op, direction)
 
     def run(self, /, **changed: Any) -> Any:
         """Run the operator on the local tensors, with the named arguments replaced.

@@ -24,7 +24,7 @@ UNARY_LINEAR = """
     alias clone contiguous detach imag lift_fresh lift_fresh_copy neg negative positive real to _to_copy type_as
     conj resolve_conj resolve_neg deg2rad rad2deg
 """
-RANDOM = "dropout native_dropout rand_like randn_like bernoulli"
+RANDOM = "dropout native_dropout alpha_dropout rrelu rand_like randn_like bernoulli"
 
 
 def pointwise(call: OpCall) -> list[OpPlacements]:

@@ -1,11 +1,11 @@
-"""Operators that reduce or sort along dimensions: sums, means, softmax, extremes; pooling; norms."""
+"""Operators that reduce or sort along dimensions: sums, means, softmax, extremes; pooling; norms of each sample."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Placement
+from ascend_parallel.sharding.layout import AVERAGE, SUM, Placement
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in_all, normal, place, same
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register_all
@@ -13,7 +13,7 @@ from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register
 NONLINEAR = """
     amax amin max.default max.dim min.default min.dim argmax argmin any all prod var std var_mean std_mean softmax
     _softmax _safe_softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm topk sort argsort cumprod
-    median.dim kthvalue mode count_nonzero glu logcumsumexp cummax cummin aminmax
+    median.dim kthvalue mode count_nonzero nanmean nansum glu logcumsumexp cummax cummin aminmax
 """
 # By the number of spatial dimensions.
 AVERAGES = {
@@ -80,10 +80,6 @@ def spatial(dims: int, linear: bool) -> Rule:
 
 
 LAYERS = "layer_norm native_layer_norm rms_norm _fused_rms_norm"
-BATCHES = """
-    batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
-    _native_batch_norm_legit_no_training
-"""
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -109,24 +105,6 @@ def run_native_group_norm(part: Part) -> Any:
     return part.run(N=part.inputs[0].shape[0])
 
 
-def over_batch(call: OpCall) -> list[OpPlacements]:
-    """Batch norm: shard the channels; with given statistics, any dimension."""
-    named = arguments(call)
-    channels = Axis((1, *(0 for _ in call.inputs[1:])), _outputs(call, 1, 0), REPLICATE)
-    fixed = "no_training" in call.name or (not named["training"] and place(named.get("running_mean")) is not None)
-    rest = (None,) * (len(call.inputs) - 1)
-    no_statistics = all(meta.shape == (0,) for meta in call.outputs[1:])
-    dims = range(len(call.inputs[0].shape)) if fixed and no_statistics else ()
-    others = [Axis((dim, *rest), _outputs(call, dim, None), REPLICATE) for dim in dims if dim != 1]
-    without_gradient = [index for name in STATISTICS if (index := place(named.get(name))) is not None]
-    return cut(call, [channels, *others], without_gradient)
-
-
-def _outputs(call: OpCall, dim: int, of_statistics: int | None) -> tuple[int | None, ...]:
-    """Return an axis's dimension of each output: the normalised tensor, then the statistics, which may be empty."""
-    return (dim, *(None if meta.shape == (0,) else of_statistics for meta in call.outputs[1:]))
-
-
 def register() -> None:
     """Register this file's rules."""
     register_all(NONLINEAR, along)
@@ -139,4 +117,3 @@ def register() -> None:
     register_all(LAYERS, over_last)
     register_all("group_norm instance_norm", over_groups)
     register_all("native_group_norm", over_groups, run_native_group_norm)
-    register_all(BATCHES, over_batch)

@@ -25,17 +25,20 @@ class OpPlacements:
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce that a rule's implementation runs inside the operator's forward, along one mesh dimension.
+    """An all-reduce that a rule's implementation runs inside the operator, along one mesh dimension.
 
     nbytes
         The bytes of each rank's tensor.
     op
         "sum" or "max".
+    direction
+        "forward" or "backward".
     """
 
     mesh_dim: int
     nbytes: int
     op: str
+    direction: str = "forward"
 
 
 Rule = Callable[[OpCall], Iterable[OpPlacements]]

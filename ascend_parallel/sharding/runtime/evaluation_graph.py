@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
 from ascend_parallel.sharding.rules.axes import arguments
-from ascend_parallel.sharding.tracing.functionalize import FUNCTIONAL_BATCH_NORM
+from ascend_parallel.sharding.rules.batch_norm import FUNCTIONAL, LOCAL
 
 BATCH_NORM = torch.ops.aten.batch_norm.default
+UPDATING = (FUNCTIONAL, LOCAL)  # batch norms that update running statistics
 DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 # The argument that is 0 or False in evaluation, by operator.
 DROPPING = {**dict.fromkeys(DROPOUT, "train"), "scaled_dot_product_attention": "dropout_p"}
@@ -34,7 +35,7 @@ def in_evaluation(graph: Graph) -> Graph:
     for name, node in graph.nodes.items():
         node = replace(node, inputs=tuple(old.get(value, value) for value in node.inputs))
         nodes[name] = _replaced(node)
-        if node.call is not None and node.call.target is FUNCTIONAL_BATCH_NORM:
+        if node.call is not None and node.call.target in UPDATING:
             args = arguments(node.call)
             for index, statistic in ((3, "running_mean"), (4, "running_var")):
                 old[Value(name, index)] = node.inputs[args[statistic].index]
@@ -70,7 +71,7 @@ def _replaced(node: Node) -> Node:
     by_name, name = arguments(node.call), node.call.name.split(".")[1]
     if name in DROPPING and by_name[DROPPING[name]]:
         return replace(node, call=_with(node.call, DROPPING[name], type(by_name[DROPPING[name]])(0)))
-    if node.call.target is FUNCTIONAL_BATCH_NORM:
+    if node.call.target in UPDATING:
         tensors = [by_name[tensor] for tensor in ("input", "weight", "bias", "running_mean", "running_var")]
         args = (*tensors, False, by_name["momentum"], by_name["eps"], True)
         call = OpCall(BATCH_NORM, args, {}, node.call.inputs, node.call.outputs[:1])

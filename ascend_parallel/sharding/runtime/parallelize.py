@@ -8,6 +8,7 @@ import torch
 
 from ascend_parallel.current import current_settings
 from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.planner.batch_norms import has_local_batch_norms
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.eager_module import make_eager
 from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES
@@ -87,6 +88,8 @@ def parallelize(
     _refuse_static_options(
         overlap=overlap or None, settings=settings, recompute=recompute, bucket_bytes=bucket_bytes, compile=compile
     )
+    if has_local_batch_norms(plan.graph):
+        raise ValueError('the plan has batch_norm="local": the model\'s own Python has no such norm; give static=True')
     make_eager(model, plan, local_inputs=local_inputs, settings=current_settings())
     return model
 

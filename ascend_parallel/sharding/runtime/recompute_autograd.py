@@ -61,9 +61,14 @@ class Results:
         return self._kept(run, self._keep_collectives and communicates)
 
     def reducing(self, all_reduce: AllReduce, *, keep: bool) -> AllReduce:
-        """Return an `all_reduce` for an operator; its results are kept with `keep` or `keep_collectives`."""
+        """Return an `all_reduce` for an operator; its results are kept with `keep` or `keep_collectives`.
 
-        def kept(tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
+        Those of the operator's own backward run once anyway.
+        """
+
+        def kept(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
+            if direction == "backward":
+                return all_reduce(tensor, mesh_dim, op, direction)
             return self._kept(lambda: all_reduce(tensor, mesh_dim, op), keep or self._keep_collectives)
 
         return kept

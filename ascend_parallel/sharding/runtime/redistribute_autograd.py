@@ -183,12 +183,12 @@ def _compact(moved: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllReduce:
-    """Return the all-reduce that a rule's `run` calls: ``all_reduce(tensor, mesh_dim, op)``."""
+    """Return the all-reduce that a rule's `run` calls: ``all_reduce(tensor, mesh_dim, op, direction)``."""
     whole = (REPLICATE,) * mesh.ndim
 
-    def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str) -> torch.Tensor:
+    def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
         step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
-        observer("forward", step)
+        observer(direction, step)
         source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
         return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
 

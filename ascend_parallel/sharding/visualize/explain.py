@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ascend_parallel.sharding.graph import CALL, Node
+from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.operator_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
@@ -46,7 +46,7 @@ def summary(plan: ShardingPlan) -> list[str]:
 
 
 def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
-    """Return warnings: ranks that compute the same work, and more memory than a card has.
+    """Return warnings: ranks that compute the same work, marked weights that are gathered, too little memory.
 
     nbytes
         Bytes that a rank holds.
@@ -57,6 +57,7 @@ def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
         if share > REPEATED:
             how_much = "all of the work" if share == 1 else f"{100 * share:.0f} % of the work"
             found.append(f"each of the {size} ranks along {name} repeats {how_much}: shard operators along {name}")
+    found += [f"{weight} is marked, and gathered: {what}" for weight, what in _gathered(plan).items()]
     hardware = plan.costs.hardware
     capacity = 0.0 if hardware is None else hardware.memory.capacity
     if hardware is not None and 0 < capacity < nbytes:
@@ -64,6 +65,19 @@ def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
             f"a rank holds {size_of(nbytes)}, and {hardware.title} has {size_of(capacity)} a card: shard more, as by a "
             "larger mesh, stages, sharding.zero_stage or recompute"
         )
+    return found
+
+
+def _gathered(plan: ShardingPlan) -> dict[str, str]:
+    """Return, by path, the weights whose layouts were given and that are gathered, with the readers and the cost."""
+    found = {}
+    for one in plan.conversions:
+        node = plan.graph.nodes[one.value.node]
+        gathers = [step for step in one.ahead.steps if step.kind == "all_gather" and step.nbytes]
+        if node.kind == PARAMETER and node.name in plan.configured and gathers:
+            seconds, nbytes = 1e3 * one.seconds, size_of(one.nbytes)
+            readers = ", ".join(_where(plan.graph.nodes[name]) for name in one.reader.split(", ") if name)
+            found[node.source] = f"{readers} is computed without its slices ({nbytes}, {seconds:.3f} ms a step)"
     return found
 
 
