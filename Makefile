@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint stress packages sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
+.PHONY: demo test test-all lint docs stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -24,11 +24,19 @@ lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: $(VENV)/ready  ## the documentation as a site in build/site; a broken link, heading or reference fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds, other examples of property tests
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "stress or hypothesis" $(ARGS)
 
 packages: $(VENV)/ready  ## sdist and wheel built with the C++ extension, each installed into a fresh environment and examined
 	$(BIN)/python -m pytest -m packages tests/docs/test_packages.py $(ARGS)
+
+dist: $(VENV)/ready  ## sdist and wheel for this torch in dist/, checked as a package index would
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 SANITIZE := g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fno-sanitize-recover=all -Iops/csrc \
 	tests/sanitize/driver.cpp ops/csrc/communicator.cpp ops/csrc/sum.cpp

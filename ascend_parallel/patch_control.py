@@ -26,7 +26,7 @@ from ascend_parallel.diagnostics.timeline.session import Variable
 from ascend_parallel.diagnostics.verify import LEDGER, Verification
 from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.logs import LogLevel
-from ascend_parallel.ops import COUNTS, shm
+from ascend_parallel.ops import COUNTS, shm_extension
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patches.applied import NOTHING, Patches, wanted
 from ascend_parallel.patches.base import PatchError, PatchStatus
@@ -269,10 +269,10 @@ class PatchControl:
 
 
 def _kernels() -> dict[str, str]:
-    extension = shm.extension()
+    kernel = shm_extension.extension()
     return {
         "npu": "available" if is_installed("torch_npu") else "torch_npu is not installed",
-        "shm": extension if isinstance(extension, str) else "available",
+        "shm": kernel if isinstance(kernel, str) else "available",
         "chunked": "available",
         "reference": "available",
         "ordered": "available",

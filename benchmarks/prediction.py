@@ -1,7 +1,10 @@
 """Compare the model's prediction of every pass with its measurement, on links of several rates.
 
     python benchmarks/prediction.py --json prediction.json     about 20 minutes; needs root for the links
-    python benchmarks/prediction.py --table prediction.json    the tables of docs/predicted-and-measured.md from it
+    python benchmarks/prediction.py --table prediction.json    its tables
+    python benchmarks/prediction.py --table prediction.json --data benchmarks/data    the rows as files
+
+docs/predicted-and-measured.md has the summary of the rows in data/prediction.csv and data/prediction_again.csv.
 
 The model gets the times of a pass's parts alone (its matmuls; its collective whole, in pieces and of a few rows) and
 the share of its speed that each lane keeps beside the other. It gets no time of an overlapped call. Parts and calls are
@@ -11,6 +14,7 @@ are chosen so that communication takes about 2, 1.5 and 1 times as long as the m
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +46,7 @@ LAYERS = (("row", False), ("row", True), ("column", True))
 ROUNDS = {"500mbit": 7, "1gbit": 9, "2gbit": 11, "4gbit": 15, "loopback": 15}
 CHUNKS = [2, 4, 8]
 SECONDS_A_RATE = 1200
+Rows = list[list[str]]  # the heads of a table, and its lines
 HEADS = ("link", "layer", "pass", "M,K,N", "T_mm", "T_comm", "cut")
 
 
@@ -95,6 +100,7 @@ def main() -> None:
     parser = options_of(__doc__, link=False)
     parser.add_argument("--json", type=Path, default=Path("prediction.json"), help="file for the measurements")
     parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing, print the table of this file")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="write the rows there, print the summary")
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--rounds", type=int, help="timings of every call; default: 7 on the slowest link, 15 at most")
     options = parser.parse_args()
@@ -109,7 +115,14 @@ def main() -> None:
             own = lines_of(rate, measured)
             lines += own
             finals.append(final_of(own, measured))
-    print(f"{summary(lines, finals)}\n\n{tuned(finals)}\n\n{timed(lines)}")
+    if options.data is None:
+        tables = [table(heads, rows) for heads, *rows in (tuned(finals), timed(lines))]
+        print("\n\n".join([summary(lines, finals), *tables]))
+        return
+    for name, rows in (("prediction", timed(lines)), ("prediction_again", tuned(finals))):
+        with (options.data / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+    print(summary(lines, finals))
 
 
 def measure(rate: str, rounds: int) -> dict[str, Any]:
@@ -169,25 +182,25 @@ def is_equal(line: Line) -> bool:
     return max(line.sizes) - min(line.sizes) <= ROW_TILE
 
 
-def timed(lines: list[Line]) -> str:
+def timed(lines: list[Line]) -> Rows:
     """Return the table of the first timings: a line per pass and cut."""
-    rows = []
+    rows = [[*HEADS, "measured", "predicted", "error", "serial / measured", "E_bound"]]
     for line in lines:
         share = "" if line.e_bound is None else f"{line.e_bound:.2f}"
         cells = [f"{1e3 * line.measured:.1f}", f"{1e3 * line.predicted:.1f}", f"{100 * line.error:+.0f} %"]
         rows.append([*line.cells, *cells, f"{line.serial / line.measured:.2f}", share])
-    return table([*HEADS, "measured", "predicted", "error", "serial / measured", "E_bound"], rows)
+    return rows
 
 
-def tuned(finals: list[Final]) -> str:
+def tuned(finals: list[Final]) -> Rows:
     """Return the table of the second timings: a line per pass."""
-    rows = []
+    rows = [[*HEADS, "serial / ours", "kept", "best uneven", "best equal", "equal / uneven"]]
     for final in finals:
         uneven = final.uneven.cells[-1] if final.uneven else ""
         ratio = "" if final.over_equal is None else f"{final.over_equal:.2f}"
         cells = [f"{final.over_serial:.2f}", "yes" if final.kept else "one chunk", uneven, final.equal or "", ratio]
         rows.append([*final.line.cells, *cells])
-    return table([*HEADS, "serial / ours", "kept", "best uneven", "best equal", "equal / uneven"], rows)
+    return rows
 
 
 def summary(lines: list[Line], finals: list[Final]) -> str:

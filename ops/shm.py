@@ -10,12 +10,10 @@ lists the limits and the failures.
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import time
 from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +25,7 @@ from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import CollectiveError, Pending, first_line
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile
+from ascend_parallel.ops.shm_extension import extension
 from ascend_parallel.process_groups import describe
 
 MAX_RANKS = 16
@@ -44,14 +43,6 @@ SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.05
 
 # Each group's communicator, or the reason why it has none.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-
-
-def extension() -> ModuleType | str:
-    """Return the C++ extension, or the reason why it is missing."""
-    try:
-        return importlib.import_module("ascend_parallel.ops._shm")
-    except ImportError as error:
-        return f"the C++ extension is not built: install with a compiler and --no-build-isolation ({error})"
 
 
 def supports(problem: Problem) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel import consistency
+from ascend_parallel import __version__, consistency
 from ascend_parallel.consistency import DisagreementError, exchange
 
 START = """
@@ -72,7 +72,7 @@ def test_settings_that_agree_are_confirmed():
 def test_another_version_on_one_rank_is_an_error_on_both():
     other = "\nimport ascend_parallel.consistency\nif rank == 1: ascend_parallel.consistency.__version__ = '9.9'\n"
     for rank in launch(code(other, LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
-        assert "version of ascend_parallel is 0.1.0 on rank 0, 9.9 on rank 1" in rank.stdout
+        assert f"version of ascend_parallel is {__version__} on rank 0, 9.9 on rank 1" in rank.stdout
 
 
 @pytest.mark.slow

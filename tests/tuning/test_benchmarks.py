@@ -1,9 +1,12 @@
 """The scripts of benchmarks/ run; no test checks a time."""
 
+import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -86,3 +89,32 @@ def test_the_summary_of_predictions_says_how_many_passes_keep_chunks(tmp_path, a
     assert ended.returncode == 0, ended.stderr
     assert f"Kept after the second timing: {expected}" in ended.stdout
     assert "timed together in none of 1 passes" in ended.stdout
+    written = subprocess.run([*words, "--data", str(tmp_path)], capture_output=True, text=True, timeout=280)
+    assert written.returncode == 0, written.stderr
+    assert ended.stdout.startswith(written.stdout.strip())
+    for name, lines in (("prediction", 2), ("prediction_again", 1)):
+        heads, *rows = csv.reader((tmp_path / f"{name}.csv").open(encoding="utf-8"))
+        assert heads == next(csv.reader((FOLDER / "data" / f"{name}.csv").open(encoding="utf-8")))
+        assert len(rows) == lines
+        assert {len(row) for row in rows} == {len(heads)}
+
+
+def rows_of(name):
+    with (FOLDER / "data" / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_page_of_predictions_has_the_summary_of_its_rows():
+    page = (FOLDER.parent / "docs" / "predicted-and-measured.md").read_text()
+    rows, again = rows_of("prediction"), rows_of("prediction_again")
+    errors = {id(row): 100 * abs(float(row["predicted"]) / float(row["measured"]) - 1) for row in rows}
+    count, middle = re.search(r"- (\d+) passes and cuts: median error ([\d.]+) %", page).groups()
+    assert int(count) == len(rows)
+    assert float(middle) == pytest.approx(median(errors.values()), abs=0.1)  # the rows' times have one decimal
+    table = re.findall(r"^\| (\w+) \| ([\d.]+) % \| (\d+) \| ([\d., ]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert [cells[0] for cells in table] == list(dict.fromkeys(row["link"] for row in rows))
+    for link, error, kept, gains, _ in table:
+        assert float(error) == pytest.approx(median(errors[id(row)] for row in rows if row["link"] == link), abs=0.1)
+        found = [float(row["serial / ours"]) for row in again if (row["link"], row["kept"]) == (link, "yes")]
+        assert int(kept) == len(found)
+        assert [float(gain) for gain in gains.split(", ")] == [min(found), median(found), max(found)]

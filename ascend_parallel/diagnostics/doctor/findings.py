@@ -123,8 +123,8 @@ def examine_request(control: Control) -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     section = "versions"
     yield Finding(section, "python", f"{platform.python_version()} on {platform.machine()}")
-    for package in ("ascend_parallel", "torch"):
-        yield Finding(section, package, importlib.metadata.version(package))
+    yield Finding(section, "ascend_parallel", importlib.metadata.version("ascend_parallel"))
+    yield Finding(section, "torch", str(torch.__version__))  # with the build's device, which its metadata may lack
     advice = "needed for its patches, not for column_linear, row_linear and the operators"
     yield from (_optional(name, _version(name), advice) for name in FRAMEWORKS)
     npu, cann = _version("torch_npu"), _cann()
@@ -238,7 +238,7 @@ def _patches(control: Control) -> Iterator[Finding]:
 
 def _kernels(control: Control) -> Iterator[Finding]:
     for name, state in control.status().kernels.items():
-        advice = REBUILD if "not built" in state else ""
+        advice = REBUILD if "C++ extension" in state else ""
         yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)
 
 

@@ -9,8 +9,10 @@ the 0/1 condition is tight on trees, and a model's forward is nearly a tree.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -34,7 +36,10 @@ def optimum(problem: AssignmentProblem, *, seconds: float = 60.0) -> Optimum:
     offset = dict(zip(problem.sizes, np.cumsum([0, *problem.sizes.values()]), strict=False))
     options = sum(problem.sizes.values())
     costs = [problem.own[name] for name in problem.sizes] + [pair.ravel() for pair in problem.pairs.values()]
-    rows, columns, signs, right = [], [], [], []
+    rows: list[NDArray[Any]] = []
+    columns: list[NDArray[Any]] = []
+    signs: list[NDArray[Any]] = []
+    right: list[float] = []
     row, column = 0, options
     for name, size in problem.sizes.items():
         rows += [np.full(size, row)]

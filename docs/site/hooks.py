@@ -1,0 +1,87 @@
+"""MkDocs' hooks: pages that lie outside of docs/, and links that are right on the site as in the tree.
+
+A link in a page is relative to the page's place in the repository, as on GitHub. On the site a link to a page of the
+site leads to that page, and one to another file of the tree to the repository. A link to what is not there is a
+warning, which ends a strict build, as one to a heading that is not there does (MkDocs' own check).
+"""
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+LOG = logging.getLogger("mkdocs.hooks.links")
+# The pages outside of docs/, by their place in the tree, with their place on the site.
+ELSEWHERE = {
+    "README.md": "index.md",
+    **{
+        name: name
+        for name in (
+            "CHANGELOG.md",
+            "CODE_OF_CONDUCT.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "benchmarks/README.md",
+            *(f"examples/{folder}/README.md" for folder in ("frameworks", "gpt", "sharding", "strategy")),
+        )
+    },
+}
+PLACES = {page: name for name, page in ELSEWHERE.items()}
+LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Replace the name of a folder in the navigation, such as decisions/, by its pages, index.md first."""
+    config.nav = _with_folders(config.nav)
+    return config
+
+
+def _with_folders(nav: Any) -> Any:
+    if isinstance(nav, list):
+        return [_with_folders(entry) for entry in nav]
+    if isinstance(nav, dict):
+        return {title: _with_folders(entry) for title, entry in nav.items()}
+    if not nav.endswith("/"):
+        return nav
+    names = sorted(
+        (path.name for path in (ROOT / "docs" / nav).glob("*.md")), key=lambda name: (name != "index.md", name)
+    )
+    return [nav + name for name in names]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie outside of docs/."""
+    for name, page in ELSEWHERE.items():
+        added = File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
+        added.edit_uri = f"../{name}"
+        files.append(added)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Return the page's text with the links of the site, outside of its blocks of code."""
+    place = PLACES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def link(found: re.Match[str]) -> str:
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(place), found[1]))
+        return f"]({_target(name, place, page.file.src_uri, config, files)}{found[2] or ''})"
+
+    parts = CODE.split(markdown)
+    return "".join(part if index % 2 else LINK.sub(link, part) for index, part in enumerate(parts))
+
+
+def _target(name: str, place: str, page: str, config: Any, files: Files) -> str:
+    """Return the link from `page` to the file `name` of the tree; `place` is the page's file there."""
+    on_site = ELSEWHERE.get(name, name.removeprefix("docs/") if name.startswith("docs/") else "")
+    found = files.get_file_from_path(on_site)
+    if found is not None and found.inclusion.is_included():
+        return posixpath.relpath(on_site, posixpath.dirname(page) or ".")
+    if not (ROOT / name).exists():
+        LOG.warning("%s has a link to %s, which is not there", place, name)
+    kind = "tree" if (ROOT / name).is_dir() else "blob"
+    return f"{config.repo_url.rstrip('/')}/{kind}/main/{name}"

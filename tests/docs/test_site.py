@@ -1,0 +1,132 @@
+"""The documentation as a site: `make docs` fails for what is missing, and the API pages have every public name."""
+
+import importlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ascend_parallel import timeline
+
+ROOT = Path(__file__).parents[2]
+ROOMS = {
+    "index": "ascend_parallel",
+    "ops": "ascend_parallel.ops",
+    "sharding": "ascend_parallel.sharding",
+    "training": "ascend_parallel.training",
+}
+# What the pages name in a sentence, because it stands elsewhere: torch's placements, and names that two rooms share.
+ELSEWHERE = {
+    *(f"ascend_parallel.sharding.{name}" for name in ("Partial", "Replicate", "Shard")),
+    *(f"ascend_parallel.ops.{name}" for name in ("CollectiveError", "Explanation", "Problem", "UnmetRequestError")),
+    "ascend_parallel.training.TensorShard",
+    "ascend_parallel.ops",
+    "ascend_parallel.timeline",
+}
+NEEDS_MKDOCS = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
+    reason="mkdocs and mkdocstrings are not installed",
+)
+
+
+def page_of_api(name):
+    return (ROOT / "docs" / "api" / f"{name}.md").read_text()
+
+
+def public(module):
+    return {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+
+
+def directives(name):
+    return re.findall(r"^::: (\S+)$", page_of_api(name), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_the_api_pages_have_every_public_name(name):
+    missing = public(ROOMS[name]) - set(directives(name)) - ELSEWHERE
+    assert missing == set()
+    for elsewhere in public(ROOMS[name]) & ELSEWHERE:
+        assert elsewhere.rpartition(".")[2] in page_of_api(name)
+
+
+def test_the_api_pages_have_every_name_of_checkpoints_and_timelines_and_none_twice():
+    listed = [entry for name in ROOMS for entry in directives(name)]
+    assert public("ascend_parallel.training.checkpoint") <= set(listed)
+    assert {f"ascend_parallel.timeline.{name}" for name in timeline.__all__} <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the tracked files, whose pages may be changed."""
+    folder = tmp_path_factory.mktemp("tree")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def build(tree, page="", text=""):
+    """Run ``make docs`` in the tree, with `text` added to `page`, in the environment that there is."""
+    before = (tree / page).read_text() if page else ""
+    if page:
+        (tree / page).write_text(f"{before}\n{text}\n")
+    try:
+        command = ["make", "--old-file", f"{sys.prefix}/ready", f"VENV={sys.prefix}", "docs"]
+        return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=200, check=False)
+    finally:
+        if page:
+            (tree / page).write_text(before)
+
+
+@NEEDS_MKDOCS
+def test_the_site_is_built_strictly_with_all_names(tree):
+    ended = build(tree)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    site = tree / "build" / "site"
+    for name, module in ROOMS.items():
+        shown = (site / "api" / f"{name}.html").read_text()
+        assert {entry for entry in public(module) - ELSEWHERE if f'id="{entry}"' not in shown} == set()
+    start = (site / "index.html").read_text()
+    assert 'href="quickstart.html"' in start
+    assert 'src="docs/images' not in start
+    assert list((site / "search").glob("search_index.json"))
+    index = (site / "search" / "search_index.json").read_text()
+    assert "matmul_reduce_scatter" in index
+
+
+@NEEDS_MKDOCS
+@pytest.mark.parametrize(
+    ("page", "text", "said"),
+    [
+        ("docs/faq.md", "[gone](no-such-page.md)", "no-such-page.md"),
+        ("README.md", "[gone](docs/no-such-page.md)", "docs/no-such-page.md"),
+        ("docs/faq.md", "[gone](settings.md#no-such-heading)", "no-such-heading"),
+        ("docs/faq.md", "[gone](../examples/no_such_script.py)", "examples/no_such_script.py"),
+        ("docs/api/ops.md", "::: ascend_parallel.ops.no_such_operator", "no_such_operator"),
+        ("docs/api/ops.md", "[gone][ascend_parallel.ops.no_such_operator]", "no_such_operator"),
+    ],
+)
+def test_a_link_or_a_reference_to_what_is_not_there_fails(tree, page, text, said):
+    ended = build(tree, page, text)
+    assert ended.returncode != 0
+    assert said in ended.stdout + ended.stderr
+
+
+def test_lists_in_docstrings_become_definition_lists():
+    pytest.importorskip("griffe", reason="mkdocstrings is not installed")
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "site" / "docstrings.py")
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    text = "Return y.\n\ngroup\n    None: the default\n    group.\nx\n    Rows.\n\nRaises `ValueError`.\n"
+    expected = "Return y.\n\n\n`group`\n:   None: the default\n    group.\n\n`x`\n:   Rows.\n\nRaises `ValueError`.\n"
+    assert docstrings.markdown(text) == expected
+    table = "Rooms.\n\nlayout, mesh     placements\ngraph            a forward\n"
+    assert docstrings.markdown(table).count("```") == 2
+    assert docstrings.markdown("One line. And two words.\nAnother.\n") == "One line. And two words.\nAnother.\n"
