@@ -119,6 +119,7 @@ def signature(node: Node) -> Signature:
 
 
 WHOLE = ("replicate", "partial_grad")
+BATCH = shard(0)
 
 
 def data_parallel_options(
@@ -132,15 +133,19 @@ def data_parallel_options(
 
     Along `data`, inputs are sharded on their first dimension, and tensors computed from inputs on any dimension, where
     possible; this includes configured operators, as far as their strategies allow. Parameters are held and read whole
-    along `data`. In semi-automatic mode, nodes that are not configured are whole on the other mesh dimensions, except
+    along `data`; what is computed from neither, such as a mask, is read whole or in slices of its first dimension, the
+    batch. In semi-automatic mode, nodes that are not configured are whole on the other mesh dimensions, except
     for the parameters of configured operators.
     """
     allowed = dict(options)
     from_inputs: set[str] = set()
+    from_parameters: set[str] = set()
     read = {value.node for name in configured for value in graph.nodes[name].inputs}
     for name, node in graph.nodes.items():
         if node.kind == INPUT or any(value.node in from_inputs for value in node.inputs):
             from_inputs.add(name)
+        if node.kind == PARAMETER or any(value.node in from_parameters for value in node.inputs):
+            from_parameters.add(name)
         kept = list(allowed[name])
         if name not in configured:
             kept = [option for option in kept if _partials_are_produced(allowed, node, option, data)]
@@ -152,7 +157,15 @@ def data_parallel_options(
                 kept = [option for option in kept if is_whole(option, data, False)]
         cut = [option for option in kept if name in from_inputs and is_cut(option, data, node.kind == INPUT)]
         others = [index for index, value in enumerate(node.inputs) if value.node not in from_inputs]
-        of_batch = [option for option in cut if all(option.inputs[index][data].kind in WHOLE for index in others)]
+        of_batch = [
+            option
+            for option in cut
+            if all(
+                option.inputs[index][data].kind in WHOLE
+                or (node.inputs[index].node not in from_parameters and option.inputs[index][data] == BATCH)
+                for index in others
+            )
+        ]
         allowed[name] = of_batch or cut or kept
     return allowed
 
