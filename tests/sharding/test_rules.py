@@ -209,7 +209,7 @@ def test_uneven_combinations_are_not_checked():
 
 def test_rules_are_of_operators_that_there_are():
     missing = []
-    for name in registry.ENTRIES:
+    for name in (name for name in registry.ENTRIES if name.startswith("aten.")):
         _, packet, *overload = name.split(".")
         operator = getattr(aten, packet, None)
         if operator is None or not set(overload) <= set(operator.overloads()):

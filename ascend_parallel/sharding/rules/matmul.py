@@ -82,6 +82,17 @@ def run_biased(part: Part) -> Any:
     return part.run() if index is None else part.run(**{name: part.only_first(part.inputs[index])})
 
 
+def grouped(call: OpCall) -> list[OpPlacements]:
+    """Rows [S, K] in groups, each times its own matrix of [E, K, N]: shard N or K; the groups' ends count all rows."""
+    shapes = [len(meta.shape) for meta in call.inputs]
+    if shapes != [2, 3, 1]:
+        return []
+    axes = lettered(call, ["sk", "ekn", "o"], "sn")
+    return cut(call, [axis for letter, axis in zip("skeno", axes, strict=True) if letter in "kn"]) + linear_in(
+        call, [0], [1]
+    )
+
+
 def convolution(call: OpCall) -> list[OpPlacements]:
     """Shard batch, output channels or input channels (partial sums); in a depthwise convolution all channels."""
     named = arguments(call)
@@ -159,6 +170,8 @@ def register() -> None:
         register_rule(f"aten.{name}", product_of(letters))
     for name, letters in BIASED.items():
         register_rule(f"aten.{name}", biased_product_of(letters), run_biased)
+    for name in ("aten._grouped_mm", "transformers.grouped_mm_fallback"):
+        register_rule(name, grouped)
     names = "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"
     register_all(names, convolution, run_convolution)
     register_rule("aten.scaled_dot_product_attention", attention)
