@@ -12,6 +12,7 @@ from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.tracing import function_calls
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
+from ascend_parallel.training import train_step
 
 # Mixtral's router computes its softmax in float32.
 ROUNDED = {"rtol": 1e-5, "atol": 1e-8}
@@ -55,6 +56,31 @@ def test_a_decoder_trains_data_tensor_and_pipeline_parallel(ranks):
 def test_the_experts_of_transformers_train(ranks, experts):
     """On one card the experts are gathered for each token: torch's grouped matmul knows no float64."""
     ranks(4).run(trained, "Mixtral", 2, 2, 1, *({"experts_implementation": name} for name in (experts, "batched_mm")))
+
+
+def of_the_example(group):
+    return example.train("Llama", example.strategy_of("Llama", 2, 2), steps=3)
+
+
+def test_the_example_has_the_losses_of_one_process(ranks):
+    """Within float32, in which the model computes its norms."""
+    for losses, expected in ranks(4).run(of_the_example):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        assert losses[-1] < losses[0]
+
+
+def evaluated(group):
+    """Dropout of GPT-2 as it is by default; the mask differs in evaluation, as it does in training."""
+    model = decoder("GPT2", resid_pdrop=0.1, attn_pdrop=0.1)
+    optimizer = torch.optim.SGD(model.parameters())
+    step = train_step(model, example.batch_of(0), optimizer, example.strategy_of("GPT2", 2, 1), loss=example.loss)
+    found, expected = step.evaluate(*example.batch_of(1)), example.loss(model.eval(), *example.batch_of(1))
+    step.close()
+    torch.testing.assert_close(found, expected.detach(), **EXACT)
+
+
+def test_a_decoder_is_evaluated_without_dropout(ranks):
+    ranks(2).run(evaluated)
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 1024}

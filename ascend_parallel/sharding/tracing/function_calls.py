@@ -126,6 +126,9 @@ class _CallRecorder(TorchFunctionMode):
         if id(leaf) in self._origins:
             return self._origins[id(leaf)]
         _check_gradient(leaf)
+        if torch._C._functorch.is_batchedtensor(leaf):
+            self._recording.refuse("torch.vmap runs, whose functions do not see their tensors: write them out for all")
+            return None
         node = _node_of(leaf)
         if node is None:
             self._recording.refuse("a tensor that is no parameter, buffer or input is read: register it as a buffer")

@@ -72,10 +72,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
             replacements = functional_ops(program)
             if replacements is None:
                 program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
-                recording.refuse(
-                    "an in-place operator writes to a tensor with aliases, or torch.vmap runs: write it out of place, "
-                    "or without vmap"
-                )
+                recording.refuse("an in-place operator writes to a tensor with aliases: write it out of place")
     except Exception as error:  # torch.export passes on any exception
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {reason(error)}") from error
     try:
