@@ -1,7 +1,8 @@
-"""Train a Hugging Face decoder with random weights, data x tensor x pipeline parallel, and on one process.
+"""Train a Hugging Face decoder with random weights, data x context x tensor x pipeline parallel, and on one process.
 
     torchrun --nproc-per-node 4 examples/strategy/hf_decoders.py Llama
     torchrun --nproc-per-node 4 examples/strategy/hf_decoders.py Mixtral --dp 1 --stages 2
+    torchrun --nproc-per-node 4 examples/strategy/hf_decoders.py Llama --dp 1 --cp 2 --rows 1
 
 Every rank also trains the whole model by itself, and the losses are compared.
 """
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from ascend_parallel.training import PipelineOptions, Strategy, train_step
 
-VOCABULARY, LENGTH, STEPS = 96, 16, 5
+VOCABULARY, ROWS, LENGTH, STEPS = 96, 8, 16, 5
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 LLAMA = {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64}
 # The name of the class, and the options of the configuration beyond SHAPE.
@@ -34,8 +35,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2": ("GPT2LMHeadModel", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "eos_token_id": 0}),
 }
 # The layers of GPT-2: a Conv1D reads its bias, its input as rows of tokens, and its weight [K, N].
-GPT2_COLUMNS = ([("tp",), ("dp", 1), (1, "tp")], None)
-GPT2_ROWS = ([None, ("dp", "tp"), ("tp", 1)], None)
+GPT2_COLUMNS = ([("tp",), None, (1, "tp")], None)
+GPT2_ROWS = ([None, None, ("tp", 1)], None)
 
 
 def dense_experts(
@@ -72,9 +73,8 @@ def tensor_parallel(model: nn.Module) -> dict[str, Any]:
         if ".experts" in pattern or style not in ("colwise", "rowwise"):
             continue
         layer = model.get_submodule(pattern.replace("*", "0"))
-        columns = style == "colwise"
-        placed = [("dp", 1, 1 if columns else "tp"), ("tp", 1) if columns else (1, "tp")]
-        strategies[pattern] = (placed + [None] * (layer.bias is not None), None)
+        weight = ("tp", 1) if style == "colwise" else (1, "tp")
+        strategies[pattern] = ([None, weight] + [None] * (layer.bias is not None), None)
     if model.config.model_type == "gpt2":
         strategies |= dict.fromkeys(("transformer.h.*.attn.c_attn", "transformer.h.*.mlp.c_fc"), GPT2_COLUMNS)
         strategies |= dict.fromkeys(("transformer.h.*.attn.c_proj", "transformer.h.*.mlp.c_proj"), GPT2_ROWS)
@@ -89,33 +89,38 @@ def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def batch_of(step: int, size: int = 8) -> tuple[torch.Tensor]:
+def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> tuple[torch.Tensor]:
     """Return the tokens of a step: consecutive numbers from a random start."""
-    starts = torch.randint(VOCABULARY - LENGTH, (size, 1), generator=torch.Generator().manual_seed(step))
-    return (starts + torch.arange(LENGTH),)
+    starts = torch.randint(VOCABULARY, (rows, 1), generator=torch.Generator().manual_seed(step))
+    return ((starts + torch.arange(length)) % VOCABULARY,)
 
 
-def train(name: str, strategy: Strategy, steps: int = STEPS, **changes: Any) -> tuple[list[float], list[float]]:
+def train(name: str, strategy: Strategy, steps: int = STEPS, rows: int = ROWS) -> tuple[list[float], list[float]]:
     """Return the losses of the strategy and those of one process."""
-    model = decoder(name, **changes)
+    model = decoder(name)
     whole = copy.deepcopy(model)
-    step = train_step(model, batch_of(0), torch.optim.AdamW(model.parameters(), lr=1e-2), strategy, loss=loss)
-    losses = [float(step(*batch_of(index))) for index in range(steps)]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = train_step(model, batch_of(0, rows), optimizer, strategy, loss=loss)
+    losses = [float(step(*batch_of(index, rows))) for index in range(steps)]
     step.close()
     optimizer, expected = torch.optim.AdamW(whole.parameters(), lr=1e-2), []
     for index in range(steps):
         optimizer.zero_grad()
-        value = loss(whole, *batch_of(index))
+        value = loss(whole, *batch_of(index, rows))
         value.backward()
         optimizer.step()
         expected.append(float(value.detach()))
     return losses, expected
 
 
-def strategy_of(name: str, dp: int, tp: int, stages: int = 1, **changes: Any) -> Strategy:
-    """Return the strategy of a decoder on ``dp * tp * stages`` ranks."""
-    pipeline = PipelineOptions(degree=stages, micro_batches=stages)
-    return Strategy(mesh={"dp": dp, "tp": tp}, operators=tensor_parallel(decoder(name, **changes)), pipeline=pipeline)
+def strategy_of(name: str, dp: int, tp: int, stages: int = 1, cp: int = 1, **changes: Any) -> Strategy:
+    """Return the strategy of a decoder on ``dp * cp * tp * stages`` ranks; cp cuts the sequence."""
+    return Strategy(
+        mesh={"dp": dp, "cp": cp, "tp": tp} if cp > 1 else {"dp": dp, "tp": tp},
+        sequence_dim="cp" if cp > 1 else None,
+        operators=tensor_parallel(decoder(name, **changes)),
+        pipeline=PipelineOptions(degree=stages, micro_batches=stages),
+    )
 
 
 def main() -> int:
@@ -123,11 +128,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=DECODERS)
     parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=ROWS)
     given = parser.parse_args()
     dist.init_process_group("gloo")
-    losses, expected = train(given.name, strategy_of(given.name, given.dp, given.tp, given.stages))
+    strategy = strategy_of(given.name, given.dp, given.tp, given.stages, given.cp)
+    losses, expected = train(given.name, strategy, rows=given.rows)
     worst = max(abs(loss / whole - 1) for loss, whole in zip(losses, expected, strict=True))
     if dist.get_rank() == 0:
         print(f"losses {losses[0]:.6f} ... {losses[-1]:.6f}; one process {expected[0]:.6f} ... {expected[-1]:.6f}")

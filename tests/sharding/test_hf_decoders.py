@@ -27,7 +27,7 @@ VARIANTS = {
 
 def trained(group, name, dp, tp, stages, changes, of_one_card=None):
     strategy = example.strategy_of(name, dp, tp, stages, **changes)
-    return check_step(name, strategy, changes, of_one_card or changes, ROUNDED if name == "Mixtral" else EXACT)
+    return check_step(name, strategy, changes, of_one_card, ROUNDED if name == "Mixtral" else EXACT)
 
 
 def union(held):

@@ -38,11 +38,11 @@ def decoder(name, **changes):
     return model
 
 
-def step_of(name, strategy, changes):
+def step_of(name, strategy, changes, batch):
     """Train one step of SGD by the strategy; return its loss and the part of each weight that this rank holds."""
     model = decoder(name, **changes)
-    step = train_step(model, example.batch_of(0), sgd(model), strategy, loss=example.loss)
-    loss = step(*example.batch_of(0))
+    step = train_step(model, batch, sgd(model), strategy, loss=example.loss)
+    loss = step(*batch)
     shards = step.tensor_shards()
     step.close()
     return loss.detach(), shards
@@ -52,13 +52,14 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def check_step(name, strategy, changes, of_one_card, tolerance):
+def check_step(name, strategy, changes, of_one_card=None, tolerance=EXACT, batch=None):
     """Compare a training step with one process: the loss and, by the change of each weight, every gradient."""
+    batch = batch or example.batch_of(0)
     with in_float64(name):
-        loss, shards = step_of(name, strategy, changes)
-        whole = decoder(name, **of_one_card)
+        loss, shards = step_of(name, strategy, changes, batch)
+        whole = decoder(name, **(changes if of_one_card is None else of_one_card))
         before = copy.deepcopy(whole.state_dict())
-        expected = example.loss(whole, *example.batch_of(0))
+        expected = example.loss(whole, *batch)
         expected.backward()
         sgd(whole).step()
     torch.testing.assert_close(loss, expected.detach(), **EXACT)
