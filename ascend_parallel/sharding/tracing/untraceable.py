@@ -44,6 +44,8 @@ def reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     message = lines[0].partition(". See https://")[0].rstrip() if lines else type(error).__name__
     place, found = _place(error), _advice(error, message)
+    if found in (VALUES, SHAPES):
+        message, found = found, ""  # torch's message has names of symbols; it remains as the cause
     return (f"{place}: " if place else "") + message + (f"; {found}" if found else "")
 
 
