@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.rules import registry
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.tracing import function_calls
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
@@ -50,6 +51,20 @@ def test_a_decoder_trains_tensor_and_pipeline_parallel(ranks, name):
 def test_a_decoder_trains_data_tensor_and_pipeline_parallel(ranks):
     held = ranks(8).run(trained, "Llama", 2, 2, 2, {})
     assert union(held) == set(dict(decoder("Llama").named_parameters()))
+
+
+def with_the_bias_on_every_rank(group):
+    kept = registry.ENTRIES["aten.addmm"]
+    registry.ENTRIES["aten.addmm"] = registry.Entry(kept.rule)
+    try:
+        with pytest.raises(AssertionError, match="not close"):
+            trained(group, "GPT2", 1, 2, 1, {})
+    finally:
+        registry.ENTRIES["aten.addmm"] = kept
+
+
+def test_a_bias_added_twice_is_seen(ranks):
+    ranks(2).run(with_the_bias_on_every_rank)
 
 
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
