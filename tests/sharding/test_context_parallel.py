@@ -83,6 +83,27 @@ def test_keys_are_gathered_before_their_heads_are_repeated():
     assert {plan.graph.meta(one.value).shape[1] for one in gathers if len(plan.graph.meta(one.value).shape) == 4} == {2}
 
 
+def exchanged(group):
+    """A GPT, whose keys have as many heads as its queries: the plan exchanges the sequence for the heads."""
+    model = made(small_models.GPT, length=LENGTH)
+    _, batch = model_and_batch(1)
+    plan = planned(trace(model, batch), {"cp": 2})
+    nodes = plan.graph.nodes.values()
+    attentions = [node for node in nodes if node.call is not None and node.call.name.startswith(ATTENTION)]
+    assert {plan.layouts[Value(node.name)] for node in attentions} == {(shard(1),)}
+    whole, sharded = model(*batch), parallelize(model, plan, static=True)
+    loss = sharded(*batch)
+    whole.backward()
+    loss.backward()
+    torch.testing.assert_close(loss, whole, **EXACT)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(sharded.full_gradients(), gradients, **EXACT)
+
+
+def test_the_sequence_is_exchanged_for_the_heads(ranks):
+    ranks(2).run(exchanged)
+
+
 def without_places(group):
     """Attention of a rank's queries as if they were the first of the sequence."""
     kept = registry.ENTRIES[ATTENTION]
