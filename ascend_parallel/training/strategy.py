@@ -50,6 +50,8 @@ class Strategy:
         Sizes by name of the mesh of one pipeline stage, such as {"dp": 2, "tp": 2}.
     data_dim
         The mesh dimension along which data differ; None if there is none (modes auto and hybrid).
+    sequence_dim
+        The mesh dimension of context parallelism (mode "auto"): it shards the batch's second dimension, the sequence.
     operators
         Strategies by pattern, as for `propagate`.
     fused_passes
@@ -67,6 +69,7 @@ class Strategy:
     mode: str = "auto"
     mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 1})
     data_dim: str | None = "dp"
+    sequence_dim: str | None = None
     operators: Mapping[str, Any] = field(default_factory=dict)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     recompute: Recompute = field(default_factory=Recompute)
@@ -172,6 +175,13 @@ class Strategy:
             raise StrategyOptionError(
                 f"data_dim={self.data_dim!r}: the mesh has {names}; name one of those, or add a "
                 f"dimension of size 1 to the mesh, such as dp = 1 (in mode auto also None, if data do not differ)"
+            )
+        if self.sequence_dim is not None and (
+            self.mode != "auto" or self.sequence_dim not in self.mesh or self.sequence_dim == self.data_dim
+        ):
+            raise StrategyOptionError(
+                f"sequence_dim={self.sequence_dim!r}: the mesh has {names}; name one of those, another than data_dim, "
+                'with mode "auto"'
             )
         if self.sharding.zero_stage and self.sharding.dim not in self.mesh:
             raise StrategyOptionError(f"sharding.dim={self.sharding.dim!r}: the mesh has {names}")

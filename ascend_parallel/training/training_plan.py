@@ -181,6 +181,7 @@ def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Map
         objective="time" if auto else "redistribution",
         semi_auto=None if auto else strategy.data_dim,
         data_dim=strategy.data_dim if auto else None,
+        sequence_dim=strategy.sequence_dim,
         memory_limit=strategy.memory_limit,
         batch_norm=strategy.batch_norm,
         hardware=strategy.hardware,

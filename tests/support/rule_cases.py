@@ -216,6 +216,7 @@ def view_cases():
     case(aten.split_with_sizes.default, lambda d: (d.float(*d.sizes(2), 6), [1, 5], 2), 4)
     case(aten.chunk.default, lambda d: (d.float(*(s := d.shape(2))), 2, d.dim(s)), 4)
     case(aten.cat.default, lambda d: ([d.float(*(s := d.shape(2))), d.float(*s)], d.dim(s)), 4)
+    case(aten.diff.default, lambda d: (d.float(*(s := d.shape(2))), 1, d.dim(s), d.float(*s)), 4)
     case(aten.stack.default, lambda d: ([d.float(*(s := d.shape())), d.float(*s)], d.dim(s)), 4)
     case(aten.roll.default, lambda d: (d.float(*(s := d.shape(2))), [1], [d.dim(s)]), 4)
     case(aten.flip.default, lambda d: (d.float(*(s := d.shape(2))), [d.dim(s)]), 4)

@@ -138,7 +138,7 @@ def attention_cases():
 
     sdpa = aten.scaled_dot_product_attention.default
     case(sdpa, heads, 3)
-    case(sdpa, lambda d: (*heads(d), None, 0.0, True), 2, "causal")
+    case(sdpa, lambda d: (*heads(d, keys=d.one(4, 6, 9)), None, 0.0, True), 3, "causal")
     case(sdpa, lambda d: (*(x := heads(d)), d.float(*d.broadcast([*x[0].shape[:3], 4]))), 3, "mask")
     case(
         sdpa,

@@ -95,15 +95,14 @@ def without_partials(options: Sequence[Option], whole: Sequence[bool]) -> list[O
     ]
 
 
-def is_cut(option: Option, data: int, first: bool) -> bool:
-    """Tell whether the outputs are sharded or partial along mesh dimension `data`; with `first` sharded on dim 0.
+def is_cut(option: Option, data: int, dim: int | None = None) -> bool:
+    """Tell whether the outputs are sharded or partial along mesh dimension `data`; with `dim` sharded there.
 
     Outputs beside the first may be whole: the statistics of a batch norm, which are those of all ranks.
     """
-    kinds = ("shard",) if first else ("shard", "partial")
 
     def fits(layout: Layout) -> bool:
-        return layout[data].kind in kinds and not (first and layout[data].dim)
+        return layout[data] == shard(dim) if dim is not None else layout[data].kind in ("shard", "partial")
 
     main, *others = option.outputs
     return fits(main) and all(fits(layout) or layout[data] == REPLICATE for layout in others)
@@ -127,6 +126,9 @@ def signature(node: Node) -> Signature:
 
 
 WHOLE = ("replicate", "partial_grad")
+BATCH = shard(0)
+REPEATING = tuple(f"aten.{name}." for name in ("repeat_interleave", "unsqueeze", "expand", "reshape", "view"))
+ADDITIONS = ("aten.add.", "aten.add_.")
 
 
 def data_parallel_options(
@@ -135,20 +137,27 @@ def data_parallel_options(
     configured: Collection[str],
     semi_auto: bool,
     data: int,
+    input_dim: int = 0,
 ) -> dict[str, Sequence[Option]]:
     """Return the options of each node that data parallelism along mesh dimension `data` allows.
 
-    Along `data`, inputs are sharded on their first dimension, and tensors computed from inputs on any dimension, where
+    input_dim: 0, the batch, or 1, the sequence: the dimension along which inputs are sharded.
+
+    Along `data`, inputs are sharded on `input_dim`, and tensors computed from inputs on any dimension, where
     possible; this includes configured operators, as far as their strategies allow. Parameters are held and read whole
-    along `data`. In semi-automatic mode, nodes that are not configured are whole on the other mesh dimensions, except
+    along `data`; what is computed from neither, such as a mask, is read whole or in slices of its first dimension, the
+    batch. In semi-automatic mode, nodes that are not configured are whole on the other mesh dimensions, except
     for the parameters of configured operators.
     """
     allowed = dict(options)
     from_inputs: set[str] = set()
+    from_parameters: set[str] = set()
     read = {value.node for name in configured for value in graph.nodes[name].inputs}
     for name, node in graph.nodes.items():
         if node.kind == INPUT or any(value.node in from_inputs for value in node.inputs):
             from_inputs.add(name)
+        if node.kind == PARAMETER or any(value.node in from_parameters for value in node.inputs):
+            from_parameters.add(name)
         kept = list(allowed[name])
         if name not in configured:
             kept = [option for option in kept if _partials_are_produced(allowed, node, option, data)]
@@ -158,11 +167,42 @@ def data_parallel_options(
                 kept = [option for option in kept if option.outputs[0][data].kind in WHOLE]
             elif semi_auto:
                 kept = [option for option in kept if is_whole(option, data, False)]
-        cut = [option for option in kept if name in from_inputs and is_cut(option, data, node.kind == INPUT)]
-        others = [index for index, value in enumerate(node.inputs) if value.node not in from_inputs]
-        of_batch = [option for option in cut if all(option.inputs[index][data].kind in WHOLE for index in others)]
-        allowed[name] = of_batch or cut or kept
+        of_input = input_dim if node.kind == INPUT else None
+        cut = [option for option in kept if name in from_inputs and is_cut(option, data, of_input)]
+        if input_dim and node.kind == INPUT and not cut:
+            kept = [option for option in kept if option.outputs[0][data].kind in WHOLE]
+        others = {index: value for index, value in enumerate(node.inputs) if value.node not in from_inputs}
+        own = {index for index, value in others.items() if value.node in from_parameters}
+        as_wanted = [option for option in cut if _reads_others(node, option, others, own, data, input_dim)]
+        # keys with fewer heads than queries are best gathered before they are repeated
+        repeated = [option for option in kept if option not in cut] if input_dim and _repeats(node) else []
+        allowed[name] = [*(as_wanted or cut or kept), *(repeated if cut else [])]
     return allowed
+
+
+def _repeats(node: Node) -> bool:
+    """Tell whether a node may belong to the repetition of a tensor, and computes nothing."""
+    return node.call is not None and node.call.name.startswith(REPEATING)
+
+
+def _reads_others(
+    node: Node, option: Option, others: Collection[int], own: Collection[int], data: int, input_dim: int
+) -> bool:
+    """Tell whether what no input made is read as data parallelism wants it.
+
+    What is computed from parameters (`own`, among `others`) is whole, but for positions added along a sequence. What is
+    computed from neither is whole or in slices: of the batch, or of any dimension if the sequence is sharded.
+    """
+
+    def fits(index: int) -> bool:
+        placement = option.inputs[index][data]
+        if placement.kind in WHOLE:
+            return True
+        if index not in own:
+            return placement == BATCH or input_dim > 0
+        return input_dim > 0 and node.call is not None and node.call.name.startswith(ADDITIONS)
+
+    return all(map(fits, others))
 
 
 def _partials_are_produced(allowed: Mapping[str, Sequence[Option]], node: Node, option: Option, data: int) -> bool:

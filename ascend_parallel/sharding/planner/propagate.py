@@ -47,6 +47,7 @@ def propagate(
     objective: str = "redistribution",
     semi_auto: str | None = None,
     data_dim: str | None = None,
+    sequence_dim: str | None = None,
     memory_limit: float | None = None,
     batch_norm: str = "sync",
     hardware: str = HARDWARE,
@@ -69,6 +70,9 @@ def propagate(
     data_dim
         The mesh dimension of data parallelism without semi-automatic mode: tensors computed from the inputs are sharded
         there where possible, and parameters are whole there. The other mesh dimensions are unrestricted.
+    sequence_dim
+        The mesh dimension of context parallelism: as `data_dim`, but inputs are sharded there along their second
+        dimension, the sequence. Attention then gathers keys and values, or exchanges the sequence for the heads.
     memory_limit
         Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` is then a lower bound
         of the cost of all plans within the limit.
@@ -95,6 +99,13 @@ def propagate(
         raise ValueError(
             f"data_dim={data_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, and not semi_auto too"
         )
+    if sequence_dim is not None and (sequence_dim in (data_dim, semi_auto) or sequence_dim not in mesh.dim_names):
+        raise ValueError(
+            f"sequence_dim={sequence_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, another than "
+            "that of the data"
+        )
+    if sequence_dim is not None and semi_auto is not None:
+        raise ValueError(f"sequence_dim={sequence_dim!r} with semi_auto={semi_auto!r}: give data_dim in its place")
     _check_operators(graph, mesh, hardware)
     graph = with_batch_norms(graph, batch_norm)
     configured, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
@@ -107,6 +118,7 @@ def propagate(
         costs,
         semi_auto or data_dim,
         semi_auto is not None,
+        sequence_dim,
         marked=_marked(graph, mesh),
     )
     plan = search.plan()

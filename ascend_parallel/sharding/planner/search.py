@@ -39,6 +39,8 @@ from ascend_parallel.tuning.cost_model.hardware import find_hardware
 TIE_BREAK = 1e-21
 # An operator without gradient is worth a choice if it takes more than these seconds whole.
 WORTH_SHARDING = 1e-4
+# The dimension of the inputs that is the sequence, after the batch.
+SEQUENCE = 1
 # Stands for no mesh dimension in `is_whole`.
 NO_DIMENSION = -1
 
@@ -48,6 +50,7 @@ class Search:
     """A propagation: its assignment problem, and the plan of the solution.
 
     data: the mesh dimension along which tensors computed from the inputs are sharded, and parameters are whole.
+    sequence: the mesh dimension along which they are sharded by the inputs' second dimension, the sequence.
     semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     """
@@ -60,6 +63,7 @@ class Search:
     costs: MeshCosts
     data: str | None = None
     semi_auto: bool = False
+    sequence: str | None = None
     configured: dict[str, str] = field(default_factory=dict)
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
@@ -85,6 +89,9 @@ class Search:
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
+        if self.sequence is not None:
+            along = self.mesh.dim_names.index(self.sequence)
+            self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)
         self._drop_averages()
         self.readers = self.graph.readers()
         self._timed = self._readers_of_marked_weights()
@@ -128,12 +135,9 @@ class Search:
         The weight lies in slices because the user wants it there. Gathering it, to compute the operator in full on
         every rank, has to be worth that time. Operators that read the weight alone (a transpose, a cast) pass it on.
         """
-        shared = [
-            node.name
-            for node in self.graph.nodes.values()
-            if node.kind == PARAMETER and node.name in self.configured and self._always_sharded(node)
-        ]
-        found, waiting = set[str](), shared
+        weights = (node for node in self.graph.nodes.values() if node.kind == PARAMETER)
+        waiting = [node.name for node in weights if node.name in self.configured and self._always_sharded(node)]
+        found = set[str]()
         while waiting:
             name = waiting.pop()
             for value in self.graph.nodes[name].values:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, lettered, linear_in, place, same
@@ -82,6 +84,17 @@ def run_biased(part: Part) -> Any:
     return part.run() if index is None else part.run(**{name: part.only_first(part.inputs[index])})
 
 
+def grouped(call: OpCall) -> list[OpPlacements]:
+    """Rows [S, K] in groups, each times its own matrix of [E, K, N]: shard N or K; the groups' ends count all rows."""
+    shapes = [len(meta.shape) for meta in call.inputs]
+    if shapes != [2, 3, 1]:
+        return []
+    axes = lettered(call, ["sk", "ekn", "o"], "sn")
+    return cut(call, [axis for letter, axis in zip("skeno", axes, strict=True) if letter in "kn"]) + linear_in(
+        call, [0], [1]
+    )
+
+
 def convolution(call: OpCall) -> list[OpPlacements]:
     """Shard batch, output channels or input channels (partial sums); in a depthwise convolution all channels."""
     named = arguments(call)
@@ -116,19 +129,32 @@ def run_convolution(part: Part) -> Any:
 def attention(call: OpCall) -> list[OpPlacements]:
     """Shard batch, heads or L: query [..., Hq, L, E], key and value [..., Hkv, S, E], mask -> [..., Hq, L, S].
 
-    With enable_gqa a rank has Hkv / R key heads and the Hq / R query heads that use them. The query length L can be
-    sharded where the mask is not causal; keys and values are then partial_grad.
+    With enable_gqa a rank has Hkv / R key heads and the Hq / R query heads that use them. Keys and values are
+    partial_grad where the query length L is sharded (`run_attention`).
     """
     named, dims = arguments(call), len(call.outputs[0].shape)
     grouped = bool(named.get("enable_gqa"))
     axes = [_batch_axis(call, dim, grouped and dim == dims - 3) for dim in range(dims - 2)]
-    if not named["is_causal"]:
-        mask = place(named["attn_mask"])
-        tall = [mask is not None and len(meta.shape) > 1 and meta.shape[-2] > 1 for meta in call.inputs]
-        own = [len(meta.shape) - 2 if tall[index] and index == mask else None for index, meta in enumerate(call.inputs)]
-        own[0] = len(call.inputs[0].shape) - 2
-        axes.append(Axis(tuple(own), (dims - 2,)))
+    mask = place(named["attn_mask"])
+    tall = [mask is not None and len(meta.shape) > 1 and meta.shape[-2] > 1 for meta in call.inputs]
+    own = [len(meta.shape) - 2 if tall[index] and index == mask else None for index, meta in enumerate(call.inputs)]
+    own[0] = len(call.inputs[0].shape) - 2
+    axes.append(Axis(tuple(own), (dims - 2,)))
     return cut(call, axes)
+
+
+def run_attention(part: Part) -> Any:
+    """Attend causally from this rank's queries: each sees the keys up to its own place in the whole sequence.
+
+    Keys after the slice's last query are left out, so the first ranks compute less than the last ones.
+    """
+    start, stop = part.input_bounds(0)[-2]
+    if not arguments(part.call)["is_causal"] or stop - start == part.call.inputs[0].shape[-2]:
+        return part.run()
+    seen = min(stop, part.call.inputs[1].shape[-2])
+    key, value = (tensor.narrow(-2, 0, seen) for tensor in part.inputs[1:3])
+    mask = torch.ones(stop - start, seen, dtype=torch.bool, device=key.device).tril(start)
+    return part.run(key=key, value=value, attn_mask=mask, is_causal=False)
 
 
 def _batch_axis(call: OpCall, dim: int, grouped: bool) -> Axis:
@@ -159,7 +185,9 @@ def register() -> None:
         register_rule(f"aten.{name}", product_of(letters))
     for name, letters in BIASED.items():
         register_rule(f"aten.{name}", biased_product_of(letters), run_biased)
+    for name in ("aten._grouped_mm", "transformers.grouped_mm_fallback"):
+        register_rule(name, grouped)
     names = "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"
     register_all(names, convolution, run_convolution)
-    register_rule("aten.scaled_dot_product_attention", attention)
+    register_rule("aten.scaled_dot_product_attention", attention, run_attention)
     register_rule("aten._scaled_dot_product_flash_attention_for_cpu", flash_on_cpu)

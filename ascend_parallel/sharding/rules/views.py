@@ -129,6 +129,14 @@ def moved_along(call: OpCall) -> list[OpPlacements]:
     return cut(call, same(call, own)) + (linear_in_all(call) if linear else [])
 
 
+def difference(call: OpCall) -> list[OpPlacements]:
+    """torch.diff: shard a dimension other than `dim`; linear in the tensor and in what is put before and after."""
+    dims = len(call.inputs[0].shape)
+    dim = normal(arguments(call)["dim"], dims)
+    own = [axis for axis in range(dims) if axis != dim]
+    return cut(call, same(call, own)) + linear_in_all(call)
+
+
 def repeat(call: OpCall) -> list[OpPlacements]:
     """Shard a dimension that is not repeated, or the repetitions of a dimension of size 1."""
     new = len(call.outputs[0].shape) - len(call.inputs[0].shape)
@@ -184,6 +192,7 @@ def register() -> None:
     register_all(f"{names} unsafe_split unsafe_split_with_sizes unsafe_chunk tensor_split.sections", along)
     register_all("cat concat stack", joined)
     register_all("roll flip triu tril constant_pad_nd pad", moved_along)
+    register_all("diff", difference)
     register_all("repeat tile", repeat, run_repeat)
     register_all("repeat_interleave.self_int", repeat_interleave, run_repeat_interleave)
     register_all(CREATIONS, created)

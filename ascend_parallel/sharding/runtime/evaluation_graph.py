@@ -97,7 +97,9 @@ def _operators(graph: Graph) -> Iterator[tuple[Any, ...]]:
             known[Value(node.name)] = (node.kind, node.source, _digest(graph.constants.get(node.source)))
         elif node.name in needed:
             by_name = {name: value for name, value in arguments(node.call).items() if name != "cudnn_enabled"}
-            if node.call.name.split(".")[1] in DROPOUT and not by_name["train"]:
+            name = node.call.name.split(".")[1]
+            # a tensor's strides, which attention without dropout may change, decide whether torch runs `contiguous`
+            if name == "contiguous" or (name in DROPOUT and not by_name["train"]):
                 known[Value(node.name)] = known[node.inputs[0]]
                 continue
             number = next(count)

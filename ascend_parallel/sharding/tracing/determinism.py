@@ -35,6 +35,7 @@ HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_
 MAX_DEPTH = 4
 # Paths of code that is not the model's: torch and Python's own library.
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(copy.__file__).parent), "<")
+FAKE_TENSORS = str(Path(torch.__file__).parent / "_subclasses")
 SITE = str(Path(torch.__file__).parent.parent)
 REMEDY = "compute it with tensors, give it as an argument, or take it out of the forward"
 
@@ -144,6 +145,8 @@ class _CallRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if _is_of_fake_tensors():
+            return function(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, dict(kwargs or {})))
         constants = tuple("a tensor" if isinstance(leaf, torch.Tensor) else _plain(leaf, {}) for leaf in leaves)
         frame: FrameType | None = sys._getframe(1)
@@ -153,10 +156,24 @@ class _CallRecorder(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def is_model_file(name: str) -> bool:
+    """Tell whether a source file holds a model's code: it is not of torch or of Python's own library."""
+    return not (name.startswith(LIBRARIES) and (name.startswith(LIBRARIES[0]) or not name.startswith(SITE)))
+
+
 def _is_model_code(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    in_library = name.startswith(LIBRARIES) and (name.startswith(LIBRARIES[0]) or not name.startswith(SITE))
-    return not in_library and name != __file__
+    return is_model_file(name) and name != __file__
+
+
+def _is_of_fake_tensors() -> bool:
+    """Tell whether a call only makes a fake result, as for torch.vmap. Fake results are cached, so runs differ."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not _is_model_code(frame):
+        if frame.f_code.co_filename.startswith(FAKE_TENSORS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _place(frame: FrameType) -> str:

@@ -19,6 +19,16 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, ParameterRef, Ref, UntracedTensor, Value
+from ascend_parallel.sharding.tracing.regions import (
+    SET_GRAD_MODE,
+    autocast_switched_off,
+    detached,
+    set_grad_mode,
+    without_gradient,
+)
+
+# torch.library makes an autograd.Function of this name from the backward that register_autograd gave an operator.
+OF_CUSTOM_OPERATOR = "GeneratedBackwardFor_"
 
 _RecordedCall = tuple[Callable[..., Any], list[Any], pytree.TreeSpec, list[Any], pytree.TreeSpec, dict[int, int]]
 
@@ -51,7 +61,7 @@ class Recording:
             origins: dict[int, Any] = {id(tensor): ParameterRef(first[name]) for name, tensor in named}
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             origins |= {id(tensor): Ref(place) for place, tensor in enumerate(tensors)}
-            with _CallRecorder(self, origins):
+            with autocast_switched_off(), _CallRecorder(self, origins):
                 returned = forward(*args, **kwargs)
             for leaf in pytree.tree_leaves(returned):
                 _check_gradient(leaf)
@@ -84,9 +94,15 @@ class _CallRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if function is SET_GRAD_MODE:
+            return set_grad_mode(*args)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
         arguments = [self._origin(leaf) for leaf in leaves]
-        returned = function(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            returned = function(*args, **(kwargs or {}))
+        else:
+            args, kwargs = pytree.tree_unflatten(without_gradient(function, leaves), spec)
+            returned = detached(function(*args, **(kwargs or {})), leaves)
         written = {
             id(leaf): place
             for place, (leaf, origin) in enumerate(zip(leaves, arguments, strict=True))
@@ -110,6 +126,9 @@ class _CallRecorder(TorchFunctionMode):
         if id(leaf) in self._origins:
             return self._origins[id(leaf)]
         _check_gradient(leaf)
+        if torch._C._functorch.is_batchedtensor(leaf):
+            self._recording.refuse("torch.vmap runs, whose functions do not see their tensors: write them out for all")
+            return None
         node = _node_of(leaf)
         if node is None:
             self._recording.refuse("a tensor that is no parameter, buffer or input is read: register it as a buffer")
@@ -121,6 +140,8 @@ def _check_gradient(leaf: Any) -> None:
     """Raise `ValueError` for an autograd.Function, whose backward a graph of operators would lack."""
     if isinstance(leaf, torch.Tensor) and isinstance(leaf.grad_fn, BackwardCFunction):
         name = type(leaf.grad_fn).__name__.removesuffix("Backward")
+        if name.startswith(OF_CUSTOM_OPERATOR):
+            return
         raise ValueError(
             f"the autograd.Function {name} has a backward of its own, which a traced graph lacks: make it an operator "
             "by torch.library.custom_op and register_autograd, or remove it (or the backward hook)"

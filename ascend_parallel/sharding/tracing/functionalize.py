@@ -57,7 +57,12 @@ def is_in_place(node: torch.fx.Node) -> bool:
 
 
 def functional_ops(program: ExportedProgram) -> dict[str, FunctionalOp] | None:
-    """Return the replacement of each in-place operator, by node name; None if aliasing is ambiguous."""
+    """Return the replacement of each in-place operator, by node name; None if only torch's functionalization works.
+
+    That is so if aliasing is ambiguous, and for torch.vmap, which torch's functionalization writes out.
+    """
+    if any(map(_is_vmap, program.graph.nodes)):
+        return None
     replacements = {}
     aliases = _Aliases(program)
     for node in program.graph.nodes:
@@ -153,6 +158,11 @@ def _never_aliases(node: torch.fx.Node) -> bool:
     # a composite operator may return its input, which its schema does not say: dropout in evaluation
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     return node.target._overloadpacket.__name__ in NEVER_ALIASING or not composite
+
+
+def _is_vmap(node: torch.fx.Node) -> bool:
+    """Tell whether a node enters or leaves a torch.vmap."""
+    return getattr(node.target, "__module__", "").startswith("torch._functorch")
 
 
 def _memory(tensor: torch.Tensor) -> int:

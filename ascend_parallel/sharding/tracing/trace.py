@@ -34,6 +34,7 @@ from ascend_parallel.sharding.tracing.determinism import ForwardChangesError, on
 from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
 from ascend_parallel.sharding.tracing.functionalize import FunctionalOp, functional_ops
 from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
+from ascend_parallel.sharding.tracing.untraceable import CONTROL_FLOW, SHAPES, VALUES, place_of, reason
 
 KINDS = {
     InputKind.USER_INPUT: INPUT,
@@ -54,15 +55,16 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Return the graph of the operators that ``model(*args, **kwargs)`` runs.
 
     The shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for a model that
-    torch.export cannot trace, for regions (torch.no_grad, autocast, control flow) inside the forward, and for a forward
-    that differs from run to run (`determinism.py`).
+    torch.export cannot trace, for regions (autocast that is on, control flow) inside the forward, and for a forward
+    that differs from run to run (`determinism.py`). The error names the line of the model and what to write instead.
     """
     if isinstance(args, torch.Tensor):
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     binding = bind(model, tuple(args), kwargs or {})
     recording = Recording()
     try:
-        with preserve_node_meta(), _quiet(), random_states_kept():  # node metadata carries the marks
+        # node metadata carries the marks; where gradients are off is the model's own choice, not the caller's
+        with torch.enable_grad(), preserve_node_meta(), _quiet(), random_states_kept():
             with recording.noting(model):
                 program = torch.export.export(
                     model, *_without_shared_tensors(tuple(args), dict(kwargs or {})), strict=False
@@ -71,9 +73,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
             if replacements is None:
                 program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
                 recording.refuse("an in-place operator writes to a tensor with aliases: write it out of place")
-    except Exception as error:  # torch.export passes on any exception; the first line of its message says most
-        message = str(error).strip().splitlines() or [type(error).__name__]
-        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {message[0]}") from error
+    except Exception as error:  # torch.export passes on any exception
+        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {reason(error)}") from error
     try:
         with _quiet():
             only = only_in_python(model, args, kwargs or {})
@@ -153,14 +154,14 @@ class _Builder:
         if not isinstance(meta, torch.Tensor):
             return  # a number: torch.export has inlined it
         source = spec.target or node.name
-        self._nodes[node.name] = Node(node.name, KINDS[spec.kind], (_meta(meta),), source=source)
+        self._nodes[node.name] = Node(node.name, KINDS[spec.kind], (_meta(meta, node),), source=source)
         self.values[node.name] = Value(node.name)
 
     def _add_call(self, node: torch.fx.Node) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise TraceError(
-                f"{_module(node) or 'the model'} runs {node.target}, a region of its own; move torch.no_grad, autocast "
-                "and control flow out of the forward"
+                f"{place_of(node)}{_module(node) or 'the model'} runs {node.target}, a region of its own; move control "
+                f"flow and inference_mode out of the forward: {CONTROL_FLOW}"
             )
         inputs: list[Value] = []
 
@@ -174,9 +175,11 @@ class _Builder:
         args, kwargs = pytree.tree_map_only(torch.fx.Node, reference, arguments)
         value: Any = operation.value
         fakes = value if isinstance(value, (list, tuple)) else [value]
-        outputs = tuple(_meta(fake) for fake in fakes if isinstance(fake, torch.Tensor))
+        outputs = tuple(_meta(fake, node) for fake in fakes if isinstance(fake, torch.Tensor))
         if not outputs:
-            raise TraceError(f"{_module(node) or 'the model'} runs {node.target}, which returns no tensor")
+            raise TraceError(
+                f"{place_of(node)}{_module(node) or 'the model'} runs {node.target}, which returns no tensor; {VALUES}"
+            )
         metas = tuple(self._nodes[read.node].outputs[read.index] for read in inputs)
         call = OpCall(operation.target, args, kwargs, metas, outputs)
         self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node), mark=mark_of(node))
@@ -218,11 +221,9 @@ def _places(name: str, value: Sequence[Any]) -> list[Value | None]:
     return [Value(name, next(count)) if isinstance(output, torch.Tensor) else None for output in value]
 
 
-def _meta(tensor: torch.Tensor) -> TensorMeta:
+def _meta(tensor: torch.Tensor, node: torch.fx.Node) -> TensorMeta:
     if any(isinstance(size, torch.SymInt) for size in tensor.shape):
-        raise TraceError(
-            "the shape of a tensor depends on its values (nonzero, a boolean index): shapes have to be fixed"
-        )
+        raise TraceError(f"{place_of(node)}{_module(node) or 'the model'} runs {node.target}: {SHAPES}")
     return TensorMeta(tuple(int(size) for size in tensor.shape), tensor.dtype)
 
 
