@@ -39,6 +39,8 @@ class LinearCall:
         With sequence parallelism the dimension of x that ranks share, 0 or 1; None: without.
     added
         Whether the framework multiplies and then adds the bias; otherwise it calls torch.nn.functional.linear.
+    finish
+        What the framework does with the output of the layer, such as a gather of its features; `original` does it too.
     """
 
     layer: Any
@@ -50,6 +52,7 @@ class LinearCall:
     original: Callable[[torch.Tensor], torch.Tensor]
     added: bool = False
     sequence_dim: int | None = None
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -101,7 +104,8 @@ def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
     else:
         y = row_linear(x, call.weight, **options)
         y = y if call.bias is None else y + call.bias
-    return swapped(y) if call.sequence_dim == 1 else y
+    y = swapped(y) if call.sequence_dim == 1 else y
+    return y if call.finish is None else call.finish(y)
 
 
 def _torch_linear(call: LinearCall) -> ForwardWrapper:

@@ -47,6 +47,13 @@ class Layer:
         """The layer with the settings of a row layer's backward."""
         return replace(self, settings=backward_settings(self.settings))
 
+    @property
+    def kept_for_backward(self) -> Layer:
+        """The layer without what only its forward calls, which may hold tensors: a checkpoint is to free these."""
+        if self.forward_wrapper is run_directly and self.finish is Pending.wait:
+            return self
+        return replace(self, forward_wrapper=run_directly, finish=Pending.wait)
+
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""
         if self.before_communicating is not None:

@@ -251,4 +251,4 @@ def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor, weight: W
     else:
         parts = [weight]
     ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
-    ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
+    ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype

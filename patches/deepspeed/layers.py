@@ -6,7 +6,8 @@ Written against DeepSpeed 0.19, deepspeed/module_inject/layers.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +47,6 @@ class DeepSpeed(Framework):
             return "it is being compiled, and a process group cannot be"
         if layer.mp_group is None or layer.mp_group.size() == 1:
             return ONE_RANK
-        if getattr(layer, "gather_output", False):
-            return "it gathers its output"
         if len(set(layer._partition_sizes)) > 1:
             return f"its features are shared unevenly among ranks: {list(layer._partition_sizes)}"
         return None
@@ -89,8 +88,15 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
             parameter=self.weight,
             original=lambda x: original(self, x),
             added=True,
+            finish=_gather_of(self) if getattr(self, "gather_output", False) else None,
         )
         return call.original(input) if too_few_rows(call) else run_linear(deepspeed, call)
 
     vars(forward)["ascend_parallel"] = deepspeed
     return forward
+
+
+def _gather_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what gathers the features of a column layer's output."""
+    gather: Any = sys.modules[MODULE].GatherFromTensorParallelRegion
+    return lambda y: gather.apply(layer.mp_group, y, layer._partition_sizes)

@@ -6,6 +6,7 @@ DTensors, and runs torch's own where it does not cover the layer or the call, an
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.dtensor_linear import Installed, InstalledLayers, positive
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
-from ascend_parallel.patches.torch_native.shared import shared_gather
+from ascend_parallel.patches.torch_native.shared import SharedGather, shared_gather
 
 # The attribute of an input that a column layer's hook has made of a plain tensor: no other layer reads the DTensor.
 OWN = "_ascend_parallel_own"
@@ -67,29 +68,55 @@ def sequence_dim(placement: Any, ndim: int) -> int | None:
     return dim if dim == 0 < ndim - 1 or (dim == 1 and ndim == 3) else None
 
 
-def install(module: Any, installed: InstalledByStyle) -> None:
-    """Put the forward on `module`, over its own."""
-    inner, in_force = module.forward, installed.in_force
-    in_force.add(module, installed)
+class InstalledForward:
+    """The forward of a module; a deep copy of the module gets its own, with the copy's weights.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        framework = in_force.framework
+    module, own
+        The module, and a forward that had been put on it before; None: its class's, whichever class it has when called.
+    """
+
+    def __init__(self, module: Any, own: Function | None, installed: InstalledByStyle) -> None:
+        """Run `own` where `installed` does not cover a call."""
+        self.module, self.own, self.ascend_parallel = module, own, installed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InstalledForward:
+        """Return the forward of the module's copy."""
+        return InstalledForward(deepcopy(self.module, memo), deepcopy(self.own, memo), self.ascend_parallel)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, or what its module would run without this forward."""
+        module, installed = self.module, self.ascend_parallel
+        inner = self.own or type(module).forward.__get__(module)
+        framework = installed.in_force.framework
         if framework is None or torch.compiler.is_compiling():
             return inner(*args, **kwargs)
         x = args[0] if len(args) == 1 and not kwargs else None
+        gather = shared_gather(x)
+        if gather is not None:
+            x = gather.whole() if gather.changed else gather.x
         reason = installed.uncovered(module) or installed.sharded_twice(module) or installed.uncovered_call(x)
         if reason is None:
-            return _run(framework, module, installed, inner, x)
+            return _run(framework, module, installed, inner, x, gather)
         if reason != GATHERED:
             framework.log_uncovered(module, reason)
         return inner(*args, **kwargs)
 
-    forward.ascend_parallel = installed  # type: ignore[attr-defined]
-    module.forward = forward
+
+def install(module: Any, installed: InstalledByStyle) -> None:
+    """Put the forward on `module`, over its own."""
+    installed.in_force.add(module, installed)
+    module.forward = InstalledForward(module, vars(module).get("forward"), installed)
 
 
-def _run(framework: InstalledLayers, module: Any, installed: InstalledByStyle, inner: Function, x: Any) -> Any:
-    """Return the output as a DTensor in the layout of the style."""
+def _run(
+    framework: InstalledLayers,
+    module: Any,
+    installed: InstalledByStyle,
+    inner: Function,
+    x: Any,
+    gather: SharedGather | None,
+) -> Any:
+    """Return the output as a DTensor in the layout of the style; `gather`: that x shares with other readers."""
     mesh, column = installed.mesh, installed.kind == "column"
     (taken,) = positive(x.placements, x.ndim)
     rows = taken if column else installed.output
@@ -117,9 +144,8 @@ def _run(framework: InstalledLayers, module: Any, installed: InstalledByStyle, i
         original=original,
         sequence_dim=dim,
     )
-    shared = shared_gather(x) if column else None
-    if shared is not None:
-        y = shared.run(framework, call, x)
+    if column and gather is not None:
+        y = gather.run(framework, call)
     else:
         y = original(call.x) if too_few_rows(call) else run_linear(framework, call)
     return DTensor.from_local(y, mesh, [given], run_check=False)

@@ -1,19 +1,21 @@
 """The gather that the column layers of a module share (PrepareModuleInput).
 
-The module gets the DTensor as its ranks hold it, cut along the rows. To DTensor's operators that is the same tensor.
-The first column layer gathers it, and the others read the rows that it has gathered.
+The module gets a DTensor that is not gathered yet. Its first column layer gathers it, and the others read the rows that
+it has gathered. Whatever else reads the DTensor makes torch gather it, so it is Replicate() to everyone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.functional import linear
+from torch.utils._pytree import tree_map_only
 
+from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import Layer
 from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
@@ -21,39 +23,136 @@ from ascend_parallel.patches.framework import Framework
 from ascend_parallel.patches.linear_call import LinearCall
 from ascend_parallel.settings import Settings
 
-SHARED = "_ascend_parallel_shared"
+GATHER = "_ascend_parallel_gather"
+_TENSOR: Any = torch.Tensor
+# What describes a tensor alike before and after the gather.
+_DESCRIBING = {
+    getattr(_TENSOR, name).__get__
+    for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "layout")
+} | {_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.is_floating_point, _TENSOR.is_complex}
+# What asks for the whole gradient, which reaches the rows that are not gathered.
+_OF_GRADIENT = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    _TENSOR.register_hook,
+    _TENSOR.retain_grad,
+    _TENSOR.grad.__get__,
+    _TENSOR.retains_grad.__get__,
+}
 
 
 class SharedGather:
-    """The gathered rows of an input, once a layer has gathered them."""
+    """The rows of a DTensor that layers have gathered.
 
-    def __init__(self) -> None:
-        """No layer has gathered."""
-        self.rows: torch.Tensor | None = None
+    x
+        The DTensor as its ranks hold it, cut along the rows.
+    """
 
-    def run(self, framework: Framework, call: LinearCall, x: DTensor) -> torch.Tensor:
-        """Return the output of a column layer, [B, S, N / R] or [S, ..., N / R]; x is the input that is shared."""
-        if self.rows is None:
-            group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
-            if settings.enabled:
-                y, self.rows = _gathering(framework, call, group, settings)
-                return y
-            # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
-            self.rows = DTensor.to_local(x.redistribute(placements=[Replicate()]), grad_placements=[Partial()])
-        return linear(self.rows, call.weight, call.bias)
+    def __init__(self, x: DTensor) -> None:
+        """Nothing has been gathered."""
+        self.x = x
+        self._whole: dict[bool, DTensor] = {}
+        self._rows: dict[tuple[bool, torch.dtype], tuple[Any, torch.Tensor]] = {}
+
+    def run(self, framework: Framework, call: LinearCall) -> torch.Tensor:
+        """Return the output of a column layer, [B, S, N / R] or [S, ..., N / R].
+
+        Rows that were gathered without gradients, or in autocast's dtype, are for such calls alone. The layer that
+        gathered does so again when it is called again: recompute then saves what the forward has saved.
+        """
+        key = (torch.is_grad_enabled(), operand_dtype(call.x))
+        first, rows = self._rows.get(key, (None, None))
+        if rows is not None and first is not call.layer:
+            return linear(rows, call.weight, call.bias)
+        group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
+        if settings.enabled:
+            y, rows = _gathering(framework, call, group, settings)
+        else:  # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
+            rows = self.x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            y = linear(rows, call.weight, call.bias)
+        self._rows[key] = (call.layer, rows)
+        return y
+
+    def whole(self) -> DTensor:
+        """Return the DTensor that torch gathers."""
+        graded = torch.is_grad_enabled()
+        if graded not in self._whole:
+            self._whole[graded] = self.x.redistribute(placements=[Replicate()])
+        return self._whole[graded]
+
+    @property
+    def changed(self) -> bool:
+        """Whether an operator has changed the gathered DTensor in place."""
+        return any(each._version for each in self._whole.values())
 
 
-def share(x: Any) -> Any:
-    """Mark a DTensor whose rows its first reader is to gather. Its `to_local` gathers too, as its users expect."""
-    setattr(x, SHARED, SharedGather())
-    itself: Any = ref(x)  # a cycle would keep the rows until Python collects garbage
-    x.to_local = lambda **options: itself().redistribute(placements=[Replicate()]).to_local(**options)
-    return x
+class SharedInput(DTensor):
+    """A DTensor whose rows its first reader gathers. Operators and DTensor's methods make torch gather it."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on gathered tensors, unless it asks for nothing that a gather changes."""
+        if func in _DESCRIBING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        of_gradient = func in _OF_GRADIENT
+
+        def given(shared: Any) -> Any:
+            gather = vars(shared)[GATHER]
+            return gather.x if of_gradient else gather.whole()
+
+        args, kwargs = tree_map_only(cls, given, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Describe the rows of this rank: nothing is gathered."""
+        return repr(vars(self)[GATHER].x)
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh."""
+        return vars(self)[GATHER].x.device_mesh
+
+    @property
+    def placements(self) -> Any:
+        """Where the gathered tensor lies."""
+        return (Replicate(),)
+
+    @property
+    def _spec(self) -> Any:  # type: ignore[override]
+        return vars(self)[GATHER].whole()._spec
+
+    @property
+    def _local_tensor(self) -> Any:  # type: ignore[override]
+        return vars(self)[GATHER].whole()._local_tensor
+
+    def to_local(self, **options: Any) -> Any:
+        """Return the gathered rows."""
+        return vars(self)[GATHER].whole().to_local(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> Any:
+        """Redistribute the gathered tensor."""
+        return vars(self)[GATHER].whole().redistribute(*args, **options)
+
+    def full_tensor(self, **options: Any) -> Any:
+        """Return the gathered rows."""
+        return vars(self)[GATHER].whole().full_tensor(**options)
 
 
-def shared_gather(x: DTensor) -> SharedGather | None:
+def share(x: DTensor) -> DTensor:
+    """Return x, which is cut along the rows, as a DTensor whose rows its first reader is to gather."""
+    shared: Any = x.view_as(x)
+    shared.__class__ = SharedInput
+    vars(shared)[GATHER] = SharedGather(x)
+    assert isinstance(shared, SharedInput)
+    return shared
+
+
+def shared_gather(x: Any) -> SharedGather | None:
     """Return the gather that readers of x share, or None."""
-    return getattr(x, SHARED, None)
+    return vars(x)[GATHER] if isinstance(x, SharedInput) else None
 
 
 def _gathering(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers
 from ascend_parallel.patches.torch_native.layers import OWN, InstalledByStyle, install, sequence_dim
-from ascend_parallel.patches.torch_native.shared import share
+from ascend_parallel.patches.torch_native.shared import share, shared_gather
 
 IN_FORCE = InForce()
 # The attribute of a PrepareModuleInput that holds its module that is being called.
@@ -70,6 +70,8 @@ def prepare_column_input(original: Function) -> Function:
         x = inputs[0]
         if not isinstance(installed, Installed) or installed.uncovered(mod) is not None or len(inputs) > 1:
             return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        if shared_gather(x) is not None:
+            return x
         if not isinstance(x, DTensor):
             (layout,) = input_layouts
             if layout != Replicate() and sequence_dim(layout, x.ndim) is None:
@@ -111,10 +113,12 @@ def prepare_module_input(original: Function) -> Function:
         framework = IN_FORCE.framework
         gathers = isinstance(input, torch.Tensor) and input_layout not in (None, desired_layout)
         kept = desired_layout == Replicate() and not self.use_local_output
+        if kept and shared_gather(input) is not None and input.device_mesh == mesh:
+            return input  # a module around this one shares it
         if framework is None or not (gathers and kept) or not _shares(framework, self, input, mesh, input_layout):
             return original(self, input, mesh, input_layout, desired_layout)
         x = input if isinstance(input, DTensor) else DTensor.from_local(input, mesh, (input_layout,), run_check=False)
-        return share(x.view_as(x))
+        return share(x)
 
     return prepare
 
@@ -132,7 +136,14 @@ def _shares(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, 
     if dim is None or (whole and x.shape[dim] % mesh.size()):
         return False
     module = vars(style)[CALLED]() if CALLED in vars(style) else None
-    return module is not None and _columns_covered(module)
+    return module is not None and not _has_backward_hooks(module) and _columns_covered(module)
+
+
+def _has_backward_hooks(module: Any) -> bool:
+    """Tell whether hooks get the whole gradient of the module's input."""
+    everywhere: Any = torch.nn.modules.module
+    hooks = (module._backward_hooks, module._backward_pre_hooks)
+    return any((*hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks))
 
 
 def _columns_covered(module: Any) -> bool:

@@ -26,7 +26,16 @@ IN_FORCE = InForce()
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledByPlan(Installed):
-    """What a `tp_plan` installed on a module."""
+    """What a `tp_plan` installed on a module.
+
+    gathers
+        Whether a column layer's style gathers the features of its output.
+    splits
+        Whether a row layer's style takes this rank's part of an input that is whole on every rank.
+    """
+
+    gathers: bool = False
+    splits: bool = False
 
     def uncovered(self, module: Any) -> str | None:
         """Return the reason why the module's own forward must run, or None."""
@@ -58,20 +67,33 @@ def install_forward(original: Function) -> Function:
     return install
 
 
-def _installed(style: Any, mesh: Any) -> Installed:
-    """Return what `style` installs: exactly one of the two plain styles, with the layouts that they have by default."""
+def _installed(style: Any, mesh: Any) -> InstalledByPlan:
+    """Return what `style` installs: exactly one of the two plain styles, with features that are whole or cut."""
     kind, reason = type(style), None
     name = kind.__name__
     if kind is not getattr(sys.modules[kind.__module__], name, None) or name not in KINDS:
         return InstalledByPlan(in_force=IN_FORCE, kind=None, mesh=mesh, reason=f"its style {name} is left as it is")
-    layouts = (Replicate(), Shard(-1)) if KINDS[name] == "column" else (Shard(-1), Replicate())
-    if (style.input_layouts, style.output_layouts) != layouts or not style.use_local_output:
-        reason = f"its style makes {style.output_layouts} of {style.input_layouts} in its forward"
-    return InstalledByPlan(in_force=IN_FORCE, kind=KINDS[name], mesh=mesh, reason=reason)
+    given, made, column = style.input_layouts, style.output_layouts, KINDS[name] == "column"
+    whole = given if column else made
+    if whole != Replicate() or not {given, made} <= {Replicate(), Shard(-1)} or not style.use_local_output:
+        reason = f"its style {name} makes {made} of {given} in its forward"
+    return InstalledByPlan(
+        in_force=IN_FORCE,
+        kind=KINDS[name],
+        mesh=mesh,
+        reason=reason,
+        gathers=column and made == Replicate(),
+        splits=not column and given == Replicate(),
+    )
 
 
 def _run(
-    framework: InstalledLayers, module: Any, installed: Installed, inner: Function, args: Any, kwargs: Mapping[str, Any]
+    framework: InstalledLayers,
+    module: Any,
+    installed: InstalledByPlan,
+    inner: Function,
+    args: Any,
+    kwargs: Mapping[str, Any],
 ) -> Any:
     reason = installed.uncovered(module) or installed.sharded_twice(module)
     x = args[0] if len(args) == 1 and not kwargs else None
@@ -83,10 +105,21 @@ def _run(
     call = LinearCall(
         layer=module,
         kind=installed.kind or "",
-        x=x,
+        x=_moved(x, installed, Replicate(), Shard(-1)) if installed.splits else x,
         weight=module.weight.to_local(),
         bias=None if module.bias is None else module.bias.to_local(),
         parameter=module.weight,
-        original=inner,
+        original=inner if not installed.splits else lambda part: inner(_placed(part, installed, Shard(-1))),
+        finish=(lambda y: _moved(y, installed, Shard(-1), Replicate())) if installed.gathers else None,
     )
     return inner(x) if too_few_rows(call) else run_linear(framework, call)
+
+
+def _placed(x: torch.Tensor, installed: Installed, placement: Any) -> DTensor:
+    return DTensor.from_local(x, installed.mesh, [placement], run_check=False)
+
+
+def _moved(x: torch.Tensor, installed: Installed, before: Any, after: Any) -> torch.Tensor:
+    """Return x, of which each rank has the part `before`, with the part `after`."""
+    moved: torch.Tensor = _placed(x, installed, before).redistribute(placements=[after]).to_local()
+    return moved

@@ -19,7 +19,7 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 GROUPED = {"num_key_value_heads": 12}
-MODELS = {"Llama": GROUPED, "Qwen2": GROUPED, "Mistral": GROUPED, "GPTNeoX": {}}
+MODELS = {"Phi3": {**GROUPED, "pad_token_id": 0}, "Llama": GROUPED, "Qwen2": GROUPED, "Mistral": GROUPED, "GPTNeoX": {}}
 
 
 def model_of(name, **changes):

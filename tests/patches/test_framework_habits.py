@@ -1,0 +1,177 @@
+"""What users do with models of transformers and torch beside training them, with overlap as without."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from hugging_face import both, load, unequal, whole, worst, write
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from torch_parallel import decoder, parallel, step
+
+import ascend_parallel
+
+
+def scaled(model, x):
+    return model.last(torch.relu(model.a(x)) * model.b(x)) + (x * 2).to_local().mean(-1, keepdim=True)
+
+
+def residual(model, x):
+    y = DTensor.from_local(model.last(model.a(x) * model.b(x)), x.device_mesh, x.placements)
+    return (x + y).to_local()
+
+
+def local(model, x):
+    assert x.shape == (2, 48, 64) == x._local_tensor.shape
+    return model.last(model.a(x) * model.b(x)) + x._local_tensor.sum() + x.full_tensor().detach().sum()
+
+
+def gated_without_gradients(model, x):
+    with torch.no_grad():
+        gate = torch.sigmoid(model.a(x))
+    return model.last(gate * model.b(x) + model.a(x))
+
+
+def gated_in_16_bits(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        gate = model.a(x)
+    return model.last(gate.float() * model.b(x))
+
+
+def recomputed(model, x):
+    return model.last(checkpoint(lambda x: torch.relu(model.a(x)) * model.b(x), x, use_reentrant=False))
+
+
+def first_recomputed(model, x):
+    return model.last(checkpoint(lambda x: torch.relu(model.a(x)), x, use_reentrant=False) * model.b(x))
+
+
+def recomputed_by_reentry(model, x):
+    return model.last(checkpoint(lambda x: torch.relu(model.a(x)) * model.b(x), x, use_reentrant=True))
+
+
+def changed_in_place(model, x):
+    gate = torch.sigmoid(model.a(x)).detach()
+    x.mul_(2)
+    return model.last(gate * model.b(x))
+
+
+def hooked(model, x):
+    x.register_hook(lambda gradient: gradient * 3)
+    return model.last(model.a(x) * model.b(x))
+
+
+def differentiated(model, x):
+    y = model.last(model.a(x) * model.b(x))
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return y + whole(dx)
+
+
+BODIES = [scaled, residual, local, gated_without_gradients, gated_in_16_bits, recomputed, first_recomputed]
+BODIES += [recomputed_by_reentry, hooked, differentiated, changed_in_place]
+
+
+class Two(nn.Module):
+    """Two column layers that read the same input, and a row layer; `body` is the forward."""
+
+    def __init__(self, body):
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b, self.last = nn.Linear(64, 128), nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def read(group, hooks):
+    """Return the worst difference from plain for each body."""
+    rows = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    found = {}
+    for body in BODIES[:-1] if hooks else BODIES:  # torch's hooks forbid changes in place
+        ascend_parallel.configure(num_chunks=4)
+        styles = {"": PrepareModuleInput(**rows), "a": ColwiseParallel(), "b": ColwiseParallel()}
+        model = parallelize_module(
+            Two(body), init_device_mesh("cpu", (group.size(),)), styles | {"last": RowwiseParallel()}
+        )
+        if hooks:
+            model.register_full_backward_hook(lambda *_: None)
+        error, where = worst(*reversed(both(model, lambda model: used(group, model))))
+        found[body.__name__] = (error, where)
+    return found
+
+
+def used(group, model):
+    model.zero_grad()
+    x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(7)).chunk(group.size(), 1)[group.rank()]
+    x = x.clone().requires_grad_()
+    y = whole(model(x))
+    y.square().sum().backward()
+    gradients = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_module_reads_its_gathered_input_in_any_way(ranks, hooks):
+    for found in ranks(2).run(read, hooks):
+        assert found.pop("gated_in_16_bits")[0] < 0.02
+        assert {name: error for name, error in found.items() if error[0] > 1e-6} == {}
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def copied(group, plan):
+    """Return what differs from plain in a changed copy of a model, and in a model whose layers get another class."""
+
+    def average(model):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(1.5)
+        return step(twin)
+
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(decoder(layers=1), init_device_mesh("cpu", (group.size(),)), plan)
+    found = unequal(*both(model, average))
+    for layer in (model.layers[0].attention.wk, model.layers[0].attention.wo):
+        layer.__class__ = Doubled
+    whole_model = decoder(layers=1)
+    for layer in (whole_model.layers[0].attention.wk, whole_model.layers[0].attention.wo):
+        layer.__class__ = Doubled
+    plain, overlapped = both(model, step)
+    return found, unequal(plain, overlapped), worst(overlapped, step(whole_model))[0]
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_copies_and_other_classes_run_with_their_own_weights_and_forward(ranks, plan):
+    for copies, classes, error in ranks(2).run(copied, plan):
+        assert copies == classes == []
+        assert error < 2e-5
+
+
+def freed(group, path):
+    """Tell whether a column and a row layer let go of their input when hooks have taken the saved tensors."""
+    mlp = load(group, path).model.layers[0].mlp
+    found = []
+    for layer in (mlp.up_proj, mlp.down_proj):
+        x = torch.ones(4, 32, layer.weight.to_local().shape[1]).requires_grad_() * 2
+        rows = weakref.ref(x.untyped_storage())
+        with saved_tensors_hooks(lambda _: None, lambda _: None):
+            y = layer(x)
+        del x
+        found.append(rows() is None)
+        del y
+    return found
+
+
+def test_a_layer_holds_no_rows_but_those_it_saves(ranks, tmp_path):
+    path = write(tmp_path, "Llama", num_hidden_layers=1)
+    assert ranks(2).run(freed, path) == [[True, True]] * 2
