@@ -76,12 +76,13 @@ class Search:
         }
         for pattern, strategy in self.strategies.items():
             for node in named_nodes(self.graph, pattern):
-                self.options[node.name] = fitting(node, self.options[node.name], strategy)
+                self.options[node.name] = fitting(node, self.options[node.name], strategy, self._shape)
                 self.configured[node.name] = pattern
         for name, strategy in self.marked.items():
             if name not in self.configured:
                 node = self.graph.nodes[name]
-                self.options[name], self.configured[name] = fitting(node, self.options[name], strategy), str(node.mark)
+                self.options[name] = fitting(node, self.options[name], strategy, self._shape)
+                self.configured[name] = str(node.mark)
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
