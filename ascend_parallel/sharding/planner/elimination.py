@@ -85,14 +85,9 @@ def solve(problem: AssignmentProblem, most_numbers: int = MOST_NUMBERS, most_sum
         table = _Table(pair, costs)
         for name in pair:
             tables[name].append(table)
-    order, sums = _Order(problem), _Sums()
+    sums = _Sums()
     eliminated: list[tuple[str, tuple[str, ...], Options]] = []
-    while order:
-        name = order.next()
-        rest = order.eliminate(name)
-        numbers = prod(problem.sizes[neighbour] for neighbour in rest)
-        if numbers > most_numbers or numbers * problem.sizes[name] > most_sums:
-            raise TooWideError(f"{name} and {len(rest)} others make a table of {numbers:,} numbers")
+    for name, rest in _order(problem, most_numbers, most_sums):
         own = tables.pop(name)
         least, best = sums.least(own, (*rest, name))
         eliminated.append((name, rest, best))
@@ -104,6 +99,19 @@ def solve(problem: AssignmentProblem, most_numbers: int = MOST_NUMBERS, most_sum
     for name, rest, best in reversed(eliminated):
         chosen[name] = int(best[tuple(chosen[neighbour] for neighbour in rest)])
     return chosen
+
+
+def _order(problem: AssignmentProblem, most_numbers: int, most_sums: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the choices in the order of elimination, each with its neighbours; raises as `solve`."""
+    order, found = _Order(problem), []
+    while order:
+        name = order.next()
+        rest = order.eliminate(name)
+        numbers = prod(problem.sizes[neighbour] for neighbour in rest)
+        if numbers > most_numbers or numbers * problem.sizes[name] > most_sums:
+            raise TooWideError(f"{name} and {len(rest)} others make a table of {numbers:,} numbers")
+        found.append((name, rest))
+    return found
 
 
 class _Order:

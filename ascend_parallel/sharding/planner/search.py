@@ -17,7 +17,6 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node,
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
-from ascend_parallel.sharding.planner.integer_program import optimum
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
@@ -29,6 +28,7 @@ from ascend_parallel.sharding.planner.options import (
     signature,
     without_partials,
 )
+from ascend_parallel.sharding.planner.pruning import solved_by_pruning
 from ascend_parallel.sharding.planner.redistribution_cost import conversion_costs
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -166,8 +166,8 @@ class Search:
             chosen = solve(problem)
             return chosen, problem.cost(chosen)
         except TooWideError:
-            solution = optimum(problem)
-            return solution.chosen, solution.bound
+            found = solved_by_pruning(problem)
+            return dict(found.chosen), found.bound
 
     def plan(self) -> ShardingPlan:
         """Return the plan of the best choices."""
