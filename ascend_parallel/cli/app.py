@@ -12,6 +12,7 @@ import ascend_parallel
 from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.checkpoint import app as checkpoint
 from ascend_parallel.cli.doctor import doctor
+from ascend_parallel.cli.plan_training import plan_training
 from ascend_parallel.cli.predict import EXAMPLES, predict
 from ascend_parallel.cli.propagate import propagate, strategy
 from ascend_parallel.cli.timeline import timeline
@@ -28,6 +29,7 @@ app.command()(tune)
 app.command()(timeline)
 app.command()(propagate)
 app.command()(strategy)
+app.command()(plan_training)
 app.add_typer(checkpoint, name="checkpoint")
 
 

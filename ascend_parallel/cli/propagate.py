@@ -130,8 +130,8 @@ def _mesh(text: str) -> tuple[list[str], list[int]]:
     return names, sizes
 
 
-def bytes_of(text: str) -> float:
-    """Return the bytes of a text such as 32e9, 32GB or 30GiB."""
+def bytes_of(text: str, option: str = "--memory-limit") -> float:
+    """Return the bytes of a text such as 32e9, 32GB or 30GiB; errors name `option`."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?i?B)?\s*", text)
     try:
         number = float(match[1]) if match else 0.0
@@ -141,7 +141,7 @@ def bytes_of(text: str) -> float:
     base = 1024 if "i" in unit else 1000
     number *= base ** " kMGT".index(unit[0] if unit[0] in "kMGT" else " ")
     if not 0 < number <= MOST_BYTES:
-        raise ValueError(f"--memory-limit {shown(text)}: give bytes up to 1e18, such as 32e9, 32GB or 30GiB")
+        raise ValueError(f"{option} {shown(text)}: give bytes up to 1e18, such as 32e9, 32GB or 30GiB")
     return float(number)
 
 

@@ -2,6 +2,7 @@
 
 options, strategy    one frozen Strategy that configures the training, from Python or TOML
 training_plan        the strategy applied to a model: graph, sharding plan, stages
+degrees              the search for data, tensor and pipeline parallel sizes; confirm_degrees plans what it finds
 explain              the effect of each option, predicted
 train_step           the training step; runners/ run its forward and backward
 loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused
@@ -13,6 +14,7 @@ rank_watch           detection of lost ranks; heartbeats is its protocol
 """
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
+from ascend_parallel.training.degrees.search import search_degrees
 from ascend_parallel.training.explain import explain
 from ascend_parallel.training.options import (
     AmpOptions,
@@ -44,5 +46,6 @@ __all__ = [
     "explain",
     "plan_training",
     "recompute",
+    "search_degrees",
     "train_step",
 ]

@@ -18,6 +18,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
 from ascend_parallel.sharding.planner.batch_norms import CHOICES
 from ascend_parallel.text import nearest
+from ascend_parallel.training.degrees.search import search_degrees
 from ascend_parallel.training.graph_passes import PASSES
 from ascend_parallel.training.options import (
     AmpOptions,
@@ -120,6 +121,18 @@ class Strategy:
         if isinstance(values.get("fused_passes"), list):
             values["fused_passes"] = tuple(values["fused_passes"])
         return cls(**values)
+
+    @classmethod
+    def search(cls, model: nn.Module, batch: Sequence[Any], **options: Any) -> Strategy:
+        """Return the strategy of the fastest predicted step on a number of ranks within a memory.
+
+        options
+            Those of `search_degrees`, which also returns the ten best with times and reasons: `ranks`, `memory`,
+            `hardware`, `loss`, `amp`, `progress`.
+
+        Raises as `search_degrees`.
+        """
+        return cls.from_dict(search_degrees(model, batch, **options).tables(), "the strategy that was found")
 
     @property
     def ranks(self) -> int:

@@ -108,7 +108,7 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     if strategy.pipeline.degree > 1:
         patterns, count = strategy.pipeline.stages, strategy.pipeline.count
         assigned = patterns or any(hasattr(module, "pipeline_stage") for module in model.modules())
-        stages = assign(graph, model, patterns, count) if assigned else balanced(graph, count)
+        stages = assign(graph, model, patterns, count) if assigned else balanced(graph, count, strategy.hardware)
     return TrainingPlan(
         strategy=strategy,
         model=model,
@@ -174,13 +174,15 @@ def rows_of_part(tensor: torch.Tensor, parts: int) -> int:
 
 def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Mapping[str, Any]) -> ShardingPlan:
     auto = strategy.mode == "auto"
+    # Along a dimension of one rank nothing is sharded; to ask for it would only take shardings from the others.
+    replicated = auto and strategy.data_dim is not None and strategy.mesh[strategy.data_dim] > 1
     return propagate(
         graph,
         mesh,
         operators,
         objective="time" if auto else "redistribution",
         semi_auto=None if auto else strategy.data_dim,
-        data_dim=strategy.data_dim if auto else None,
+        data_dim=strategy.data_dim if replicated else None,
         sequence_dim=strategy.sequence_dim,
         memory_limit=strategy.memory_limit,
         batch_norm=strategy.batch_norm,

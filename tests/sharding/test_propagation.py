@@ -237,3 +237,14 @@ def test_a_strategy_that_cannot_be_says_what_can():
         propagate(graph, mesh(dp=2, mp=2), {"up": ([None, (2, 1)], None)})
     with pytest.raises(ValueError, match="objective='speed': give one of redistribution, time"):
         propagate(graph, mesh(mp=2), objective="speed")
+
+
+def test_one_row_on_one_replica_stays_whole():
+    graph = trace(Two(), (torch.zeros(1, 1024),))
+    rows = {"up": ([("dp", 1), ("mp", 1)], None), "down": ([("dp", "mp"), (1, "mp")], None)}
+    plan = propagate(graph, mesh(dp=1, mp=2), rows)
+    up = next(node for node in graph.nodes.values() if node.module == "up" and node.kind == CALL)
+    assert plan.inputs[up.name][0][0] == REPLICATE
+    assert plan.inputs[up.name][1][1] == shard(0)
+    with pytest.raises(StrategyError, match=r"up: aten.linear.default of \[1, 1024\].* cannot have"):
+        propagate(graph, mesh(dp=2, mp=2), rows)

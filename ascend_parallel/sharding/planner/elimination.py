@@ -85,14 +85,9 @@ def solve(problem: AssignmentProblem, most_numbers: int = MOST_NUMBERS, most_sum
         table = _Table(pair, costs)
         for name in pair:
             tables[name].append(table)
-    order, sums = _Order(problem), _Sums()
+    sums = _Sums()
     eliminated: list[tuple[str, tuple[str, ...], Options]] = []
-    while order:
-        name = order.next()
-        rest = order.eliminate(name)
-        numbers = prod(problem.sizes[neighbour] for neighbour in rest)
-        if numbers > most_numbers or numbers * problem.sizes[name] > most_sums:
-            raise TooWideError(f"{name} and {len(rest)} others make a table of {numbers:,} numbers")
+    for name, rest in _order(problem, most_numbers, most_sums):
         own = tables.pop(name)
         least, best = sums.least(own, (*rest, name))
         eliminated.append((name, rest, best))
@@ -104,6 +99,19 @@ def solve(problem: AssignmentProblem, most_numbers: int = MOST_NUMBERS, most_sum
     for name, rest, best in reversed(eliminated):
         chosen[name] = int(best[tuple(chosen[neighbour] for neighbour in rest)])
     return chosen
+
+
+def _order(problem: AssignmentProblem, most_numbers: int, most_sums: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the choices in the order of elimination, each with its neighbours; raises as `solve`."""
+    order, found = _Order(problem), []
+    while order:
+        name = order.next()
+        rest = order.eliminate(name)
+        numbers = prod(problem.sizes[neighbour] for neighbour in rest)
+        if numbers > most_numbers or numbers * problem.sizes[name] > most_sums:
+            raise TooWideError(f"{name} and {len(rest)} others make a table of {numbers:,} numbers")
+        found.append((name, rest))
+    return found
 
 
 class _Order:
@@ -168,15 +176,21 @@ def _least(tables: list[_Table], names: Sequence[str]) -> tuple[Costs, Options]:
     A large sum is computed in slices of the first name's options, to limit memory.
     """
     sizes = {name: size for table in tables for name, size in zip(table.names, table.costs.shape, strict=True)}
-    numbers, first = prod(sizes.values()), names[0]
+    aligned, shape = _aligned(tables, names), tuple(sizes[name] for name in names)
+    numbers = prod(shape)
     if len(names) == 1 or numbers <= SLICE:
-        return _least_of(_sum(tables, names))
-    step = max(1, SLICE * sizes[first] // numbers)
-    slices = []
-    for start in range(0, sizes[first], step):
-        slices.append(_least_of(_sum([_part(table, first, slice(start, start + step)) for table in tables], names)))
-    least, best = zip(*slices, strict=True)
-    return np.concatenate(least), np.concatenate(best)
+        return _least_of(_sum(aligned, np.empty(shape)))
+    step = max(1, SLICE * shape[0] // numbers)
+    least, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.int32)
+    buffer = np.empty((step, *shape[1:]))
+    # Tables without the first name are the same in each slice.
+    same = [costs for costs in aligned if costs.shape[0] == 1]
+    aligned = [costs for costs in aligned if costs.shape[0] > 1] + ([_broadcast_sum(same)] if same else [])
+    for start in range(0, shape[0], step):
+        part = slice(start, min(start + step, shape[0]))
+        slices = [costs[part] if costs.shape[0] > 1 else costs for costs in aligned]
+        least[part], best[part] = _least_of(_sum(slices, buffer[: part.stop - start]))
+    return least, best
 
 
 def _least_of(total: Costs) -> tuple[Costs, Options]:
@@ -184,20 +198,27 @@ def _least_of(total: Costs) -> tuple[Costs, Options]:
     return np.take_along_axis(total, best[..., None], axis=-1)[..., 0], best.astype(np.int32)
 
 
-def _part(table: _Table, name: str, options: slice) -> _Table:
-    """Return the table restricted to some options of `name`."""
-    if name not in table.names:
-        return table
-    index = (*[slice(None)] * table.names.index(name), options)
-    return _Table(table.names, table.costs[index])
-
-
-def _sum(tables: Iterable[_Table], names: Sequence[str]) -> Costs:
-    """Return the sum of the tables, with an axis for each of `names`."""
+def _aligned(tables: Iterable[_Table], names: Sequence[str]) -> list[Costs]:
+    """Return the tables with an axis for each of `names`, of size 1 for names that they lack."""
     place = {name: index for index, name in enumerate(names)}
     aligned = []
     for table in tables:
         order = np.argsort([place[name] for name in table.names])
         absent = tuple(axis for axis, name in enumerate(names) if name not in table.names)
         aligned.append(np.expand_dims(table.costs.transpose(order), absent))
-    return functools.reduce(np.add, aligned)
+    return aligned
+
+
+def _broadcast_sum(aligned: Sequence[Costs]) -> Costs:
+    """Return the sum; small tables are added first, so that few additions are of the size of the result."""
+    return functools.reduce(np.add, sorted(aligned, key=lambda costs: costs.size))
+
+
+def _sum(aligned: Sequence[Costs], into: Costs) -> Costs:
+    """Return the sum, written to `into`, which has the shape of all tables together."""
+    *few, largest = sorted(aligned, key=lambda costs: costs.size)
+    if not few:
+        into[...] = largest
+        return into
+    result: Costs = np.add(_broadcast_sum(few), largest, out=into)
+    return result

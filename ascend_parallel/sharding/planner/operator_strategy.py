@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,6 +41,18 @@ class OperatorStrategy:
     def matches(self, option: Option) -> bool:
         """Tell whether an option has the requested placements."""
         return _match(self.inputs, option.inputs) and _match(self.outputs, option.outputs)
+
+    def whole_on_one(self, mesh_shape: Sequence[int]) -> OperatorStrategy:
+        """Return the same strategy with tensors replicated, not sharded, along mesh dimensions of one rank."""
+
+        def replicated(tensor: TensorPlacements | None) -> TensorPlacements | None:
+            if tensor is None:
+                return None
+            pairs = zip(tensor.placements, mesh_shape, strict=True)
+            whole = (Replicate() if size == 1 and isinstance(each, Shard) else each for each, size in pairs)
+            return replace(tensor, placements=tuple(whole))
+
+        return OperatorStrategy(tuple(map(replicated, self.inputs)), tuple(map(replicated, self.outputs)))
 
 
 def strategy(
@@ -183,13 +195,19 @@ def _existing_names(graph: Graph, path: str, operator: str) -> str:
     return f"there are {', '.join(near[:6])}{' ...' if len(near) > 6 else ''}"
 
 
-def fitting(node: Node, options: Sequence[Option], requested: OperatorStrategy) -> list[Option]:
-    """Return the options with the requested placements; raise `StrategyError` that lists options if none has them."""
+def fitting(
+    node: Node, options: Sequence[Option], requested: OperatorStrategy, mesh_shape: Sequence[int]
+) -> list[Option]:
+    """Return the options with the requested placements; raise `StrategyError` that lists options if none has them.
+
+    A dimension of 1, which no option shards, may be sharded along a mesh dimension of one rank: it stays whole.
+    """
     metas = node.call.inputs if node.call is not None else node.outputs
     _check_dims(node, requested)
-    matching = [option for option in options if requested.matches(option)]
-    if matching:
-        return matching
+    for each in (requested, requested.whole_on_one(mesh_shape)):
+        matching = [option for option in options if each.matches(option)]
+        if matching:
+            return matching
     shapes = ", ".join(str(list(meta.shape)) for meta in metas)
     operator = node.call.name if node.call is not None else f"{node.kind} {node.source}"
     nearest = sorted(options, key=lambda option: -requested.nearness(option))

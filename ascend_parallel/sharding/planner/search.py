@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node,
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
-from ascend_parallel.sharding.planner.integer_program import optimum
+from ascend_parallel.sharding.planner.interning import Interned
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
@@ -29,6 +31,7 @@ from ascend_parallel.sharding.planner.options import (
     signature,
     without_partials,
 )
+from ascend_parallel.sharding.planner.pruning import solved_by_pruning
 from ascend_parallel.sharding.planner.redistribution_cost import conversion_costs
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -72,7 +75,6 @@ class Search:
         self._shape = tuple(self.mesh.shape)
         self._conversions = conversion_costs(self._shape, self.costs)
         self._model = CostModel(find_hardware(self.hardware))
-        self._own: dict[object, Costs] = {}
         self.differentiable = _differentiable(self.graph)
         options = Options(self._shape)
         self.options: dict[str, Sequence[Option]] = {
@@ -80,36 +82,38 @@ class Search:
         }
         for pattern, strategy in self.strategies.items():
             for node in named_nodes(self.graph, pattern):
-                self.options[node.name] = fitting(node, self.options[node.name], strategy)
+                self.options[node.name] = fitting(node, self.options[node.name], strategy, self._shape)
                 self.configured[node.name] = pattern
         for name, strategy in self.marked.items():
             if name not in self.configured:
                 node = self.graph.nodes[name]
-                self.options[name], self.configured[name] = fitting(node, self.options[name], strategy), str(node.mark)
+                self.options[name] = fitting(node, self.options[name], strategy, self._shape)
+                self.configured[name] = str(node.mark)
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
         if self.sequence is not None:
             along = self.mesh.dim_names.index(self.sequence)
             self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)
+        self._interned = Interned()
         self._drop_averages()
         self.readers = self.graph.readers()
         self._timed = self._readers_of_marked_weights()
         self._fixed: set[str] = set()
         self._fix_replicated()
+        self._known = {name: self._interned.options(options) for name, options in self.options.items()}
 
     def _drop_averages(self) -> None:
         """Drop options that read a tensor as an average over ranks which no option produces as an average."""
         averages: set[Value] = set()
         for node in self.graph.nodes.values():
-            can_be = [value in averages for value in node.inputs]
-            self.options[node.name] = [
-                option
-                for option in self.options[node.name]
-                if all(average or AVERAGE not in layout for average, layout in zip(can_be, option.inputs, strict=True))
-            ]
-            for option in self.options[node.name]:
-                averages |= {Value(node.name, i) for i, layout in enumerate(option.outputs) if AVERAGE in layout}
+            can_be = tuple(value in averages for value in node.inputs)
+            options = self._interned.options(self.options[node.name])
+            kept, produced = self._interned.result(
+                ("averages", can_be), (options,), partial(_without_averages, options, can_be)
+            )
+            self.options[node.name] = kept
+            averages |= {Value(node.name, index) for index in produced}
 
     def _fix_replicated(self) -> None:
         """Replicate nodes that depend on no parameter: without a gradient, any reader slices them at no cost.
@@ -172,10 +176,11 @@ class Search:
             if self._has_shared(value, readers):
                 source, layouts = self._add_shared(problem, value, readers)
             for name, index in readers:
-                targets = [option.inputs[index] for option in self.options[name]]
+                targets = self._interned.inputs(self._known[name], index)
                 problem.add_pair(source, name, self._matrix(value, layouts, targets))
+        whole = ((REPLICATE,) * len(self._shape),)
         for value in self.graph.returned:
-            matrix = self._matrix(value, self.produced(value), [(REPLICATE,) * len(self._shape)])
+            matrix = self._matrix(value, self.produced(value), whole)
             problem.own[value.node] = problem.own[value.node] + matrix[:, 0]
         return problem
 
@@ -195,8 +200,8 @@ class Search:
             chosen = solve(problem)
             return chosen, problem.cost(chosen)
         except TooWideError:
-            solution = optimum(problem)
-            return solution.chosen, solution.bound
+            found = solved_by_pruning(problem)
+            return dict(found.chosen), found.bound
 
     def plan(self) -> ShardingPlan:
         """Return the plan of the best choices."""
@@ -242,36 +247,47 @@ class Search:
         """Tell whether a tensor gets a shared layout: it has several readers and is not fixed."""
         return len(readers) > 1 and value.node not in self._fixed
 
-    def produced(self, value: Value) -> list[Layout]:
+    def produced(self, value: Value) -> tuple[Layout, ...]:
         """Return the layouts in which a tensor can be produced."""
-        return [option.outputs[value.index] for option in self.options[value.node]]
+        return self._interned.outputs(self._known[value.node], value.index)
 
     def _add_shared(
         self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]
-    ) -> tuple[str, list[Layout]]:
+    ) -> tuple[str, tuple[Layout, ...]]:
         """Add the choice of a tensor's shared layout with the conversion to it; return its name and candidates."""
-        layouts, shared = self._shared(value, readers), _shared_name(value)
-        costs = [TIE_BREAK * self.graph.meta(value).local_bytes(layout, self._shape) for layout in layouts]
-        problem.add(shared, np.array(costs))
+        layouts, shared, meta = self._shared(value, readers), _shared_name(value), self.graph.meta(value)
+        costs = self._interned.result(
+            ("bytes", meta),
+            (layouts,),
+            lambda: np.array([TIE_BREAK * meta.local_bytes(layout, self._shape) for layout in layouts]),
+        )
+        problem.add(shared, costs)
         problem.add_pair(value.node, shared, self._matrix(value, self.produced(value), layouts))
         return shared, layouts
 
-    def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> list[Layout]:
+    def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> tuple[Layout, ...]:
         """Return the candidates for a tensor's shared layout: the layouts in which it is produced or read."""
-        layouts = dict.fromkeys(self.produced(value))
-        for name, index in readers:
-            layouts |= dict.fromkeys(option.inputs[index] for option in self.options[name])
-        return list(layouts)
+        read = tuple(self._interned.inputs(self._known[name], index) for name, index in readers)
+        all_layouts = (self.produced(value), *read)
+        return self._interned.result(
+            "shared", all_layouts, lambda: tuple(dict.fromkeys(chain.from_iterable(all_layouts)))
+        )
 
-    def _matrix(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> Costs:
-        return self._conversions(self.graph.meta(value), tuple(sources), tuple(targets), value in self.differentiable)
+    def _matrix(self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Costs:
+        meta, differentiable = self.graph.meta(value), value in self.differentiable
+        return self._interned.result(
+            ("matrix", meta, differentiable),
+            (sources, targets),
+            lambda: self._conversions(meta, sources, targets, differentiable),
+        )
 
     def _own_costs(self, node: Node) -> Costs:
-        options = self.options[node.name]
-        key = (signature(node), tuple(options), node.name in self._timed)
-        if key not in self._own:
-            self._own[key] = np.array([self._own_cost(node, option) for option in options])
-        return self._own[key]
+        options, timed = self._known[node.name], node.name in self._timed
+        return self._interned.result(
+            ("own", signature(node), timed),
+            (options,),
+            lambda: np.array([self._own_cost(node, each) for each in options]),
+        )
 
     def _own_cost(self, node: Node, option: Option) -> float:
         nbytes = sum(meta.local_bytes(out, self._shape) for meta, out in zip(node.outputs, option.outputs, strict=True))
@@ -281,6 +297,17 @@ class Search:
         if node.call is not None and (self.objective == "time" or node.name in self._timed):
             cost += seconds_of(node.call, option, self._shape, self._model)
         return cost
+
+
+def _without_averages(options: Sequence[Option], can_be: Sequence[bool]) -> tuple[tuple[Option, ...], tuple[int, ...]]:
+    """Return the options that read only those inputs as averages that can be, and the outputs that can be averages."""
+    kept = tuple(
+        option
+        for option in options
+        if all(average or AVERAGE not in layout for average, layout in zip(can_be, option.inputs, strict=True))
+    )
+    produced = {index for option in kept for index, layout in enumerate(option.outputs) if AVERAGE in layout}
+    return kept, tuple(produced)
 
 
 def _shared_name(value: Value) -> str:

@@ -174,7 +174,7 @@ def simulate(name: str, ranks: int, stages: int, micro_batches: int, times: Time
                 done[action] = start + times.of(action, stages // ranks)
                 rank_slots.append(Slot(action, start, done[action]))
         assert len(done) > before, "the schedule waits for itself"
-    live = tuple(_live(actions, ranks / stages) for actions in todo)
+    live = tuple(live_of(actions, ranks / stages) for actions in todo)
     return Simulated(name, stages, micro_batches, tuple(map(tuple, slots)), live)
 
 
@@ -247,7 +247,8 @@ def _ready(
     return max(own, finished[0] + (send if rank_of_stage[source] != rank_of_stage[stage] else 0.0))
 
 
-def _live(actions: Sequence[Action], part: float) -> float:
+def live_of(actions: Sequence[Action], part: float) -> float:
+    """Return the most micro-batches whose activations a rank holds at once; a stage's count as `part` of one."""
     live = most = 0.0
     for action in actions:
         live += {FORWARD: part, INPUT: 0.0}.get(action.kind, -part)

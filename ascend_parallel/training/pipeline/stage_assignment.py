@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from torch import nn
 
-from ascend_parallel.sharding.graph import CALL, Graph, Node
+from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.operator_strategy import named_nodes, path_matches
@@ -73,15 +75,27 @@ def balanced(graph: Graph, stages: int, hardware: str = "910b") -> dict[str, int
     calls = [node for node in graph.nodes.values() if node.kind == CALL]
     if isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= len(calls):
         raise StageError(f"stages={stages!r}: give a whole number from 1 to {len(calls)}, the number of operators")
-    done, crossing = _work_done(calls, hardware), _crossing(graph, calls)
-    share = done[-1] / stages
-    cuts = [0]
+    cuts = balanced_cuts(work_done(calls, hardware), crossing_bytes(graph, calls), stages)
+    return {node.name: bisect_right(cuts, place) - 1 for place, node in enumerate(calls)}
+
+
+def balanced_cuts(done: Sequence[float], crossing: Sequence[float], stages: int) -> list[int]:
+    """Return the first operator of each stage, as `balanced` places them.
+
+    done, crossing
+        For each operator the work of all operators up to it, and the bytes that are sent if it ends a stage.
+    """
+    share, cuts = done[-1] / stages, [0]
     for stage in range(1, stages):
-        even, places = stage * share, range(cuts[-1] + 1, len(calls) - (stages - stage) + 1)
+        even, first, last = stage * share, cuts[-1] + 1, len(done) - (stages - stage)
+        # Work only grows, so the places near the even cut follow each other; one more on each side for rounding.
+        begin = bisect_left(done, even - WINDOW * share, first - 1, last)
+        end = bisect_right(done, even + WINDOW * share, first - 1, last)
+        places = range(max(first, begin), min(last, end + 1) + 1)
         near = [place for place in places if abs(done[place - 1] - even) <= WINDOW * share]
-        near = near or [min(places, key=lambda place: abs(done[place - 1] - even))]
+        near = near or [min(range(first, last + 1), key=lambda place: abs(done[place - 1] - even))]
         cuts.append(min(near, key=lambda place: (crossing[place - 1], abs(done[place - 1] - even))))
-    return {node.name: sum(place >= cut for cut in cuts[1:]) for place, node in enumerate(calls)}
+    return cuts
 
 
 def _checked(stage: object, where: str) -> int:
@@ -169,7 +183,7 @@ def _check_gaps(used: set[int], stages: int | None) -> None:
         raise StageError(f"the model's operators are in {len(used)} stages, and there must be {stages}: give {stages}")
 
 
-def _work_done(calls: list[Node], hardware: str) -> list[float]:
+def work_done(calls: Sequence[Node], hardware: str) -> list[float]:
     """Return, for each call, the seconds of all calls up to it, on one rank."""
     model, whole, sums, total = CostModel(find_hardware(hardware)), (REPLICATE,), [], 0.0
     for node in calls:
@@ -180,17 +194,14 @@ def _work_done(calls: list[Node], hardware: str) -> list[float]:
     return sums
 
 
-def _crossing(graph: Graph, calls: list[Node]) -> list[int]:
-    """Return, for each call, the bytes of the tensors made up to it and read after it."""
+def crossing_bytes(graph: Graph, calls: Sequence[Node], size: Callable[[Value], float] | None = None) -> list[float]:
+    """Return, for each call, the bytes of the tensors made up to it and read after it; `size`: by default whole."""
     order = {node.name: place for place, node in enumerate(calls)}
-    change = [0] * (len(calls) + 1)
+    change = [0.0] * (len(calls) + 1)
     for value, readers in graph.readers().items():
         last = max((order[name] for name, _ in readers), default=-1)
         if value.node in order and last > order[value.node]:
-            change[order[value.node]] += graph.meta(value).nbytes
-            change[last] -= graph.meta(value).nbytes
-    crossing, nbytes = [], 0
-    for difference in change[:-1]:
-        nbytes += difference
-        crossing.append(nbytes)
-    return crossing
+            nbytes = graph.meta(value).nbytes if size is None else size(value)
+            change[order[value.node]] += nbytes
+            change[last] -= nbytes
+    return list(accumulate(change[:-1]))

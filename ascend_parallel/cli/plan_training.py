@@ -1,0 +1,143 @@
+"""``ascend-parallel plan-training``: search the degrees of a training, and write the best strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ascend_parallel.cli.output import errors
+from ascend_parallel.cli.propagate import build_model, bytes_of
+from ascend_parallel.text import size_of
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.models import find_model
+from ascend_parallel.tuning.cost_model.tables import lookup
+
+MOST_RANKS, MOST_ROWS = 1 << 17, 1 << 30
+FLOAT32 = "float32"
+DTYPES = ("bfloat16", FLOAT32)
+Progress = Callable[[str], None]
+_Search = Callable[[int, float, str, Progress], tuple[Any, Any]]
+
+
+def plan_training(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset (ascend-parallel predict --list), or MODULE:FUNCTION that returns (model, batch[, loss])."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks; all are used.")],
+    memory: Annotated[str, typer.Option(metavar="BYTES", help="Memory of a rank, such as 60e9 or 60GB.")],
+    hardware: Annotated[str, typer.Option(help="Hardware of the costs; predict --list shows all.")] = "910b",
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_ROWS, help="Presets: sequences of a step; default: 4M tokens, a multiple of ranks."
+        ),
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, max=MOST_ROWS, help="Presets: sequence length; default: the model's, or 4096.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Mixed precision with fp32 master weights: bfloat16; float32: none. Default: the hardware's; "
+            "a model of your own stays as it is."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The strategy's TOML; default: MODEL-RANKS.toml in this folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
+) -> None:
+    """Search data, tensor and pipeline parallel sizes, micro-batches, schedule, recompute and ZeRO stage.
+
+    Prints the ten fastest by the cost model that fit, with the reasons why the others are slower, and writes the
+    fastest as a strategy. Starts no process and needs no device. docs/degrees.md has the formulas and their sources.
+
+    Examples:
+
+      ascend-parallel plan-training --model llama2-7b --ranks 64 --memory 60GB --hardware 910b
+
+      ascend-parallel plan-training --model my_models:planned --ranks 8 --memory 30GB --hardware cpu-gloo --json
+    """
+    from ascend_parallel.training.degrees.report import as_dict, text, toml_of
+
+    with errors("plan-training", ImportError), Console(stderr=True).status("planning") as status:
+        limit = bytes_of(memory, "--memory")
+        file = out or Path(f"{model.rpartition(':')[2]}-{ranks}.toml")
+        _check_file(file)
+        amp = None if dtype is None else lookup("--dtype", dtype, dict.fromkeys(DTYPES, dtype))
+        search = _of_function(model, batch, seq, amp) if ":" in model else _of_preset(model, ranks, batch, seq, amp)
+        find_hardware(hardware)
+        found, planned = search(ranks, limit, hardware, status.update)
+        best = found.best[planned.place]
+        file.write_text(toml_of(found.tables(best), found, best), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(as_dict(found) | {"file": str(file), "planned": vars(planned)}, indent=1))
+        return
+    typer.echo(text(found))
+    for candidate, size in zip(found.best, planned.too_large, strict=False):
+        typer.echo(f"left out: {candidate.degrees}; planned as a whole it needs {size_of(size)}")
+    typer.echo(f"the plan of the whole model: {size_of(planned.memory)} a rank, without buffers")
+    typer.echo(f"wrote {file}: {best.degrees}")
+
+
+def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None) -> _Search:
+    """Return the search for a user's model."""
+    from ascend_parallel.training import AmpOptions
+    from ascend_parallel.training.confirm_degrees import Planned, planned_whole
+    from ascend_parallel.training.degrees.search import Found, search_degrees
+    from ascend_parallel.training.loss import mean_loss
+
+    for option, value in (("--batch", batch), ("--seq", seq)):
+        if value is not None:
+            raise ValueError(f"{option} {value}: {text} returns its batch; leave the option out")
+    model, data, loss = build_model(text, with_loss=True)
+
+    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[Found, Planned]:
+        options = AmpOptions(dtype=None if amp == FLOAT32 else amp)
+        how = loss or mean_loss
+        found = search_degrees(
+            model, data, ranks=ranks, memory=limit, hardware=hardware, loss=how, amp=options, progress=progress
+        )
+        progress("planning the whole model")
+        return found, planned_whole(found, model, data, how)
+
+    return search
+
+
+def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: str | None) -> _Search:
+    """Return the search for a preset of the cost model."""
+    from ascend_parallel.training.confirm_degrees import Planned, planned_whole
+    from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch, traced_preset
+    from ascend_parallel.training.degrees.search import Found, search_traced
+    from ascend_parallel.training.loss import mean_loss
+
+    preset = find_model(name)
+    length = seq or preset.sequence or SEQUENCE
+    size = batch or default_batch(ranks, length)
+
+    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[Found, Planned]:
+        dtype = amp or find_hardware(hardware).dtype
+        traced = traced_preset(preset, length, size, dtype)
+        found = search_traced(traced, ranks=ranks, memory=limit, hardware=hardware, progress=progress)
+        progress("planning the whole model")
+        return found, planned_whole(found, *built_preset(preset, length, size), mean_loss)
+
+    return search
+
+
+def _check_file(file: Path) -> None:
+    """Refuse a file that this command has not written, and a folder that there is not."""
+    from ascend_parallel.training.degrees.report import HEADER
+
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"--out {file}: there is no folder {file.absolute().parent}")
+    if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+        raise ValueError(f"--out {file}: the file exists and was not written by plan-training; give another name")

@@ -1,0 +1,216 @@
+"""Remove options that no best solution has, by lower bounds from message passing.
+
+Where many choices read the same tensors (the steps of a scan), the tables of the elimination would be too large for all
+options, and are small for the few that can be in a best solution. Sequential tree-reweighted message passing (TRW-S;
+Kolmogorov 2006, doi:10.1109/TPAMI.2006.200) gives a lower bound of all solutions, and for each option how much the
+bound grows with it. An option whose bound is above the cost of a known solution is in no better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
+from ascend_parallel.sharding.planner.integer_program import optimum
+
+# Rounds of messages at most, and between two attempts to find a solution and to remove options.
+ROUNDS, EVERY = 60, 5
+# Options of each choice among which a solution is looked for.
+TRIED = 4
+# Of the costs: differences below this are rounding.
+ROUNDING = 1e-9
+# Sums for which the remaining problem is eliminated at once.
+SMALL = 30_000_000
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A solution and a lower bound of all; equal if it is proven to be best, else the problem that remains.
+
+    options
+        For each choice the options that may be in a better solution.
+    """
+
+    chosen: Mapping[str, int]
+    cost: float
+    bound: float
+    options: Mapping[str, npt.NDArray[np.int64]]
+
+
+def solved_by_pruning(problem: AssignmentProblem) -> Pruned:
+    """Return the best solution, or one with a lower bound: what pruning leaves open goes to HiGHS.
+
+    Raises `TimeoutError` if neither finds a solution.
+    """
+    try:
+        found = pruned(problem)
+    except TooWideError:
+        whole = optimum(problem)
+        return Pruned(whole.chosen, whole.cost, whole.bound, {})
+    if found.bound == found.cost:
+        return found
+    try:
+        rest = optimum(restricted(problem, found.options))
+    except TimeoutError:
+        return found
+    chosen = {name: int(found.options[name][place]) for name, place in rest.chosen.items()}
+    best, cost = min((dict(found.chosen), found.cost), (chosen, rest.cost), key=lambda pair: pair[1])
+    return replace(found, chosen=best, cost=cost, bound=min(cost, max(found.bound, rest.bound)))
+
+
+def pruned(problem: AssignmentProblem) -> Pruned:
+    """Return the best solution that was found, and what may be better.
+
+    Raises `TooWideError` if even few options for each choice are too many for elimination.
+    """
+    problem, remaining = _finite(problem), {name: np.arange(size) for name, size in problem.sizes.items()}
+    chosen, cost, bound = dict[str, int](), float("inf"), -float("inf")
+    messages = _Messages(problem)
+    for round_ in range(1, ROUNDS + 1):
+        messages.forward()
+        bound = max(bound, messages.backward())
+        if round_ % EVERY:
+            continue
+        excess = messages.excess()
+        found = _solution(problem, remaining, _nearest(remaining, excess))
+        if found[1] < cost:
+            chosen, cost = found
+        slack = ROUNDING * abs(cost)
+        if cost <= bound + slack:
+            return Pruned(chosen, cost, cost, remaining)
+        keep = {name: _kept(bound, numbers, cost, slack) for name, numbers in excess.items()}
+        remaining = {name: options[keep[name]] for name, options in remaining.items()}
+        messages.restrict(keep)
+        try:
+            exact = _solution(problem, remaining, {}, SMALL)
+        except TooWideError:
+            continue
+        chosen, cost = min((chosen, cost), exact, key=lambda pair: pair[1])
+        return Pruned(chosen, cost, cost, remaining)
+    return Pruned(chosen, cost, bound, remaining)
+
+
+def _finite(problem: AssignmentProblem) -> AssignmentProblem:
+    """Return the problem with a cost above that of every finite solution in place of infinite costs."""
+    tables = [*problem.own.values(), *problem.pairs.values()]
+    if all(np.isfinite(costs).all() for costs in tables):
+        return problem
+    high = 1.0 + 2 * sum(float(np.abs(costs[np.isfinite(costs)]).max(initial=0.0)) for costs in tables)
+    own = {name: np.where(np.isfinite(costs), costs, high) for name, costs in problem.own.items()}
+    pairs = {names: np.where(np.isfinite(costs), costs, high) for names, costs in problem.pairs.items()}
+    return AssignmentProblem(problem.sizes, own, pairs)
+
+
+def restricted(problem: AssignmentProblem, options: Mapping[str, npt.NDArray[np.int64]]) -> AssignmentProblem:
+    """Return the problem with only these options of each choice."""
+    part = AssignmentProblem()
+    for name, costs in problem.own.items():
+        part.add(name, costs[options[name]])
+    for (first, second), costs in problem.pairs.items():
+        part.add_pair(first, second, costs[np.ix_(options[first], options[second])])
+    return part
+
+
+def _kept(bound: float, excess: Costs, cost: float, slack: float) -> npt.NDArray[np.int64]:
+    kept = np.flatnonzero(bound + excess <= cost + slack)
+    return kept if len(kept) else np.array([int(excess.argmin())])
+
+
+def _nearest(
+    remaining: Mapping[str, npt.NDArray[np.int64]], excess: Mapping[str, Costs]
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Return for each choice the places of the few options of least excess."""
+    return {name: np.sort(np.argsort(excess[name], kind="stable")[:TRIED]) for name in remaining}
+
+
+def _solution(
+    problem: AssignmentProblem,
+    remaining: Mapping[str, npt.NDArray[np.int64]],
+    places: Mapping[str, npt.NDArray[np.int64]],
+    most_sums: int | None = None,
+) -> tuple[dict[str, int], float]:
+    """Return the best solution among options, and its cost."""
+    options = {name: of_name[places[name]] if places else of_name for name, of_name in remaining.items()}
+    part = restricted(problem, options)
+    found = solve(part) if most_sums is None else solve(part, most_sums=most_sums)
+    chosen = {name: int(options[name][place]) for name, place in found.items()}
+    return chosen, problem.cost(chosen)
+
+
+class _Messages:
+    """The messages between choices, along the order of the problem and back."""
+
+    def __init__(self, problem: AssignmentProblem) -> None:
+        self._names = list(problem.sizes)
+        place = {name: index for index, name in enumerate(self._names)}
+        self._own = [problem.own[name] for name in self._names]
+        self._pairs: dict[tuple[int, int], Costs] = {}
+        for (first, second), costs in problem.pairs.items():
+            a, b = place[first], place[second]
+            self._pairs[min(a, b), max(a, b)] = costs if a < b else costs.T
+        self._before: list[list[int]] = [[] for _ in self._names]
+        self._after: list[list[int]] = [[] for _ in self._names]
+        for a, b in self._pairs:
+            self._after[a].append(b)
+            self._before[b].append(a)
+        sizes = [len(own) for own in self._own]
+        self._sent = {(a, b): np.zeros(sizes[b]) for a, b in self._pairs}
+        self._sent |= {(b, a): np.zeros(sizes[a]) for a, b in self._pairs}
+        self._excess = [own - own.min() for own in self._own]
+
+    def forward(self) -> None:
+        """Send along the order; note each option's excess over the best of its choice."""
+        for place in range(len(self._names)):
+            held = self._held(place)
+            self._excess[place] = held - held.min()
+            share = held * self._share(place)
+            for later in self._after[place]:
+                self._send(place, later, share, self._pairs[place, later])
+
+    def backward(self) -> float:
+        """Send against the order; return the lower bound of all solutions.
+
+        The costs are the bound and terms of 0 or more: each choice's share that it did not send, and each pair with
+        what it got less what it gave.
+        """
+        bound = 0.0
+        for place in reversed(range(len(self._names))):
+            held = self._held(place)
+            least = float(held.min())
+            bound += least
+            share = (held - least) * self._share(place)
+            for earlier in self._before[place]:
+                bound += self._send(place, earlier, share, self._pairs[earlier, place].T)
+        return bound
+
+    def excess(self) -> dict[str, Costs]:
+        """Return, by choice, how much the bound grows with each option, from the last forward pass."""
+        return dict(zip(self._names, self._excess, strict=True))
+
+    def restrict(self, keep: Mapping[str, npt.NDArray[np.int64]]) -> None:
+        """Drop all options but those at these places."""
+        kept = [keep[name] for name in self._names]
+        self._own = [own[places] for own, places in zip(self._own, kept, strict=True)]
+        self._pairs = {(a, b): np.ascontiguousarray(c[np.ix_(kept[a], kept[b])]) for (a, b), c in self._pairs.items()}
+        self._sent = {(a, b): message[kept[b]] for (a, b), message in self._sent.items()}
+        self._excess = [excess[places] for excess, places in zip(self._excess, kept, strict=True)]
+
+    def _held(self, place: int) -> Costs:
+        total: Costs = self._own[place].copy()
+        for other in (*self._before[place], *self._after[place]):
+            total += self._sent[other, place]
+        return total
+
+    def _share(self, place: int) -> float:
+        return 1.0 / max(len(self._before[place]), len(self._after[place]), 1)
+
+    def _send(self, source: int, target: int, share: Costs, costs: Costs) -> float:
+        """Send the least over the source's options, less its own least; return that."""
+        message = (costs + (share - self._sent[target, source])[:, None]).min(axis=0)
+        least = float(message.min())
+        self._sent[source, target] = message - least
+        return least

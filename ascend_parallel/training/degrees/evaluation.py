@@ -1,0 +1,296 @@
+"""The predicted time and memory of a training step at given degrees. docs/degrees.md has the formulas and sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, prod
+
+import numpy as np
+
+from ascend_parallel.sharding.layout import Shape
+from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.training.degrees.planning import Planner
+from ascend_parallel.training.degrees.space import Degrees
+from ascend_parallel.training.degrees.stages import StageSums, stage_sums
+from ascend_parallel.training.degrees.timetable import live, step_seconds
+from ascend_parallel.training.degrees.work import Kept, Numbers, Work
+from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import Hardware
+
+# Adam's states of a parameter's size (`OptimizerFactory.states`), in the dtype of the master weights.
+STATES = 2
+# Bytes of a bucket (`CommFusion`), and how many are in use at a time (docs/optimizer-parallel.md).
+BUCKET, BUCKETS = 25e6, 3
+WIDE = 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step on the rank with the most work, by part; their sum is the step.
+
+    tensor
+        Collectives inside a replica, between tensor-parallel ranks.
+    bubble
+        Waits of the pipeline, with its sends.
+    replicas
+        Sums of gradients over replicas, and gathers of parameters (ZeRO).
+    """
+
+    compute: float
+    tensor: float
+    recompute: float
+    bubble: float
+    replicas: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """The step's seconds."""
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the rank that holds the most, by part."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return float(sum(vars(self).values()))
+
+
+class Evaluation:
+    """Times and memory of degrees on a hardware; caches what degrees share."""
+
+    def __init__(self, hardware: Hardware, planner: Planner, *, masters: bool) -> None:
+        """Take the plans; masters: the optimizer has fp32 weights."""
+        self.hardware, self._model = hardware, CostModel(hardware)
+        self.planner, self._masters = planner, masters
+        self.sums = cache(stage_sums)
+        self._at = cache(lambda shared: _At(self, shared))
+        self._end = cache(self._end_of)
+
+    def at(self, degrees: Degrees) -> _At:
+        """Return what degrees with other recompute and ZeRO stages share too."""
+        return self._at(_shared(degrees))
+
+    def bound(self, degrees: Degrees) -> float:
+        """Return a lower bound of the step's seconds, without timing the schedule."""
+        replicas, optimizer = self._end(_end_key(degrees))
+        return self._least(degrees) + float((replicas + optimizer).max())
+
+    def parts(self, degrees: Degrees) -> Parts:
+        """Return the step's seconds by part."""
+        at, (replicas, optimizer) = self.at(degrees), self._end(_end_key(degrees))
+        forward, backward = at.times(degrees.recompute)
+        busy, m = at.by_rank(forward + backward), degrees.micro_batches
+        seconds = m * float(busy.max())
+        if degrees.pp > 1:
+            timed = step_seconds(degrees.schedule, degrees.pp, m, list(forward), list(backward), at.hop)
+            seconds = max(timed, self._least(degrees))  # a time that was extended may be too small
+        slowest, last = int(busy.argmax()), int((replicas + optimizer).argmax())
+        work, sums = at.work, at.sums
+        tensor = m * at.by_rank(sums.sum(work.forward_sent + work.backward_sent))[slowest]
+        compute = m * at.by_rank(sums.sum(work.forward + work.backward))[slowest]
+        recompute = m * at.by_rank(sums.sum(_again(at.kept(degrees.recompute))))[slowest]
+        summed = at.by_rank(sums.sum(work.summed))[last]
+        return Parts(
+            compute=float(compute),
+            tensor=float(tensor + summed),
+            recompute=float(recompute),
+            bubble=float(seconds - compute - tensor - recompute),
+            replicas=float(replicas[last] - summed),
+            optimizer=float(optimizer[last]),
+        )
+
+    def _least(self, degrees: Degrees) -> float:
+        """Return a lower bound of the seconds of forwards and backwards.
+
+        The first forward of rank r comes after those of r stages, and after its last backward come those of r stages.
+        """
+        at, m = self.at(degrees), degrees.micro_batches
+        forward, backward = at.times(degrees.recompute)
+        split = degrees.pp > 1 and degrees.schedule in SPLIT
+        before = np.concatenate(([0.0], np.cumsum(forward + (0.0 if split else backward))))[: degrees.pp]
+        return float((m * at.by_rank(forward + backward) + before).max())
+
+    def memory(self, degrees: Degrees, in_flight: tuple[float, ...] | None = None) -> RankMemory:
+        """Return the bytes of the rank that holds the most.
+
+        in_flight: for each rank the micro-batches whose activations it holds; None: those of the schedule.
+        """
+        at, m = self.at(degrees), degrees.micro_batches
+        if in_flight is None:
+            in_flight = (1.0,)
+            if degrees.pp > 1:
+                in_flight = live(degrees.schedule, degrees.pp, degrees.stages, m)
+        kept = at.kept(degrees.recompute)
+        activations = np.array(in_flight) * at.by_rank(at.sums.sum(kept.saved))
+        buffers = at.most_by_rank(at.sums.most(at.work.touched) + at.sums.most(kept.inside))
+        if degrees.pp > 1:  # torch keeps a receive buffer for every micro-batch
+            buffers = buffers + m * at.by_rank(at.sums.received)
+        parameters, gradients, optimizer, gathered = self._held(degrees)
+        buffers = buffers + gathered
+        total = parameters + gradients + optimizer + activations + buffers
+        most = int(total.argmax())
+        parts = (parameters, gradients, optimizer, activations, buffers)
+        return RankMemory(*(float(part[most]) for part in parts))
+
+    def least_memory(self, degrees: Degrees) -> float:
+        """Return a lower bound of the memory, without the schedule: one micro-batch is in flight."""
+        return self.memory(degrees, (1.0,) * degrees.pp).total
+
+    def least_activations(self, degrees: Degrees) -> float:
+        """Return a lower bound of a rank's activations, without a plan on its mesh.
+
+        Whatever the plan, each kept tensor has at least its part of the ranks of a replica, and some rank has as much
+        as the mean.
+        """
+        work = self.planner.work(degrees.rows, 1, 1)
+        saved = work.kept[degrees.recompute].saved[work.sequence].sum()
+        return float(saved / (degrees.tp * degrees.pp))
+
+    def _held(self, degrees: Degrees) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Return bytes of parameters, gradients, optimizer state and buffers of collectives, by rank."""
+        at, stage, dp = self.at(degrees), degrees.zero_stage, degrees.dp
+        mine = at.own if stage else at.elements
+        gradient = at.gradient_sizes(degrees)
+        parameters = (mine if stage == 3 else at.elements) * at.itemsizes
+        gradients = (mine if stage >= 2 else at.elements) * gradient
+        optimizer = mine * self._state_sizes(at)
+        buckets = np.zeros(degrees.pp)
+        if dp > 1:
+            buckets += BUCKETS * np.minimum(BUCKET, at.ranks_of(at.elements * gradient))
+        if stage == 3:  # the running operator's parameter and its gradient, whole
+            buckets += 2 * at.most_by_rank((at.sums.held.astype(bool) * at.elements * at.itemsizes).max(axis=1))
+        held, summed, states = (at.ranks_of(part) for part in (parameters, gradients, optimizer))
+        return held, summed, states, buckets
+
+    def _state_sizes(self, at: _At) -> Numbers:
+        """Return the optimizer's bytes for each element of each parameter."""
+        item = np.maximum(at.itemsizes, WIDE) if self._masters else at.itemsizes
+        return item * (STATES + (1 if self._masters else 0))
+
+    def _end_of(self, key: tuple[Degrees, int]) -> tuple[Numbers, Numbers]:
+        """Return, by rank, the seconds of sums over ranks and gathers, and of the optimizer, of a step."""
+        shared, stage = key
+        at, m, dp = self._at(shared), shared.micro_batches, shared.dp
+        gradient = np.full_like(at.itemsizes, WIDE) if stage == 2 else at.gradient_sizes(shared)
+        whole, weights = at.ranks_of(at.elements * gradient), at.ranks_of(at.elements * at.itemsizes)
+        if stage <= 1:
+            seconds = self._over_replicas(ALL_REDUCE, whole, shared)
+        elif stage == 2:  # each backward sums
+            seconds = m * self._over_replicas(REDUCE_SCATTER, whole, shared)
+        else:  # forward and backward of each micro-batch gather, backward sums
+            gathers = 2 * self._over_replicas(ALL_GATHER, weights, shared)
+            seconds = m * (gathers + self._over_replicas(REDUCE_SCATTER, weights, shared))
+        if stage in (1, 2):
+            seconds = seconds + self._over_replicas(ALL_GATHER, weights, shared)
+        seconds = seconds + at.by_rank(at.sums.sum(at.work.summed))
+        mine = at.own if stage and dp > 1 else at.elements
+        touched = 2 * self._state_sizes(at) + gradient + at.itemsizes * (1 if self._masters else 2)
+        streamed = at.ranks_of(mine * touched)
+        return seconds, np.array([self._model.stream(float(each)) for each in streamed])
+
+    def _over_replicas(self, kind: str, nbytes: Numbers, shared: Degrees) -> Numbers:
+        """Return the seconds of a collective over the replicas, in buckets, by rank."""
+        costs = self.planner.costs(shared.dp, shared.tp)
+        counts = [max(1, ceil(size / BUCKET)) for size in nbytes]
+        return np.array(
+            [
+                count * costs.seconds(kind, size / count, 0) if shared.dp > 1 else 0.0
+                for size, count in zip(nbytes, counts, strict=True)
+            ]
+        )
+
+
+class _At:
+    """What degrees share that differ only in recompute and ZeRO stage."""
+
+    def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
+        self._shared = shared
+        self.work: Work = evaluation.planner.work(shared.rows, shared.tp, shared.dp)
+        self.sums: StageSums = evaluation.sums(self.work, shared.stages)
+        several = shared.pp > 1
+        ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
+        self._ranks = np.array(ranks)
+        network = evaluation.hardware.network
+        self.hop = network.latency + self.sums.sent / network.bandwidth if several else 0.0
+        parameters = self.work.parameters
+        self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
+        self.itemsizes = np.array([parameter.itemsize for parameter in parameters], dtype=float)
+        self.own = np.array([_slice(parameter.shape, shared.dp) for parameter in parameters], dtype=float)
+        self._times = cache(self._times_of)
+
+    def times(self, recompute: str) -> tuple[Numbers, Numbers]:
+        """Return the seconds of forward and backward of each stage, with collectives and recompute."""
+        return self._times(recompute)
+
+    def kept(self, recompute: str) -> Kept:
+        """Return what backward keeps."""
+        return self.work.kept[recompute]
+
+    def by_rank(self, stages: Numbers) -> Numbers:
+        """Return the sums over each rank's stages."""
+        found = np.zeros(self._shared.pp)
+        np.add.at(found, self._ranks, stages)
+        return found
+
+    def most_by_rank(self, stages: Numbers) -> Numbers:
+        """Return the most of each rank's stages."""
+        found = np.zeros(self._shared.pp)
+        np.maximum.at(found, self._ranks, stages)
+        return found
+
+    def ranks_of(self, parameters: Numbers) -> Numbers:
+        """Return, by rank, the sums of numbers given for each parameter."""
+        return self.by_rank(self.sums.held @ parameters)
+
+    def gradient_sizes(self, degrees: Degrees) -> Numbers:
+        """Return the bytes of each gradient's elements: several backwards accumulate 16 bits in fp32, ZeRO-2 too."""
+        wide = degrees.micro_batches > 1 or degrees.zero_stage == 2
+        return np.where((self.itemsizes == 2) & wide, WIDE, self.itemsizes)
+
+    def _times_of(self, recompute: str) -> tuple[Numbers, Numbers]:
+        work, kept = self.work, self.kept(recompute)
+        return (
+            self.sums.sum(work.forward + work.forward_sent),
+            self.sums.sum(work.backward + work.backward_sent + _again(kept)),
+        )
+
+
+def _again(kept: Kept) -> Numbers:
+    return kept.again + kept.again_sent
+
+
+def _slice(shape: Shape, ranks: int) -> int:
+    """Return the elements of the first rank's slice (`partition`): the longest dimension is cut, rounded up."""
+    if not shape:
+        return 1
+    longest = max(shape)
+    return prod(shape) // longest * ceil(longest / ranks) if longest else 0
+
+
+def _shared(degrees: Degrees) -> Degrees:
+    """Return the degrees without recompute and ZeRO: the key of what others share."""
+    return Degrees(
+        dp=degrees.dp,
+        tp=degrees.tp,
+        pp=degrees.pp,
+        rows=degrees.rows,
+        micro_batches=degrees.micro_batches,
+        schedule=degrees.schedule,
+        virtual_stages=degrees.virtual_stages,
+    )
+
+
+def _end_key(degrees: Degrees) -> tuple[Degrees, int]:
+    return _shared(degrees), degrees.zero_stage

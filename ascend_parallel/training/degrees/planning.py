@@ -1,0 +1,67 @@
+"""Exact plans of a replica's micro-batch, as the plan on all ranks has them, from a mesh of the replica's ranks alone.
+
+In a plan of mode "auto" the batch is sharded along `data_dim`, and parameters are whole along it. So the other replicas
+add only the sums of gradients to the cost: for each parameter an all-reduce, over the replicas, of the rank's part.
+With these sums added to the parameters' own costs, the plan of one replica is that of all; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.graph import PARAMETER, Value
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.elimination import AssignmentProblem
+from ascend_parallel.sharding.planner.propagate import slice_replicated
+from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
+from ascend_parallel.training.degrees.folding import Folded
+from ascend_parallel.training.degrees.space import DATA
+from ascend_parallel.training.degrees.work import TENSOR, Work, work_of
+from ascend_parallel.tuning.cost_model.hardware import Hardware
+
+
+class Planner:
+    """Plans and their work, cached; equal plans share their work."""
+
+    def __init__(self, folded: Callable[[int], Folded], hardware: Hardware, settings: Settings) -> None:
+        """Take the folded graph by rows of a micro-batch."""
+        self._folded, self._hardware, self._settings = folded, hardware, settings
+        self.costs = cache(self._costs)
+        self.work = cache(self._work)
+        self._problem = cache(self._problem_of)
+        self._known: dict[tuple[int, int, str], Work] = {}
+
+    def _costs(self, dp: int, tp: int) -> MeshCosts:
+        """Return the costs of collectives on a mesh of dp x tp."""
+        return MeshCosts.of(ProcessMesh(np.arange(dp * tp).reshape(dp, tp), [DATA, TENSOR]), self._hardware)
+
+    def _work(self, rows: int, tp: int, dp: int) -> Work:
+        """Return the work of a micro-batch of `rows` rows on `tp` ranks, with `dp` replicas."""
+        plan = self._plan(rows, tp, dp)
+        key = rows, tp, plan.digest
+        if key not in self._known:
+            self._known[key] = work_of(self._folded(rows), plan, self._settings)
+        return self._known[key]
+
+    def _plan(self, rows: int, tp: int, dp: int) -> ShardingPlan:
+        search, base = self._problem(rows, tp)
+        problem = AssignmentProblem(dict(base.sizes), dict(base.own), base.pairs)
+        costs = self.costs(dp, tp)
+        for node in search.graph.nodes.values() if dp > 1 else ():
+            if node.kind == PARAMETER and Value(node.name) in search.differentiable:
+                sizes = [node.outputs[0].local_bytes(layout, (tp,)) for layout in search.produced(Value(node.name))]
+                problem.own[node.name] = base.own[node.name] + [costs.seconds(ALL_REDUCE, size, 0) for size in sizes]
+        chosen, _ = search.solved(problem)
+        return slice_replicated(search.plan_of(problem, chosen))
+
+    def _problem_of(self, rows: int, tp: int) -> tuple[Search, AssignmentProblem]:
+        mesh = ProcessMesh(list(range(tp)), [TENSOR])
+        costs = MeshCosts.of(mesh, self._hardware)
+        search = Search(self._folded(rows).graph, mesh, {}, "time", self._hardware.name, costs)
+        return search, search.problem()

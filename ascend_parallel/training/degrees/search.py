@@ -1,0 +1,247 @@
+"""Search all degrees for the least step time within a memory limit, best first by a lower bound of the time."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ascend_parallel.current import current_settings
+from ascend_parallel.sharding.planner.propagate import MemoryLimitError
+from ascend_parallel.text import size_of
+from ascend_parallel.training.degrees.evaluation import Evaluation, Parts, RankMemory
+from ascend_parallel.training.degrees.folding import Folded, fold
+from ascend_parallel.training.degrees.inputs import check_job, check_model, rows_of, rows_part, unmarked
+from ascend_parallel.training.degrees.planning import Planner
+from ascend_parallel.training.degrees.rescaling import Rescaled
+from ascend_parallel.training.degrees.space import Degrees, choices, meshes, sizes
+from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
+from ascend_parallel.training.options import AmpOptions
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
+
+# Results that a search returns.
+BEST = 10
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model to search for: its graph by rows of a micro-batch.
+
+    rows
+        Rows of the whole batch.
+    trace
+        Returns the folded graph of a micro-batch of so many rows.
+    amp
+        The dtype of mixed precision; None: the model's own dtype.
+    masters
+        Whether the optimizer keeps fp32 weights.
+    """
+
+    rows: int
+    trace: Callable[[int], Folded]
+    amp: str | None
+    masters: bool
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Degrees with their predicted time and memory."""
+
+    degrees: Degrees
+    parts: Parts
+    memory: RankMemory
+
+    @property
+    def seconds(self) -> float:
+        """The step's seconds."""
+        return self.parts.total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The result of a search.
+
+    best
+        The candidates of least time within the limit, the fastest first, at most ten.
+    too_large
+        The candidate with the least lower bound of its time among those that were planned and do not fit; None: all
+        that were looked at fit.
+    considered, timed
+        The number of candidates, and of those whose schedule was timed; a lower bound excluded the others.
+    """
+
+    ranks: int
+    rows: int
+    limit: float
+    hardware: str
+    amp: str | None
+    layers: tuple[str, ...]
+    best: tuple[Candidate, ...]
+    too_large: Candidate | None
+    considered: int
+    timed: int
+
+    def tables(self, candidate: Candidate | None = None) -> dict[str, Any]:
+        """Return the tables of the strategy of a candidate, by default of the best."""
+        return (candidate or self.best[0]).degrees.tables(self.layers, self.hardware, self.amp)
+
+
+def search_degrees(
+    model: nn.Module,
+    batch: Sequence[Any],
+    *,
+    ranks: int,
+    memory: float,
+    hardware: str = "910b",
+    loss: Loss = mean_loss,
+    amp: AmpOptions | None = None,
+    progress: Progress | None = None,
+) -> Found:
+    """Search dp x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
+
+    model, batch, loss
+        As for `plan_training`: the model for a single card, a global batch, the mean loss. They may be on the meta
+        device. Batches are cut along their first dimension.
+    ranks, memory
+        The number of ranks, all of which are used, and the bytes that each may hold.
+    hardware
+        A hardware of the cost model.
+    progress
+        Called with a text before each slow step.
+
+    Raises `StrategyOptionError` for arguments that are not allowed, and for a model with strategies of its own;
+    `MemoryLimitError`, naming the least memory, if nothing fits; `TraceError`; `PlanningError` for the hardware.
+    """
+    options = amp or AmpOptions()
+    check_job(ranks, memory, hardware)
+    check_model(model)
+    rows = rows_of(batch)
+    built = model if options.dtype is None else copy.deepcopy(model).to(getattr(torch, options.dtype))
+
+    def trace(count: int) -> Folded:
+        part = [rows_part(value, count, options.dtype) for value in batch]
+        return fold(unmarked(trace_with_loss(built, loss, part)))
+
+    traced = Traced(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
+    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress)
+
+
+def search_traced(
+    traced: Traced, *, ranks: int, memory: float, hardware: str, progress: Progress | None = None
+) -> Found:
+    """Search as `search_degrees`, for a model by its graphs."""
+    check_job(ranks, memory, hardware)
+    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None)).run()
+
+
+class _Search:
+    def __init__(self, traced: Traced, ranks: int, limit: float, hardware: str, progress: Progress) -> None:
+        self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
+        self._hardware, self._folded = hardware, cache(Rescaled(self._trace).at)
+        known = find_hardware(hardware)
+        planner = Planner(self._folded, known, current_settings())
+        self.evaluation = Evaluation(known, planner, masters=traced.masters)
+        self._considered, self._layers = 0, tuple[str, ...]()
+        # Candidates that do not fit, with a lower bound of their memory; and the fastest of them that was planned.
+        self._rejected: list[tuple[float, int, Degrees]] = []
+        self._fastest: tuple[float, Degrees] | None = None
+
+    def run(self) -> Found:
+        """Return the best candidates."""
+        waiting = [(self.evaluation.bound(each), place, each) for place, each in enumerate(self._candidates())]
+        heapq.heapify(waiting)
+        best: list[Candidate] = []
+        timed = 0
+        while waiting and (len(best) < BEST or waiting[0][0] < best[-1].seconds):
+            _, _, degrees = heapq.heappop(waiting)
+            memory = self.evaluation.memory(degrees)
+            if memory.total > self._limit:
+                self._reject(memory.total, degrees)
+                continue
+            timed += 1
+            if timed % 100 == 1:
+                self._progress(f"timing schedules: {timed} timed, {len(waiting)} may be faster")
+            best.append(Candidate(degrees, self.evaluation.parts(degrees), memory))
+            best.sort(key=lambda found: (found.seconds, found.memory.total))
+            del best[BEST:]
+        if not best:
+            raise MemoryLimitError(self._nothing_fits())
+        return Found(
+            ranks=self._ranks,
+            rows=self._traced.rows,
+            limit=self._limit,
+            hardware=self._hardware,
+            amp=self._traced.amp,
+            layers=self._layers,
+            best=tuple(best),
+            too_large=self._too_large(),
+            considered=self._considered,
+            timed=timed,
+        )
+
+    def _candidates(self) -> Iterator[Degrees]:
+        """Yield the degrees that may fit; those with too many activations are not planned."""
+        rows, first = self._traced.rows, self._folded(1)
+        self._layers, most = first.layers, first.most_stages
+        shapes = meshes(self._ranks, rows, most)
+        for size in sorted({size for dp, _, _ in shapes for size in sizes(rows // dp)}):
+            for shape in shapes:
+                replica = rows // shape[0]
+                if size not in sizes(replica):
+                    continue
+                self._progress(f"micro-batches of {size} rows, dp {shape[0]} x tp {shape[1]} x pp {shape[2]}")
+                for degrees in choices(shape, size, replica // size, first.layers, most):
+                    self._considered += 1
+                    least = self.evaluation.least_activations(degrees)
+                    if least > self._limit:
+                        self._rejected.append((least, len(self._rejected), degrees))
+                        continue
+                    least = self.evaluation.least_memory(degrees)
+                    if least <= self._limit:
+                        yield degrees
+                    else:
+                        self._reject(least, degrees)
+
+    def _reject(self, least: float, degrees: Degrees) -> None:
+        """Remember planned degrees that do not fit, and the fastest of them by the lower bound of its time."""
+        self._rejected.append((least, len(self._rejected), degrees))
+        bound = self.evaluation.bound(degrees)
+        if self._fastest is None or bound < self._fastest[0]:
+            self._fastest = (bound, degrees)
+
+    def _too_large(self) -> Candidate | None:
+        """Return the candidate with the least bound of its time among those that were planned and do not fit."""
+        if self._fastest is None:
+            return None
+        degrees = self._fastest[1]
+        return Candidate(degrees, self.evaluation.parts(degrees), self.evaluation.memory(degrees))
+
+    def _nothing_fits(self) -> str:
+        """Say what the smallest needs, and of what."""
+        smallest: tuple[float, Degrees] | None = None
+        for bound, _, degrees in sorted(self._rejected):
+            if smallest is not None and bound >= smallest[0]:
+                break
+            total = self.evaluation.memory(degrees).total
+            if smallest is None or total < smallest[0]:
+                smallest = (total, degrees)
+        assert smallest is not None, "tensor parallelism over all ranks is always a candidate"
+        least = smallest[1]
+        memory = self.evaluation.memory(least)
+        parts = ", ".join(f"{size_of(size)} {name}" for name, size in vars(memory).items())
+        return (
+            f"memory={size_of(self._limit)}: no degrees fit on {self._ranks} ranks. The least is "
+            f"{size_of(memory.total)} a rank, with {least}: {parts}. Give more ranks, more memory, shorter sequences "
+            "or a smaller model"
+        )
+
+    def _trace(self, rows: int) -> Folded:
+        self._progress(f"tracing a micro-batch of {rows} rows")
+        return self._traced.trace(rows)

@@ -1,0 +1,141 @@
+"""The degrees that a search may choose, and the tables of a strategy that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ascend_parallel.training.degrees.work import NONE, RECOMPUTE, TENSOR, recompute_of
+from ascend_parallel.training.pipeline.schedule import SPLIT, check
+
+DATA = "dp"
+# Schedules with their stages on each group of ranks.
+SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 4),
+    ("zero_bubble", 1),
+    ("zero_bubble", 2),
+    ("zbv", 2),
+)
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """One choice of degrees.
+
+    rows
+        Rows of the batch (sequences) of one replica's micro-batch.
+    recompute
+        "none", "layers" (results of collectives are kept) or "layers+collectives".
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    rows: int
+    micro_batches: int
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    recompute: str = NONE
+    zero_stage: int = 0
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages, on all groups of ranks."""
+        return self.pp * self.virtual_stages
+
+    def tables(self, layers: Sequence[str], hardware: str, amp: str | None) -> dict[str, Any]:
+        """Return the tables of a strategy (`Strategy.from_dict`); `layers`: the patterns of the model's layers."""
+        tables: dict[str, Any] = {"mode": "auto", "hardware": hardware, "mesh": {DATA: self.dp, TENSOR: self.tp}}
+        pipeline: dict[str, Any] = {"micro_batches": self.micro_batches}
+        if self.pp > 1:
+            pipeline |= {"degree": self.pp, "schedule": self.schedule, "virtual_stages": self.virtual_stages}
+        tables["pipeline"] = pipeline
+        if self.recompute != NONE:
+            option = recompute_of(self.recompute, layers)
+            tables["recompute"] = {"modules": list(option.modules), "collectives": option.collectives}
+        if self.zero_stage:
+            tables["sharding"] = {"zero_stage": self.zero_stage, "dim": DATA}
+        if amp is not None:
+            tables["amp"] = {"dtype": amp}
+        if self.overlap_refused:
+            tables["overlap"] = {"operators": False}
+        return tables
+
+    @property
+    def overlap_refused(self) -> bool:
+        """Whether the schedule refuses overlapped operators (docs/pipeline.md)."""
+        return self.pp > 1 and self.schedule in SPLIT
+
+    def __str__(self) -> str:
+        """Return the degrees in words."""
+        schedule = self.schedule + (f" x{self.virtual_stages}" if self.virtual_stages > 1 else "")
+        pipeline = f", {schedule}" if self.pp > 1 else ""
+        return (
+            f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {self.micro_batches} micro-batches of {self.rows}{pipeline}, "
+            f"recompute {self.recompute}, ZeRO {self.zero_stage}"
+        )
+
+
+def meshes(ranks: int, rows: int, most_stages: int) -> list[tuple[int, int, int]]:
+    """Return all (dp, tp, pp) of `ranks` ranks whose dp divides the batch's rows, with at most `most_stages` stages."""
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    found = []
+    for dp in divisors:
+        for tp in divisors:
+            pp = ranks // (dp * tp)
+            if ranks % (dp * tp) == 0 and rows % dp == 0 and pp <= most_stages:
+                found.append((dp, tp, pp))
+    return found
+
+
+def sizes(rows: int) -> list[int]:
+    """Return the micro-batches' rows to try, ascending: powers of two that divide `rows`, and `rows` itself."""
+    powers = [1 << power for power in range(rows.bit_length())]
+    return sorted({size for size in powers if rows % size == 0} | {rows})
+
+
+def choices(
+    mesh: tuple[int, int, int], rows: int, micro_batches: int, layers: Sequence[str], most_stages: int
+) -> Iterator[Degrees]:
+    """Yield the degrees of a mesh (dp, tp, pp) and micro-batch: schedules, recompute and ZeRO stages that go together.
+
+    Left out: what the package refuses (recompute with schedules that split backward), what docs/optimizer-parallel.md
+    advises against (stage 2 with a pipeline, which accumulates whole gradients; stage 3, whose gathers would run for
+    each micro-batch of each stage), and stages of ZeRO without replicas.
+    """
+    dp, tp, pp = mesh
+    schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
+    for schedule, several in schedules:
+        if pp > 1 and not _runs(schedule, pp, several, micro_batches, most_stages):
+            continue
+        kinds = RECOMPUTE if layers and not (pp > 1 and schedule in SPLIT) else (NONE,)
+        for kind in kinds:
+            for stage in ZERO_STAGES:
+                if (stage and dp == 1) or (stage >= 2 and pp > 1):
+                    continue
+                yield Degrees(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    rows=rows,
+                    micro_batches=micro_batches,
+                    schedule=schedule,
+                    virtual_stages=several,
+                    recompute=kind,
+                    zero_stage=stage,
+                )
+
+
+def _runs(schedule: str, pp: int, several: int, micro_batches: int, most_stages: int) -> bool:
+    if pp * several > most_stages:
+        return False
+    try:
+        check(schedule, pp, pp * several, micro_batches)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,211 @@
+"""The work of one replica's tensor-parallel ranks on a micro-batch, operator by operator, from an exact plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.graph import CALL, PARAMETER, Node, Value
+from ascend_parallel.sharding.layout import Shape, local_shape
+from ascend_parallel.sharding.planner.operator_cost import PASSES, seconds
+from ascend_parallel.sharding.planner.options import Option
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
+from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
+from ascend_parallel.sharding.runtime.recompute_regions import Region
+from ascend_parallel.training.degrees.folding import Folded
+from ascend_parallel.training.pipeline.stage_assignment import crossing_bytes, work_done
+from ascend_parallel.tuning.cost_model.cost import CostModel
+
+TENSOR = "tp"
+# What backward recomputes: nothing; the layers, with the results of collectives kept; the layers and their collectives.
+NONE, LAYERS, COLLECTIVES = "none", "layers", "layers+collectives"
+RECOMPUTE = (NONE, LAYERS, COLLECTIVES)
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Per operator, with a kind of recompute: bytes kept for backward, and what the second run takes.
+
+    saved
+        Bytes that a micro-batch keeps from forward to backward.
+    again, again_sent
+        Seconds of the second run of computation and of collectives.
+    inside
+        Bytes that a region's second run brings back, at the region's first operator.
+    """
+
+    saved: Numbers
+    again: Numbers
+    again_sent: Numbers
+    inside: Numbers
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as one rank of a replica holds it, and the operators that read it, by index."""
+
+    shape: Shape
+    itemsize: int
+    readers: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the rank's part."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Per operator: seconds of forward and backward, of their collectives, and bytes; arrays over the operators.
+
+    sequence
+        The operators of the whole model in running order, as indices.
+    summed
+        Seconds of the sums of gradients over the replica's ranks, once in a step.
+    touched
+        Bytes that an operator's backward needs beside what was kept: gradients of its inputs and outputs.
+    sent
+        Bytes of a rank that cross the cut after the operator.
+    whole, crossing
+        Seconds on one rank and whole bytes that cross, as `balanced` cuts stages.
+    """
+
+    plan: ShardingPlan
+    sequence: npt.NDArray[np.int64]
+    forward: Numbers
+    backward: Numbers
+    forward_sent: Numbers
+    backward_sent: Numbers
+    summed: Numbers
+    touched: Numbers
+    sent: Numbers
+    whole: Numbers
+    crossing: Numbers
+    parameters: tuple[Parameter, ...]
+    kept: Mapping[str, Kept]
+
+
+def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
+    """Return the option of a strategy for a kind of recompute of the modules `layers`."""
+    if kind == NONE:
+        return Recompute()
+    return Recompute(modules=layers, collectives="recompute" if kind == COLLECTIVES else "keep")
+
+
+def work_of(folded: Folded, plan: ShardingPlan, settings: Settings) -> Work:
+    """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks."""
+    hardware = plan.costs.hardware
+    assert hardware is not None
+    calls = [node for node in folded.graph.nodes.values() if node.kind == CALL]
+    model = CostModel(hardware)
+    once = np.array([_seconds(plan, node, model) for node in calls])
+    kinds = RECOMPUTE if folded.layers else (NONE,)
+    pricing = _Pricing(plan, calls, once / PASSES)
+    ranked = {kind: plan_for_rank(plan, (0,), settings, recompute=recompute_of(kind, folded.layers)) for kind in kinds}
+    kept = {kind: pricing.kept(rank_plan, kind == COLLECTIVES) for kind, rank_plan in ranked.items()}
+    return Work(
+        plan=plan,
+        sequence=folded.sequence,
+        forward=once / PASSES,
+        backward=once * (PASSES - 1) / PASSES,
+        forward_sent=pricing.forward,
+        backward_sent=pricing.backward,
+        summed=pricing.summed,
+        touched=pricing.touched(),
+        sent=np.array(crossing_bytes(folded.graph, calls, pricing.local_bytes)),
+        whole=np.diff(np.array(work_done(calls, hardware.name)), prepend=0.0),
+        crossing=np.array(crossing_bytes(folded.graph, calls), dtype=float),
+        parameters=pricing.parameters(),
+        kept=kept,
+    )
+
+
+class _Pricing:
+    """Attributes the costs of a plan to its operators, by index."""
+
+    def __init__(self, plan: ShardingPlan, calls: Sequence[Node], once: Numbers) -> None:
+        self._plan, self._calls, self._once = plan, calls, once
+        self._place = {node.name: index for index, node in enumerate(calls)}
+        self._shape = tuple(plan.mesh.shape)
+        self.forward, self.backward, self.summed = (np.zeros(len(calls)) for _ in range(3))
+        for conversion in plan.conversions:
+            at = self._place[conversion.reader.split(", ")[0]] if conversion.reader else len(calls) - 1
+            back = conversion.back.seconds if conversion.back else 0.0
+            held = plan.graph.nodes[conversion.value.node].kind == PARAMETER
+            self.forward[at] += conversion.ahead.seconds
+            # A replicated parameter's gradient is summed once, after the last micro-batch.
+            target = self.summed if held and not conversion.ahead.nbytes else self.backward
+            target[at] += back
+        for name, steps in plan.op_collectives.items():
+            self.forward[self._place[name]] += sum(step.seconds for step in steps)
+
+    def local_bytes(self, value: Value) -> float:
+        """Return the bytes of a rank's part of a tensor."""
+        return self._plan.graph.meta(value).local_bytes(self._plan.layouts[value], self._shape)
+
+    def touched(self) -> Numbers:
+        """Return, per operator, the bytes of a rank's parts of its inputs and outputs that have gradients."""
+        found = np.zeros(len(self._calls))
+        for index, node in enumerate(self._calls):
+            for value in (*node.inputs, *node.values):
+                if value in self._plan.differentiable and self._plan.graph.nodes[value.node].kind == CALL:
+                    found[index] += self.local_bytes(value)
+        return found
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Return the parameters with their readers."""
+        readers, found = self._plan.graph.readers(), []
+        for node in self._plan.graph.nodes.values():
+            if node.kind == PARAMETER:
+                (meta,), value = node.outputs, Value(node.name)
+                shape = local_shape(meta.shape, self._plan.layouts[value], self._shape, (0,))
+                places = tuple(self._place[name] for name, _ in readers[value])
+                found.append(Parameter(shape, meta.dtype.itemsize, places))
+        return tuple(found)
+
+    def kept(self, rank_plan: RankPlan, collectives: bool) -> Kept:
+        """Return what backward keeps with the regions of a rank's plan, and what their second run takes."""
+        saved_tensors = SavedTensors(self._plan, rank_plan.schedule)
+        saved, again, again_sent, inside = (np.zeros(len(self._calls)) for _ in range(4))
+        starts = dict(rank_plan.regions)
+        within = {name for region in starts.values() for name in region.nodes}
+        seen: set[object] = set()
+        for index, node in enumerate(self._calls):
+            region = starts.get(node.name)
+            if region is not None:
+                again_sent[index] = sum(self.forward[self._place[name]] for name in region.nodes) * collectives
+                brought = saved_tensors.by_all(self._plan.graph.nodes[name] for name in region.nodes)
+                kept = saved_tensors.by_region(region)
+                inside[index] = sum(size for key, size in brought.items() if key not in kept)
+                for name in self._run_again(region, rank_plan):
+                    again[self._place[name]] = self._once[self._place[name]]
+            elif node.name in within:
+                continue
+            else:
+                kept = saved_tensors.by_operator(node)
+            saved[index] = sum(size for key, size in kept.items() if key not in seen)
+            seen |= kept.keys()
+        return Kept(saved, again, again_sent, inside)
+
+    def _run_again(self, region: Region, rank_plan: RankPlan) -> Iterable[str]:
+        """Yield the operators that backward runs again (`Region`, and docs/recompute.md)."""
+        kernels = rank_plan.schedule.kernels
+        for name in region.nodes:
+            kernel = kernels.get(name)
+            communicates = kernel is not None and kernel.communicates and not region.recompute_collectives
+            if name not in region.kept and name != region.last and not communicates:
+                yield name
+
+
+def _seconds(plan: ShardingPlan, node: Node, model: CostModel) -> float:
+    assert node.call is not None
+    option = Option(plan.inputs[node.name], plan.output_layouts(node))
+    return seconds(node.call, option, tuple(plan.mesh.shape), model)

@@ -1,0 +1,163 @@
+"""Options removed by bounds: never one of a best solution; scans are solved, and proven, where tables are too wide."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner import pruning
+from ascend_parallel.sharding.planner.elimination import AssignmentProblem, TooWideError, solve
+from ascend_parallel.sharding.planner.integer_program import optimum
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.planner.pruning import _Messages, pruned, solved_by_pruning
+from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.tracing.trace import trace
+
+
+def random_problem(seed, most=7):
+    """Return choices with costs between most pairs of them; every second problem has many equal costs."""
+    drawn, problem = np.random.default_rng(seed), AssignmentProblem()
+    sizes = [int(drawn.integers(1, 6)) for _ in range(drawn.integers(2, most))]
+
+    def costs(*shape):
+        return drawn.integers(0, 6, shape).astype(float) if seed % 2 else drawn.random(shape)
+
+    for place, size in enumerate(sizes):
+        problem.add(f"c{place}", costs(size))
+    for first, second in itertools.permutations(range(len(sizes)), 2):
+        if drawn.random() < 0.4:
+            problem.add_pair(f"c{first}", f"c{second}", costs(sizes[first], sizes[second]))
+    return problem
+
+
+def least_with(problem, name, option):
+    """Return the least cost of all solutions with this option."""
+    ranges = [[option] if each == name else range(size) for each, size in problem.sizes.items()]
+    return min(problem.cost(dict(zip(problem.sizes, chosen, strict=True))) for chosen in itertools.product(*ranges))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bounds_only_grow_and_are_below_what_they_bound(seed):
+    problem = random_problem(seed, most=6)
+    best, messages, bound = problem.cost(solve(problem)), _Messages(problem), -np.inf
+    for round_ in range(6):
+        messages.forward()
+        for name, excess in messages.excess().items():
+            for option, more in enumerate(excess):
+                assert not round_ or bound + more <= least_with(problem, name, option) + 1e-9, (name, option)
+        after = messages.backward()
+        assert bound - 1e-9 <= after <= best + 1e-9
+        bound = after
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_best_solution_is_found(seed):
+    problem = random_problem(seed)
+    found = solved_by_pruning(problem)
+    assert found.cost == pytest.approx(problem.cost(found.chosen))
+    assert found.cost == found.bound == pytest.approx(problem.cost(solve(problem)))
+
+
+def test_infinite_costs_are_avoided():
+    problem = AssignmentProblem()
+    for name in "abc":
+        problem.add(name, np.array([0.0, 1.0, np.inf]))
+    forbidden = np.array([[np.inf, 0.0, 0.0], [0.0, np.inf, 0.0], [0.0, 0.0, 0.0]])
+    for pair in ("ab", "bc", "ca"):
+        problem.add_pair(*pair, forbidden)
+    problem.own["c"] = np.array([0.0, 1.0, 5.0])
+    found = pruned(problem)
+    assert np.isfinite(problem.cost(found.chosen))
+    assert problem.cost(found.chosen) == pytest.approx(problem.cost(solve(problem))) == 6.0
+
+
+class Rwkv(nn.Module):
+    """A linear-attention scan as RWKV writes it: every step reads receptance, key, value, decay and bonus."""
+
+    def __init__(self, width=512, heads=8):
+        super().__init__()
+        self.heads = heads
+        self.r, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.w, self.u = (nn.Parameter(torch.zeros(heads, width // heads, 1)) for _ in range(2))
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        r, k, v = (each(x).view(batch, length, self.heads, -1) for each in (self.r, self.k, self.v))
+        state = torch.zeros(batch, self.heads, width // self.heads, width // self.heads, device=x.device)
+        decay, out = torch.exp(-torch.exp(self.w)), []
+        for step in range(length):
+            kv = k[:, step].unsqueeze(-1) * v[:, step].unsqueeze(-2)
+            out.append((r[:, step].unsqueeze(-2) @ (state + self.u * kv)).squeeze(-2))
+            state = state * decay + kv
+        return self.o(torch.stack(out, 1).reshape(batch, length, width)).square().mean()
+
+
+class Mamba(nn.Module):
+    """A selective state space scan as Mamba writes it."""
+
+    def __init__(self, width=512, states=16):
+        super().__init__()
+        self.x, self.dt = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width)
+        self.bc, self.o = nn.Linear(width, 2 * states, bias=False), nn.Linear(width, width, bias=False)
+        self.a, self.skip = nn.Parameter(torch.zeros(width, states)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        x, gate = self.x(x).chunk(2, -1)
+        dt, (b, c) = F.softplus(self.dt(x)), self.bc(x).chunk(2, -1)
+        a, state, out = -torch.exp(self.a), torch.zeros(*x.shape[::2], self.a.shape[1], device=x.device), []
+        for step in range(x.shape[1]):
+            entered = (dt[:, step] * x[:, step]).unsqueeze(-1) * b[:, step].unsqueeze(1)
+            state = torch.exp(dt[:, step].unsqueeze(-1) * a) * state + entered
+            out.append((state * c[:, step].unsqueeze(1)).sum(-1))
+        return self.o((torch.stack(out, 1) + x * self.skip) * F.silu(gate)).square().mean()
+
+
+def scan(model, steps):
+    with torch.device("meta"):
+        return trace(model(), (torch.zeros(8, steps, 512),))
+
+
+MESH = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+
+
+@pytest.mark.parametrize("model", [Rwkv, Mamba])
+def test_a_scan_costs_what_the_integer_program_finds(model):
+    search = Search(scan(model, 2), MESH, {}, "time", "910b", MeshCosts.of(MESH))
+    problem = search.problem()
+    best, found = optimum(problem, seconds=60), solved_by_pruning(problem)
+    assert found.cost == found.bound == pytest.approx(best.cost, rel=1e-6)
+
+
+@pytest.mark.parametrize("model", [Rwkv, Mamba])
+def test_a_scan_of_many_steps_is_proven_without_the_integer_program(monkeypatch, model):
+    def refused(problem, seconds=60.0):
+        raise AssertionError("the integer program was asked")
+
+    monkeypatch.setattr(pruning, "optimum", refused)
+    plan = propagate(scan(model, 24), MESH, objective="time")
+    assert plan.bound is None
+    problem = Search(plan.graph, MESH, {}, "time", "910b", MeshCosts.of(MESH)).problem()
+    with pytest.raises(TooWideError):
+        solve(problem)
+
+
+def test_what_pruning_leaves_open_goes_to_the_integer_program(monkeypatch):
+    """Three choices of which no two should be equal, with two options each: the bound of messages stays at 0."""
+    problem = AssignmentProblem()
+    for name in "abc":
+        problem.add(name, np.zeros(2))
+    for pair in ("ab", "bc", "ca"):
+        problem.add_pair(*pair, np.eye(2))
+    found = solved_by_pruning(problem)
+    assert found.cost == found.bound == 1.0  # what remains is small, and is eliminated
+    monkeypatch.setattr(pruning, "SMALL", 0)
+    half = pruned(problem)
+    assert (half.bound, half.cost) == (pytest.approx(0.0), 1.0)
+    found = solved_by_pruning(problem)
+    assert found.cost == 1.0
+    assert found.bound == pytest.approx(1.0)

@@ -1,0 +1,254 @@
+"""The search for degrees: against exhaustive search, whole plans, and the simulation of schedules."""
+
+import functools
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from brute_degrees import step_of_whole_plan
+
+from ascend_parallel.current import current_settings
+from ascend_parallel.sharding import shard
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
+from ascend_parallel.training import Strategy, StrategyOptionError, recompute, search_degrees
+from ascend_parallel.training.degrees import search as searching
+from ascend_parallel.training.degrees.folding import Folded, fold
+from ascend_parallel.training.degrees.inputs import rows_part
+from ascend_parallel.training.degrees.rescaling import Growth, Rescaled, UnevenError, rescaled
+from ascend_parallel.training.degrees.timetable import live, step_seconds
+from ascend_parallel.training.degrees.work import work_of
+from ascend_parallel.training.loss import mean_loss, trace_with_loss
+from ascend_parallel.training.pipeline.schedule import Times, check, simulate
+from ascend_parallel.tuning.cost_model.tables import PlanningError
+
+for folder in ("strategy", "sharding"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / folder))
+from gpt import GPT  # noqa: E402
+from small_models import Llama  # noqa: E402
+
+OF_OPERATORS = ("forward", "backward", "forward_sent", "backward_sent", "summed")
+OF_OPERATORS += ("touched", "sent", "whole", "crossing")
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)]
+
+
+def gpt(layers=4, width=1024, rows=8):
+    """Return a GPT on the meta device and a batch."""
+    with torch.device("meta"):
+        tokens = torch.zeros(rows, 512, dtype=torch.long)
+        return GPT(layers, width, 8, 2048, 512), (tokens, tokens)
+
+
+def llama(layers=6, rows=8):
+    """Return a Llama on the meta device and a batch."""
+    with torch.device("meta"):
+        tokens = torch.zeros(rows, 256, dtype=torch.long)
+        return Llama(layers, 512, 8, 4, 1024, 1024, 256), (tokens, tokens)
+
+
+@functools.cache
+def traced(make, rows=8):
+    """Return a model for searches, traced once for all tests."""
+    model, batch = make(rows=rows)
+
+    def trace(count):
+        return fold(trace_with_loss(model, mean_loss, [rows_part(value, count, None) for value in batch]))
+
+    return searching.Traced(rows, functools.cache(trace), None, False)
+
+
+def every(make, ranks, limit, rows=8):
+    """Return a search and all its candidates that fit, looked at one by one."""
+    search = searching._Search(traced(make, rows), ranks, limit, "910b", lambda text: None)
+    return search, [each for each in search._candidates() if search.evaluation.memory(each).total <= limit]
+
+
+def found(make, ranks, limit, rows=8):
+    return searching.search_traced(traced(make, rows), ranks=ranks, memory=limit, hardware="910b")
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+@pytest.mark.parametrize(("ranks", "limit"), [(4, 64e9), (8, 64e9), (8, 0.3e9), (6, 1e9)])
+def test_the_best_are_those_of_exhaustive_search(make, ranks, limit):
+    best = found(make, ranks, limit, rows=24).best
+    search, candidates = every(make, ranks, limit, rows=24)
+    times = sorted(search.evaluation.parts(each).total for each in candidates)
+    assert [each.seconds for each in best] == times[: len(best)]
+    assert len(best) == min(searching.BEST, len(times))
+    for each in candidates:
+        assert search.evaluation.bound(each) <= search.evaluation.parts(each).total * (1 + 1e-12), each
+        assert search.evaluation.least_memory(each) <= search.evaluation.memory(each).total, each
+
+
+def test_bounds_leave_most_candidates_untimed():
+    result = found(gpt, 8, 64e9, rows=24)
+    assert result.timed < result.considered / 4, "a search that times everything is no search"
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_the_time_is_that_of_the_whole_plan_on_all_ranks(make):
+    best = found(make, 4, 64e9).best[0]
+    search, candidates = every(make, 4, 64e9)
+    plain = [each for each in candidates if each.recompute == "none" and each.virtual_stages == 1]
+    of_mesh = {(each.dp, each.tp, each.pp, each.zero_stage): each for each in reversed(plain)}
+    assert {(each.dp, each.tp) for each in of_mesh.values()} >= {(4, 1), (2, 2), (1, 4), (1, 1)}
+    assert {each.zero_stage for each in of_mesh.values()} == {0, 1, 2, 3}
+    model, batch = make(rows=8)
+    for each in of_mesh.values():
+        whole = step_of_whole_plan(each.tables((), "910b", None), model, batch)
+        assert search.evaluation.parts(each).total == pytest.approx(whole, rel=1e-5), each
+        assert whole >= best.seconds * (1 - 1e-5), each
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_folded_graph_costs_what_the_whole_costs(make, tp):
+    model, batch = make(layers=7)
+    graph = trace_with_loss(model, mean_loss, batch)
+    folded = fold(graph)
+    calls = sum(node.kind == "call" for node in graph.nodes.values())
+    assert (folded.depth, folded.layers, len(folded.sequence)) == (7, ("layers.*",), calls)
+    assert len(folded.graph.nodes) < len(graph.nodes) * 4 / 7
+    whole = Folded(graph, np.arange(calls), folded.layers, 7)
+    mesh = ProcessMesh(list(range(tp)), ["tp"])
+    few, many = (
+        work_of(each, propagate(each.graph, mesh, objective="time"), current_settings()) for each in (folded, whole)
+    )
+    for name in OF_OPERATORS:
+        assert getattr(few, name)[few.sequence] == pytest.approx(getattr(many, name)), name
+    for kind in few.kept:
+        for name, numbers in vars(few.kept[kind]).items():
+            assert numbers[few.sequence].sum() == pytest.approx(getattr(many.kept[kind], name).sum()), (kind, name)
+
+
+def test_layers_that_differ_are_not_folded():
+    model, batch = llama(layers=6)
+    with torch.device("meta"):
+        model.layers[3].mlp = type(model.layers[3].mlp)(512, 512)
+    folded = fold(trace_with_loss(model, mean_loss, batch))
+    assert folded.depth == 3  # layers 0 to 2
+    assert len(folded.sequence) == sum(node.kind == "call" for node in folded.graph.nodes.values())
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_a_rescaled_graph_is_the_traced_one(make):
+    sizes = []
+
+    def trace(count):
+        sizes.append(count)
+        return traced(make, 24).trace(count)
+
+    made = Rescaled(trace).at(24)
+    assert sizes == [2, 4, 8]
+    there = trace(24)
+    assert list(made.graph.nodes) == list(there.graph.nodes)
+    for name, node in there.graph.nodes.items():
+        assert made.graph.nodes[name].outputs == node.outputs
+        if node.call is not None:
+            assert made.graph.nodes[name].call.args == node.call.args
+            assert made.graph.nodes[name].call.inputs == node.call.inputs
+
+
+class OfManyRows(torch.nn.Module):
+    """Runs another operator if it gets more than 4 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return (y.relu() if x.shape[0] > 4 else y).square().mean()
+
+
+def test_a_model_that_depends_on_its_rows_is_traced_at_each_size():
+    model, sizes = OfManyRows(), []
+
+    def trace(count):
+        sizes.append(count)
+        return fold(trace_with_loss(model, mean_loss, (torch.zeros(count, 8),)))
+
+    graph = Rescaled(trace).at(16).graph
+    assert sizes == [2, 4, 8, 16]
+    assert any("relu" in name for name in graph.nodes)
+    with pytest.raises(UnevenError, match="other operators"):
+        rescaled(trace(2).graph, trace(8).graph, Growth(2, 8, 16))
+
+
+@pytest.mark.parametrize(("name", "several"), SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_timed_schedule_is_the_simulated_one(name, several, ranks):
+    drawn = random.Random(ranks)
+    for count in (1, 2, ranks, 3 * ranks, 21 * ranks, 40 * ranks, 39 * ranks + 1):
+        try:
+            check(name, ranks, ranks * several, count)
+        except ValueError:
+            continue
+        forward = [drawn.uniform(0.8, 1.2) for _ in range(ranks * several)]
+        backward = [drawn.uniform(1.6, 2.4) for _ in forward]
+        measured = {("F", stage): time for stage, time in enumerate(forward)}
+        measured |= {("B", stage): time for stage, time in enumerate(backward)}
+        measured |= {(half, stage): time / 2 for half in "IW" for stage, time in enumerate(backward)}
+        expected = simulate(name, ranks, len(forward), count, Times(send=0.1, measured=measured))
+        found = step_seconds(name, ranks, count, forward, backward, 0.1)
+        few = count <= 64
+        assert found == pytest.approx(expected.seconds, rel=1e-12 if few else 0.01), count
+        assert live(name, ranks, len(forward), count) == expected.live
+
+
+def test_memory_is_kept_and_named_when_nothing_fits():
+    ample = found(gpt, 4, 64e9)
+    assert ample.too_large is None
+    limit = ample.best[0].memory.total * 0.8
+    tight = found(gpt, 4, limit)
+    assert all(each.memory.total <= limit for each in tight.best)
+    assert tight.best[0].seconds > ample.best[0].seconds
+    assert tight.too_large.memory.total > limit
+    search, candidates = every(gpt, 4, 64e9)
+    least = min(search.evaluation.memory(each).total for each in candidates)
+    assert found(gpt, 4, least * 1.000001).best[0].memory.total == pytest.approx(least)
+    with pytest.raises(MemoryLimitError, match=r"memory=.*no degrees fit on 4 ranks\. The least is .* a rank, with dp"):
+        found(gpt, 4, least * 0.999)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ranks": 0}, StrategyOptionError, "ranks=0: give a whole number"),
+        ({"ranks": True}, StrategyOptionError, "ranks=True"),
+        ({"memory": -1}, StrategyOptionError, "memory=-1: give the bytes"),
+        ({"memory": "60GB"}, StrategyOptionError, "memory='60GB': give the bytes"),
+        ({"hardware": "911b"}, PlanningError, "hardware '911b' is not known; did you mean"),
+        ({"batch": torch.zeros(8, 512)}, TypeError, "batch is a Tensor: give the loss's arguments as a tuple"),
+        ({"batch": (torch.zeros(8, 512), torch.zeros(4, 512))}, StrategyOptionError, "first dimension is the batch"),
+        ({"batch": (torch.tensor(3),)}, StrategyOptionError, "first dimension is the batch"),
+    ],
+)
+def test_bad_input_is_named(options, error, message):
+    model, batch = gpt()
+    options = {"batch": batch, "ranks": 4, "memory": 64e9} | options
+    with pytest.raises(error, match=message):
+        search_degrees(model, **options)
+
+
+def test_a_model_that_places_itself_is_refused():
+    for mark, message in (
+        (lambda layer: shard(layer.up, [(1, 1, 1), ("tp", 1)]), r"layers\.1\.up has a strategy"),
+        (lambda layer: setattr(layer, "pipeline_stage", 1), r"layers\.1 has a pipeline stage"),
+        (recompute, r"layers\.1 is marked for recompute"),
+    ):
+        model, batch = gpt()
+        mark(model.layers[1])
+        with pytest.raises(StrategyOptionError, match=message):
+            search_degrees(model, batch, ranks=4, memory=64e9)
+
+
+def test_a_strategy_is_found_in_one_call():
+    model, batch = gpt()
+    best = search_degrees(model, batch, ranks=4, memory=64e9, hardware="910b1").tables()
+    strategy = Strategy.search(model, batch, ranks=4, memory=64e9, hardware="910b1")
+    assert strategy == Strategy.from_dict(best)
+    assert strategy.ranks == 4 and strategy.hardware == "910b1"
