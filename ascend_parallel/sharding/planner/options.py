@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Graph, Node, OpCall, TensorMeta
+from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Graph, Node, OpCall, TensorMeta, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, is_even, shard
 from ascend_parallel.sharding.rules import OpPlacements, strategies
 
@@ -212,3 +212,14 @@ def _partials_are_produced(allowed: Mapping[str, Sequence[Option]], node: Node, 
         or layout[data] in {produced.outputs[value.index][data] for produced in allowed[value.node]}
         for value, layout in zip(node.inputs, option.inputs, strict=True)
     )
+
+
+def differentiable_values(graph: Graph) -> frozenset[Value]:
+    """Return the floating-point tensors computed from parameters, or from inputs traced with a gradient."""
+    differentiable: set[Value] = set()
+    for node in graph.nodes.values():
+        is_source = node.kind == PARAMETER or node.name in graph.with_gradient
+        if is_source or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
+            tensors = zip(node.values, node.outputs, strict=True)
+            differentiable |= {v for v, meta in tensors if meta.dtype.is_floating_point or meta.dtype.is_complex}
+    return frozenset(differentiable)

@@ -20,6 +20,7 @@ from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.interning import Interned
+from ascend_parallel.sharding.planner.marked_weights import readers_of_marked_weights
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
@@ -27,6 +28,7 @@ from ascend_parallel.sharding.planner.options import (
     Option,
     Options,
     data_parallel_options,
+    differentiable_values,
     is_whole,
     signature,
     without_partials,
@@ -75,7 +77,7 @@ class Search:
         self._shape = tuple(self.mesh.shape)
         self._conversions = conversion_costs(self._shape, self.costs)
         self._model = CostModel(find_hardware(self.hardware))
-        self.differentiable = _differentiable(self.graph)
+        self.differentiable = differentiable_values(self.graph)
         options = Options(self._shape)
         self.options: dict[str, Sequence[Option]] = {
             name: options.of(node, self._gradients(node)) for name, node in self.graph.nodes.items()
@@ -98,7 +100,7 @@ class Search:
         self._interned = Interned()
         self._drop_averages()
         self.readers = self.graph.readers()
-        self._timed = self._readers_of_marked_weights()
+        self._timed = readers_of_marked_weights(self.graph, self.options, self.configured)
         self._fixed: set[str] = set()
         self._fix_replicated()
         self._known = {name: self._interned.options(options) for name, options in self.options.items()}
@@ -132,28 +134,6 @@ class Search:
             if all(value.node in self._fixed for value in node.inputs) and not self._is_worth_sharding(node):
                 self.options[node.name] = self.options[node.name][:1]
                 self._fixed.add(node.name)
-
-    def _readers_of_marked_weights(self) -> set[str]:
-        """Return the operators whose computing time counts with any objective: they read a weight that is marked.
-
-        The weight lies in slices because the user wants it there. Gathering it, to compute the operator in full on
-        every rank, has to be worth that time. Operators that read the weight alone (a transpose, a cast) pass it on.
-        """
-        weights = (node for node in self.graph.nodes.values() if node.kind == PARAMETER)
-        waiting = [node.name for node in weights if node.name in self.configured and self._always_sharded(node)]
-        found = set[str]()
-        while waiting:
-            name = waiting.pop()
-            for value in self.graph.nodes[name].values:
-                for reader, _ in self.readers.get(value, ()):
-                    alone = len(self.graph.nodes[reader].inputs) == 1 and reader not in found
-                    found.add(reader)
-                    waiting += [reader] if alone else []
-        return found
-
-    def _always_sharded(self, node: Node) -> bool:
-        layouts = (layout for option in self.options[node.name] for layout in option.outputs)
-        return all(any(placement.kind == "shard" for placement in layout) for layout in layouts)
 
     def _is_worth_sharding(self, node: Node) -> bool:
         """Tell whether a node can be sharded and takes long if every rank computes it in full (objective "time")."""
@@ -312,14 +292,3 @@ def _without_averages(options: Sequence[Option], can_be: Sequence[bool]) -> tupl
 
 def _shared_name(value: Value) -> str:
     return f"shared layout of {value.node} {value.index}"
-
-
-def _differentiable(graph: Graph) -> frozenset[Value]:
-    """Return the floating-point tensors computed from parameters, or from inputs traced with a gradient."""
-    differentiable: set[Value] = set()
-    for node in graph.nodes.values():
-        is_source = node.kind == PARAMETER or node.name in graph.with_gradient
-        if is_source or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
-            tensors = zip(node.values, node.outputs, strict=True)
-            differentiable |= {v for v, meta in tensors if meta.dtype.is_floating_point or meta.dtype.is_complex}
-    return frozenset(differentiable)
