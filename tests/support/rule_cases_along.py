@@ -147,6 +147,7 @@ def attention_cases():
         "flags",
     )
     case(sdpa, lambda d: heads(d, group=2), 3, "grouped", enable_gqa=True)
+    case(sdpa, lambda d: (*heads(d, group=2, keys=6), None, 0.0, True), 3, "grouped causal", enable_gqa=True)
     case(sdpa, lambda d: (d.float(b := d.size(), 6, 4), d.float(b, 3, 4), d.float(b, 3, 4)), 2, "3-D")
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
     case(flash, lambda d: (*[d.float(*s) for s in [(*d.sizes(2), 4, 8)] for _ in range(3)], 0.0, True), 2)
