@@ -1,4 +1,4 @@
-"""Small models for examples and tests of sharding: Llama, GPT, BERT, a ResNet block with a head."""
+"""Small models for examples and tests of sharding: Llama, GPT, BERT, a ResNet block with a head, two scans."""
 
 from __future__ import annotations
 
@@ -206,3 +206,48 @@ class ResNet(nn.Module):
         x = F.relu(x + self.conv2(F.relu(self.conv1(x))))
         x = x.mean((2, 3))
         return F.cross_entropy(self.head(F.relu(self.wide(x))), targets)
+
+
+class Rwkv(nn.Module):
+    """A linear-attention scan as RWKV writes it: every step reads receptance, key, value, decay and bonus."""
+
+    def __init__(self, width: int = 512, heads: int = 8) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.heads = heads
+        self.r, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.w, self.u = (nn.Parameter(torch.zeros(heads, width // heads, 1)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the outputs; x is ``[batch, steps, width]``."""
+        batch, length, width = x.shape
+        r, k, v = (each(x).view(batch, length, self.heads, -1) for each in (self.r, self.k, self.v))
+        state = torch.zeros(batch, self.heads, width // self.heads, width // self.heads, device=x.device)
+        decay, out = torch.exp(-torch.exp(self.w)), []
+        for step in range(length):
+            kv = k[:, step].unsqueeze(-1) * v[:, step].unsqueeze(-2)
+            out.append((r[:, step].unsqueeze(-2) @ (state + self.u * kv)).squeeze(-2))
+            state = state * decay + kv
+        return self.o(torch.stack(out, 1).reshape(batch, length, width)).square().mean()
+
+
+class Mamba(nn.Module):
+    """A selective state space scan as Mamba writes it."""
+
+    def __init__(self, width: int = 512, states: int = 16) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.x, self.dt = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width)
+        self.bc, self.o = nn.Linear(width, 2 * states, bias=False), nn.Linear(width, width, bias=False)
+        self.a, self.skip = nn.Parameter(torch.zeros(width, states)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the outputs; x is ``[batch, steps, width]``."""
+        x, gate = self.x(x).chunk(2, -1)
+        dt, (b, c) = F.softplus(self.dt(x)), self.bc(x).chunk(2, -1)
+        a, state, out = -torch.exp(self.a), torch.zeros(*x.shape[::2], self.a.shape[1], device=x.device), []
+        for step in range(x.shape[1]):
+            entered = (dt[:, step] * x[:, step]).unsqueeze(-1) * b[:, step].unsqueeze(1)
+            state = torch.exp(dt[:, step].unsqueeze(-1) * a) * state + entered
+            out.append((state * c[:, step].unsqueeze(1)).sum(-1))
+        return self.o((torch.stack(out, 1) + x * self.skip) * F.silu(gate)).square().mean()

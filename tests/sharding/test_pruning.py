@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
+from small_models import Mamba, Rwkv
 
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner import pruning
@@ -74,47 +73,6 @@ def test_infinite_costs_are_avoided():
     found = pruned(problem)
     assert np.isfinite(problem.cost(found.chosen))
     assert problem.cost(found.chosen) == pytest.approx(problem.cost(solve(problem))) == 6.0
-
-
-class Rwkv(nn.Module):
-    """A linear-attention scan as RWKV writes it: every step reads receptance, key, value, decay and bonus."""
-
-    def __init__(self, width=512, heads=8):
-        super().__init__()
-        self.heads = heads
-        self.r, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.w, self.u = (nn.Parameter(torch.zeros(heads, width // heads, 1)) for _ in range(2))
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        r, k, v = (each(x).view(batch, length, self.heads, -1) for each in (self.r, self.k, self.v))
-        state = torch.zeros(batch, self.heads, width // self.heads, width // self.heads, device=x.device)
-        decay, out = torch.exp(-torch.exp(self.w)), []
-        for step in range(length):
-            kv = k[:, step].unsqueeze(-1) * v[:, step].unsqueeze(-2)
-            out.append((r[:, step].unsqueeze(-2) @ (state + self.u * kv)).squeeze(-2))
-            state = state * decay + kv
-        return self.o(torch.stack(out, 1).reshape(batch, length, width)).square().mean()
-
-
-class Mamba(nn.Module):
-    """A selective state space scan as Mamba writes it."""
-
-    def __init__(self, width=512, states=16):
-        super().__init__()
-        self.x, self.dt = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width)
-        self.bc, self.o = nn.Linear(width, 2 * states, bias=False), nn.Linear(width, width, bias=False)
-        self.a, self.skip = nn.Parameter(torch.zeros(width, states)), nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        x, gate = self.x(x).chunk(2, -1)
-        dt, (b, c) = F.softplus(self.dt(x)), self.bc(x).chunk(2, -1)
-        a, state, out = -torch.exp(self.a), torch.zeros(*x.shape[::2], self.a.shape[1], device=x.device), []
-        for step in range(x.shape[1]):
-            entered = (dt[:, step] * x[:, step]).unsqueeze(-1) * b[:, step].unsqueeze(1)
-            state = torch.exp(dt[:, step].unsqueeze(-1) * a) * state + entered
-            out.append((state * c[:, step].unsqueeze(1)).sum(-1))
-        return self.o((torch.stack(out, 1) + x * self.skip) * F.silu(gate)).square().mean()
 
 
 def scan(model, steps):
