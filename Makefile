@@ -71,7 +71,7 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
 	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py $(ARGS)
 
-bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (needs root for network namespaces)
+bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (as root, or where a user may create network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)
 
 # The extension is built in this environment (no build isolation): an isolated one would install another torch.

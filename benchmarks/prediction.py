@@ -1,6 +1,6 @@
 """Compare the model's prediction of every pass with its measurement, on links of several rates.
 
-    python benchmarks/prediction.py --json prediction.json     about 20 minutes; needs root for the links
+    python benchmarks/prediction.py --json prediction.json     about 20 minutes
     python benchmarks/prediction.py --table prediction.json    the tables of docs/predicted-and-measured.md from it
 
 The model gets the times of a pass's parts alone (its matmuls; its collective whole, in pieces and of a few rows) and
