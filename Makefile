@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all lint docs stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
 
-demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, and compare
+demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
 
 test: $(VENV)/ready  ## every test that CI runs
@@ -58,7 +58,7 @@ compat-%: $(VENV)/ready
 		--target .compat/$* megatron-core==$* $(if $(filter 0.18.% 0.19.%,$*),triton==3.4.0)
 	PYTHONPATH=.compat/$* $(BIN)/python -m pytest tests/patches \
 		tests/diagnostics/test_verify.py tests/diagnostics/test_verify_faults.py $(ARGS)
-	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3
+	PYTHONPATH=.compat/$* $(BIN)/python examples/gpt/compare.py --steps 3 --link none --chunks auto,4
 
 compat-npu: $(VENV)/ready  ## torch_npu's schemas: give TORCH_NPU=2.7.1.post8 and, in PYTHON_NPU, a Python with that torch and the tests' needs
 	TORCH_NPU=$(TORCH_NPU) PYTHONPATH=$(CURDIR) $(or $(PYTHON_NPU),$(BIN)/python) -m pytest tests/ops/test_npu_wheel.py \
@@ -79,7 +79,7 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
 	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py $(ARGS)
 
-bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (needs root for network namespaces)
+bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (as root, or where a user may create network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)
 
 # The extension is built in this environment (no build isolation): an isolated one would install another torch.

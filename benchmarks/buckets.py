@@ -1,6 +1,6 @@
 """Time data-parallel and gathered linear layers: collectives in place, in buckets, prefetched, and DDP's.
 
-    python benchmarks/buckets.py --link 1gbit       about a minute; needs root for the link
+    python benchmarks/buckets.py --link 1gbit       about a minute
     python benchmarks/buckets.py                    over the loopback
 
 Forward and backward of tanh(linear(x)), fp32, on 2 ranks. "data parallel": weights are replicated and

@@ -1,6 +1,6 @@
 """Time whole training steps of transformers, torch and DeepSpeed, plain and with overlapped layers.
 
-    python benchmarks/frameworks.py --link 1gbit      about eight minutes; needs root for the link
+    python benchmarks/frameworks.py --link 1gbit      about eight minutes
     python benchmarks/frameworks.py --chunks auto     over the loopback, where there is little to hide
 
 A Llama of random weights (transformers, DeepSpeed AutoTP), and the decoder of examples/frameworks (torch, with and

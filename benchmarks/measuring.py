@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ascend_parallel.tuning.launch.link import LinkError
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks, report
+from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
 FOLDER = Path(__file__).parent
 
@@ -27,7 +27,7 @@ def options_of(text: str | None, *, link: bool = True, rounds: int | None = None
     """Return a parser whose help is the module's docstring, with --link and --rounds where a benchmark has them."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     if link:
-        parser.add_argument("--link", metavar="RATE", help="between the ranks, such as 1gbit (needs root)")
+        parser.add_argument("--link", metavar="RATE", help="between the ranks, such as 1gbit")
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
     return parser

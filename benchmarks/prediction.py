@@ -1,6 +1,6 @@
 """Compare the model's prediction of every pass with its measurement, on links of several rates.
 
-    python benchmarks/prediction.py --json prediction.json     about 20 minutes; needs root for the links
+    python benchmarks/prediction.py --json prediction.json     about 20 minutes
     python benchmarks/prediction.py --table prediction.json    its tables
     python benchmarks/prediction.py --table prediction.json --data benchmarks/data    the rows as files
 

@@ -1,6 +1,6 @@
 """Time the region between two attention cores: serial, layer by layer, and as a region.
 
-    python benchmarks/region.py --link 1gbit            a few minutes; needs root for the link
+    python benchmarks/region.py --link 1gbit            a few minutes
     python benchmarks/region.py --link 1gbit --graph    the same of a planned GPT, with all-reduces and reduce-scatters
 
 proj, all-reduce, bias, add, norm, fc1, gelu, fc2, all-reduce; fp32, feed-forward 4 H, 2 ranks of one thread. The table

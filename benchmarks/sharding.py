@@ -1,6 +1,6 @@
 """Time a step of an MLP block with residual and norm: sharded by a plan, by DTensor, and Megatron-core's own layers.
 
-    python benchmarks/sharding.py --link 1gbit       about a minute; needs root for the link
+    python benchmarks/sharding.py --link 1gbit       about a minute
     python benchmarks/sharding.py                    over the loopback
 
 Two blocks x + down(gelu(up(norm(x)))), forward and backward, fp32, tensor-parallel without sequence parallelism:

@@ -1,7 +1,7 @@
 """Time a training step of a GPT on 8 ranks (data 2 x tensor 2 x pipeline 2): torch's parts, by hand, by a strategy.
 
     python benchmarks/strategy.py                   about nine minutes, on gloo over the loopback
-    python benchmarks/strategy.py --link 1gbit      a link for every rank; needs root
+    python benchmarks/strategy.py --link 1gbit      a link for every rank
     python benchmarks/strategy.py --plan 8192       plans the same strategy for 8192 ranks, without processes
 
 fp32, AdamW, 1F1B with 4 micro-batches, tensor parallelism without sequence parallelism; a step is forward, backward,

@@ -1,6 +1,6 @@
 """Time whole training steps of a real GPT (megatron-core): plain, with overlapped layers, and in regions.
 
-    python benchmarks/training.py --link 1gbit      about four minutes; needs root for the link
+    python benchmarks/training.py --link 1gbit      about four minutes
     python benchmarks/training.py                   over the loopback, where there is little to hide
     python benchmarks/training.py --link 1gbit --exposed     the communication under which nothing is computed
 

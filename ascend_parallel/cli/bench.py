@@ -18,8 +18,8 @@ from ascend_parallel.tuning.bench.results import Row, plot, regions_in_words, ro
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
-from ascend_parallel.tuning.launch.link import LinkError
 from ascend_parallel.tuning.launch.ranks import call_on_ranks
+from ascend_parallel.tuning.launch.user_namespaces import LinkError
 from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan
 from ascend_parallel.tuning.measured.chunk_plan import read_plan as plan_of
 
@@ -45,7 +45,11 @@ DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
 ChunksOption = Annotated[str, typer.Option(help="Chunk counts to try, separated by commas.")]
 RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="Timings of each variant.")]
 LinkOption = Annotated[
-    str | None, typer.Option(metavar="RATE", help="A slow link of this rate, such as 1gbit; needs root.")
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="A slow link of this rate: 1gbit; as root or in a user namespace.",
+    ),
 ]
 
 

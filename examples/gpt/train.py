@@ -46,16 +46,16 @@ def main() -> None:
         start_model_parallel(args.tensor_model_parallel_size or dist.get_world_size(), seed=args.seed)
         model = small_gpt(
             num_layers=LAYERS,
-            hidden=HIDDEN,
+            hidden=args.hidden_size,
             heads=HEADS,
             vocab=VOCAB,
-            seq=SEQ,
+            seq=args.seq_length,
             sequence_parallel=args.sequence_parallel,
             seed=args.seed,
             persist_layer_norm=False,
             gradient_accumulation_fusion=False,
         )
-        losses, times = train(model, args.steps, args.seed)
+        losses, times = train(model, args.steps, args.seed, args.seq_length)
         if args.report is not None:
             report = describe(model, losses, times)
             if dist.get_rank() == 0:
@@ -63,13 +63,13 @@ def main() -> None:
         stop_model_parallel()
 
 
-def train(model: torch.nn.Module, steps: int, seed: int) -> tuple[list[float], list[float]]:
+def train(model: torch.nn.Module, steps: int, seed: int, seq: int) -> tuple[list[float], list[float]]:
     """Return each step's loss and its milliseconds."""
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
-    positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
-    hidden_from = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
+    positions = torch.arange(seq).expand(MICRO_BATCH, seq)
+    hidden_from = torch.ones(1, 1, seq, seq, dtype=torch.bool).triu(1)
     losses, times = [], []
-    for step, (inputs, labels) in zip(range(steps), batches(seed), strict=False):
+    for step, (inputs, labels) in zip(range(steps), batches(seed, seq), strict=False):
         start = time.perf_counter()
         loss = model(inputs, positions, hidden_from, labels=labels).mean()
         optimizer.zero_grad()
@@ -83,13 +83,13 @@ def train(model: torch.nn.Module, steps: int, seed: int) -> tuple[list[float], l
     return losses, times
 
 
-def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(seed: int, seq: int = SEQ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield inputs and the bytes that follow them, from places in the text that are the same on all ranks."""
     text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     while True:
-        starts = torch.randint(len(text) - SEQ, (MICRO_BATCH, 1), generator=generator)
-        window = text[starts + torch.arange(SEQ + 1)]
+        starts = torch.randint(len(text) - seq, (MICRO_BATCH, 1), generator=generator)
+        window = text[starts + torch.arange(seq + 1)]
         yield window[:, :-1], window[:, 1:]
 
 
@@ -121,6 +121,8 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--tensor-model-parallel-size", type=int, help="all ranks unless said otherwise")
+    parser.add_argument("--hidden-size", type=int, default=HIDDEN)
+    parser.add_argument("--seq-length", type=int, default=SEQ)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--transformer-impl", choices=["local"], default="local", help="the layers that are covered")
     for kernel in ("persist-layer-norm", "gradient-accumulation-fusion"):

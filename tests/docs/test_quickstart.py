@@ -1,6 +1,6 @@
 """The quick start's own lines, run as written but for the script's name and the number of ranks."""
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from ascend_parallel.diagnostics.timeline.files import Pass, Span
 
 ROOT = Path(__file__).parents[2]
 TRAIN, COMPARE = ROOT / "examples/gpt/train.py", ROOT / "examples/gpt/compare.py"
@@ -81,32 +83,72 @@ def test_the_lines_run_as_written_and_say_what_they_do(script, passes, tmp_path)
     assert len({one.group(1) for one in chosen}) == len(chosen) == passes, said
 
 
-def test_the_demo_says_how_long_steps_took_and_why():
-    found = importlib.util.spec_from_file_location("compare", COMPARE)
-    compare = importlib.util.module_from_spec(found)
-    found.loader.exec_module(compare)
-    verdicts = {"auto": {"median_milliseconds": [80.0, 81.0]}, "4": {"median_milliseconds": [80.0, 99.5]}}
-    text = compare.about_time(verdicts)
-    assert text.startswith(
-        "A step took 80.0 ms as it is, 81.0 ms with auto, 99.5 ms with 4 chunks, each run by itself. On one host "
+@pytest.fixture
+def showing(monkeypatch):
+    """The demo's module that prints."""
+    monkeypatch.syspath_prepend(str(COMPARE.parent))
+    yield importlib.import_module("showing")
+    sys.modules.pop("showing")
+
+
+def test_the_demo_says_how_long_steps_took_and_where(showing):
+    verdicts = {"auto": {"median_milliseconds": [80.0, 81.0]}, "4": {"median_milliseconds": [80.0, 50.0]}}
+    found = showing.about_time(verdicts, None)
+    assert found.startswith(
+        "On the loopback a step took 80.0 ms as it is, 81.0 ms with auto (0.99 times as fast), 50.0 "
     )
-    assert "make bench" in text
-    assert "ascend-parallel predict --model llama2-7b" in text
-    assert compare._middle_half([10.0, 20.0, 30.0, 40.0, 5000.0]) == "20 to 40 ms"
-    assert compare._middle_half([10.0]) == "-"
+    assert "next to nothing to hide" in found
+    found = showing.about_time({"4": verdicts["4"]}, "1gbit")
+    assert found == (
+        "Over a link of 1gbit a step took 80.0 ms as it is, 50.0 ms with 4 chunks (1.60 times as fast), "
+        "each run by itself."
+    )
+    assert showing._middle_half([10.0, 20.0, 30.0, 40.0, 5000.0]) == "20 to 40 ms"
+    assert showing._middle_half([10.0]) == "-"
+
+
+def one_pass(*spans):
+    """A pass of 0 to 40 ms or the end of its last span; spans in ms: kind, begin, end."""
+    made = tuple(Span(kind, kind, 0, begin, begin, end) for kind, begin, end in spans)
+    end = max(span.end for span in made)
+    return Pass("mlp.linear_fc2", "row", "forward", (0, 1), 0, end, (), made, finished=True)
+
+
+def test_the_demo_draws_both_passes_on_one_scale(showing):
+    serial = one_pass(("matmul", 0, 20_000_000), ("comm", 20_000_000, 40_000_000))
+    chunks = one_pass(("matmul", 0, 20_000_000), ("comm", 10_000_000, 30_000_000))
+    assert showing.sketch({"serial": serial, "2 chunks": chunks}, width=8) == [
+        "serial: 40.0 ms",
+        "  matmul |####    |",
+        "  link   |    ====|",
+        "2 chunks: 30.0 ms",
+        "  matmul |####    |",
+        "  link   |  ====  |",
+    ]
+
+
+def test_the_demo_predicts_the_gain_on_a_named_cluster(showing):
+    found = showing.predicted_gain()
+    assert found.startswith("Predicted, not measured: Llama 2 70B on 8 x Ascend 910B2")
+    assert float(re.search(r"\(([\d.]+) times as fast\)", found)[1]) > 1
 
 
 @pytest.mark.stress
-def test_the_demo_ends_well():
-    """The same losses and weights, bit for bit; what auto chose; and a word about time."""
-    command = [sys.executable, str(COMPARE), "--steps", "2", "--chunks", "auto", "--sequence-parallel", "--json"]
+@pytest.mark.parametrize("words", [("--link", "none", "--chunks", "auto", "--sequence-parallel"), ()])
+def test_the_demo_ends_well(words):
+    """The same losses and weights, bit for bit; what auto chose; on a link where one can be built."""
+    command = [sys.executable, str(COMPARE), "--steps", "2", *words, "--json"]
     ended = subprocess.run(command, env=environ({}), capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
     found = json.loads(ended.stdout)
-    assert found["verdicts"]["auto"]["equal"]
-    assert found["verdicts"]["auto"]["patched"]
-    assert found["runs"]["auto"]["coverage"] == {"covered": 9, "total": 9, "reasons": {}}
-    assert sum("COC_PARALLEL_NUM=auto: " in line for line in found["runs"]["auto"]["said"]) == 10
+    value = "auto" if words or found["link"] is None else "4"
+    assert found["verdicts"][value]["equal"]
+    assert found["verdicts"][value]["patched"]
+    assert found["runs"][value]["coverage"] == {"covered": 9, "total": 9, "reasons": {}}
+    if words:
+        assert found["link"] is None
+        assert sum("COC_PARALLEL_NUM=auto: " in line for line in found["runs"]["auto"]["said"]) == 10
     assert found["plain"]["said"] == []
 
 

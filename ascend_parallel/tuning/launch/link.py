@@ -4,7 +4,8 @@
         subprocess.Popen([*ends[0].prefix, "python", ...], env={..., **ends[0].environment})
 
 Two ranks share one veth pair; more ranks connect to a bridge in a separate namespace. ``tc ... tbf`` limits the sending
-side of each end, so a rank sends and receives at the rate at the same time, as over a full-duplex cable.
+side of each end, so a rank sends and receives at the rate at the same time, as over a full-duplex cable. Root's
+namespaces have names (`ip netns`); an ordinary user's live in a user namespace (`user_namespaces.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from ascend_parallel.text import bits_per_second, shown
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
+from ascend_parallel.tuning.launch.user_namespaces import LinkError, Namespace, named_namespace, user_namespaces
 
 NAMESPACE_PREFIX = "aplink"
 INTERFACE = "ap0"
@@ -34,15 +36,11 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21
 NAMESPACES = Path("/run/netns")
 
 
-class LinkError(RuntimeError):
-    """The link of the requested rate cannot be built on this machine; the message says how to proceed."""
-
-
 @dataclass(frozen=True)
 class End:
     """The place of one rank: its namespace, its address, and how to start a program there."""
 
-    namespace: str
+    namespace: Namespace
     address: str
     master_address: str
     interface: str = INTERFACE
@@ -50,7 +48,7 @@ class End:
     @property
     def prefix(self) -> list[str]:
         """The words before a command that runs in this namespace."""
-        return ["ip", "netns", "exec", self.namespace]
+        return list(self.namespace.prefix)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -70,37 +68,56 @@ def parse_rate(text: str) -> int:
 
 @contextmanager
 def shaped_link(rate: str, ranks: int = 2) -> Iterator[list[End]]:
-    """Build the link and yield one `End` per rank; remove the link on success, error, Ctrl-C and SIGTERM."""
+    """Build the link and yield one `End` per rank; remove the link on success, error, Ctrl-C and SIGTERM.
+
+    Root uses named namespaces, any other user the namespaces of a user namespace. Raises `LinkError` if this machine
+    allows neither.
+    """
     bits = parse_rate(rate)
     if not 2 <= ranks <= 64:
         raise ValueError(f"ranks={ranks} is not allowed: give 2 to 64")
-    check_rights()
+    check_tools()
+    names = [str(rank) for rank in range(ranks)] + (["hub"] if ranks > 2 else [])
+    with signals_as_exceptions(), _namespaces_of(names) as spaces:
+        ends = [End(spaces[rank], f"{NETWORK}.{rank + 1}", f"{NETWORK}.1") for rank in range(ranks)]
+        _build(ends, spaces[-1], bits)
+        yield ends
+
+
+@contextmanager
+def _namespaces_of(names: list[str]) -> Iterator[list[Namespace]]:
+    """Yield a namespace per name, in order, and remove them afterwards."""
+    if missing_right() is not None:
+        with user_namespaces(len(names)) as spaces:
+            yield spaces
+        return
     remove_leftovers()
     tag = f"{NAMESPACE_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}"
-    ends = [End(f"{tag}-{rank}", f"{NETWORK}.{rank + 1}", f"{NETWORK}.1") for rank in range(ranks)]
-    with signals_as_exceptions():
-        try:
-            _build(ends, f"{tag}-hub", bits)
-            yield ends
-        finally:
-            with signals_held_back():
-                _remove(tag)
+    try:
+        for name in names:
+            _run("ip", "netns", "add", f"{tag}-{name}")
+        yield [named_namespace(f"{tag}-{name}") for name in names]
+    finally:
+        with signals_held_back():
+            _remove(tag)
 
 
-def check_rights() -> None:
-    """Raise `LinkError` if a tool or a capability is missing."""
+def check_tools() -> None:
+    """Raise `LinkError` if a program that builds links is missing."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LinkError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2), or leave out --link")
+
+
+def missing_right() -> str | None:
+    """Return the capability that this process lacks for named namespaces, or None if it has both."""
     status = Path("/proc/self/status").read_text()
     match = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     rights = int(match[1], 16) if match else 0
     for name, bit in (("CAP_NET_ADMIN", CAP_NET_ADMIN), ("CAP_SYS_ADMIN", CAP_SYS_ADMIN)):
         if not rights >> bit & 1:
-            raise LinkError(
-                f"network namespaces need {name}, which this process (uid {os.geteuid()}) lacks: run as root (sudo), "
-                "in a container with --privileged (or --cap-add NET_ADMIN --cap-add SYS_ADMIN), or leave out --link"
-            )
+            return name
+    return None
 
 
 def remove_leftovers() -> None:
@@ -111,43 +128,44 @@ def remove_leftovers() -> None:
             _delete(name)
 
 
-def _build(ends: list[End], hub: str, bits: int) -> None:
-    for end in ends:
-        _run("ip", "netns", "add", end.namespace)
+def _build(ends: list[End], hub: Namespace, bits: int) -> None:
+    spaces = [end.namespace for end in ends]
     if len(ends) == 2:
-        first, second = (end.namespace for end in ends)
-        _run("ip", "link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+        first, second = (space.target for space in spaces)
+        words = ["ip", "link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE]
+        _run(*spaces[0].outside, *words, "netns", second)
     else:
         _build_hub(ends, hub, bits)
     for end in ends:
-        _run("ip", "-n", end.namespace, "address", "add", f"{end.address}/24", "dev", INTERFACE)
-        _run("ip", "-n", end.namespace, "link", "set", "lo", "up")
-        _run("ip", "-n", end.namespace, "link", "set", INTERFACE, "up")
+        inside = end.namespace.prefix
+        _run(*inside, "ip", "address", "add", f"{end.address}/24", "dev", INTERFACE)
+        _run(*inside, "ip", "link", "set", "lo", "up")
+        _run(*inside, "ip", "link", "set", INTERFACE, "up")
         _shape(end.namespace, INTERFACE, bits)
 
 
-def _build_hub(ends: list[End], hub: str, bits: int) -> None:
-    _run("ip", "netns", "add", hub)
-    _run("ip", "-n", hub, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
-    _run("ip", "-n", hub, "link", "set", "br0", "up")
+def _build_hub(ends: list[End], hub: Namespace, bits: int) -> None:
+    _run(*hub.prefix, "ip", "link", "add", "br0", "type", "bridge", "forward_delay", "0")
+    _run(*hub.prefix, "ip", "link", "set", "br0", "up")
     for rank, end in enumerate(ends):
-        port, space = f"port{rank}", end.namespace
-        _run("ip", "link", "add", INTERFACE, "netns", space, "type", "veth", "peer", "name", port, "netns", hub)
-        _run("ip", "-n", hub, "link", "set", port, "master", "br0", "up")
+        port, space = f"port{rank}", end.namespace.target
+        words = ["ip", "link", "add", INTERFACE, "netns", space, "type", "veth", "peer", "name", port]
+        _run(*hub.outside, *words, "netns", hub.target)
+        _run(*hub.prefix, "ip", "link", "set", port, "master", "br0", "up")
         _shape(hub, port, bits)  # limits the traffic from all other ranks to this rank
 
 
-def _shape(namespace: str, interface: str, bits: int) -> None:
+def _shape(namespace: Namespace, interface: str, bits: int) -> None:
     burst = max(MIN_BURST_BYTES, round(bits / 8 * BURST_SECONDS))
     words = ["root", "tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "latency", QUEUE_LATENCY]
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *words)
+    _run(*namespace.prefix, "tc", "qdisc", "add", "dev", interface, *words)
 
 
 def _run(*words: str) -> None:
     # In a new session, so that Ctrl-C reaches only this program, which then cleans up.
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
     if done.returncode != 0:
-        hint = "" if words[0] == "ip" else " (does the kernel have the sch_tbf module?)"
+        hint = " (does the kernel have the sch_tbf module?)" if "tc" in words else ""
         output = (done.stderr or done.stdout).strip()
         raise LinkError(f"`{' '.join(words)}` failed with status {done.returncode}: {output}{hint}")
 
