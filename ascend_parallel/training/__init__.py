@@ -6,6 +6,7 @@ degrees              the search for data, tensor and pipeline parallel sizes; co
 explain              the effect of each option, predicted
 train_step           the training step; runners/ run its forward and backward
 loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused
+autocast             casts by operator, inserted into a plan (amp.level O1)
 recompute            recompute of modules and functions
 batch_checks         checks that the ranks of a replica get the same batch
 masked_means         warnings about means over unequal counts

@@ -25,6 +25,7 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
 from ascend_parallel.sharding.visualize.explain import summary, warnings
 from ascend_parallel.text import size_of
+from ascend_parallel.training.autocast import is_cast
 from ascend_parallel.training.optimizer.partition import OptimizerMemory, predicted_memory
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
@@ -198,9 +199,12 @@ class _Explained:
     def _precision(self) -> Iterator[tuple[str, str]]:
         amp, merge = self._strategy.amp, self._strategy.gradient_merge
         if amp.dtype is not None:
-            masters = "fp32 master weights" if amp.master_weights else "no master weights"
+            masters = "fp32 master weights" if amp.has_masters else "no master weights"
             scaled = ", the loss scaled" if amp.dtype == "float16" else ""
-            yield "amp", f"{amp.dtype}, {masters}{scaled}"
+            yield "amp", f"{amp.dtype}, {masters if amp.casts_model else 'by operator'}{scaled}"
+        if amp.casts_operators:
+            casts = [node for stage in self.stages for node in stage.plan.graph.nodes.values() if is_cast(node)]
+            yield "amp", f"level {amp.level}: {len(casts)} casts of tensors between {amp.dtype} and fp32"
         nodes = [node for stage in self.stages for node in stage.plan.graph.nodes.values() if node.kind == PARAMETER]
         if any(self._grad_dtype(node.outputs[0].dtype) != node.outputs[0].dtype for node in nodes):
             yield "amp", f"gradients of {self._strategy.backwards} backwards add up, and are summed over ranks, in fp32"
@@ -257,7 +261,7 @@ class _Explained:
         )
 
     def _memory(self, plan: ShardingPlan, zero_stage: int) -> OptimizerMemory:
-        amp, sizes = self._strategy.amp, self._strategy.mesh
+        amp, sizes, wide = self._strategy.amp, self._strategy.mesh, self._strategy.wide_gradients
         memories = []
         for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
             nodes = [node for node in plan.graph.nodes.values() if node.kind == PARAMETER]
@@ -267,7 +271,7 @@ class _Explained:
                 for node in mine
             ]
             if mine:
-                masters = ITEMSIZE_OF_MASTERS if amp.dtype is not None and amp.master_weights else None
+                masters = ITEMSIZE_OF_MASTERS if amp.has_masters else None
                 memories.append(
                     predicted_memory(
                         shapes,
@@ -276,20 +280,15 @@ class _Explained:
                         partition_by=self._strategy.sharding.partition_by,
                         itemsize=mine[0].outputs[0].dtype.itemsize,
                         master_itemsize=masters,
-                        grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if self._wide else None,
+                        grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if wide else None,
                     )
                 )
         names = ("parameters", "gradients", "optimizer")
         return OptimizerMemory(*(sum(getattr(memory, name) for memory in memories) for name in names))
 
-    @property
-    def _wide(self) -> bool:
-        """Whether 16-bit gradients accumulate in fp32."""
-        return self._strategy.backwards > 1
-
     def _grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of parameters of `dtype` accumulate."""
-        return WIDE if self._wide and dtype.is_floating_point and dtype.itemsize == 2 else dtype
+        return WIDE if self._strategy.wide_gradients and dtype.is_floating_point and dtype.itemsize == 2 else dtype
 
     def _replicas(self, plan: ShardingPlan, name: str) -> int:
         """Return how many ranks of the sharding dimension hold the same shard of a parameter."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ascend_parallel.training.optimizer.partition import PARTITIONS
 
 DTYPES = ("bfloat16", "float16")
+LEVELS = ("O1", "O2")
 
 
 class StrategyOptionError(ValueError):
@@ -43,18 +44,61 @@ class ShardingOptions:
 class AmpOptions:
     """Mixed precision: the model computes in `dtype` (None: in its own dtype).
 
+    level
+        "O1": the model keeps its dtype; matmuls, convolutions and attention compute in `dtype`, norms and losses in
+        fp32 (`autocast.py` lists them). "O2": a copy of the model computes in `dtype`.
     master_weights
-        The optimizer keeps separate fp32 weights, and its state in fp32.
+        Level O2: the optimizer keeps separate fp32 weights, and its state in fp32.
+    master_grad
+        Whether 16-bit gradients accumulate, and are summed over ranks, in fp32. None: where several backwards come
+        before a step of the optimizer.
+    low_precision, keep_fp32
+        More operators that compute in `dtype` (level O1), and in fp32: names of operators, such as "softmax", or
+        "layers.*.norm:*" for those inside a module. They precede the lists of the level; `keep_fp32` comes first.
     """
 
     dtype: str | None = None
+    level: str = "O2"
     master_weights: bool = True
+    master_grad: bool | None = None
+    low_precision: tuple[str, ...] = ()
+    keep_fp32: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check each option."""
         if self.dtype is not None:
             check_one_of("amp.dtype", self.dtype, DTYPES)
+        check_one_of("amp.level", self.level, LEVELS)
         check_flag("amp.master_weights", self.master_weights)
+        if self.master_grad is not None:
+            check_flag("amp.master_grad", self.master_grad)
+        for name in ("low_precision", "keep_fp32"):
+            entries = getattr(self, name)
+            if not isinstance(entries, (tuple, list)) or not all(isinstance(entry, str) for entry in entries):
+                raise StrategyOptionError(f"amp.{name}={entries!r}: give a list of operators' names")
+            if entries and self.dtype is None:
+                raise StrategyOptionError(f"amp.{name} without amp.dtype: give dtype {' or '.join(DTYPES)}")
+        if self.low_precision and self.level == "O2":
+            raise StrategyOptionError(
+                'amp.low_precision with amp.level="O2", whose whole model is cast: give level "O1"'
+            )
+        if self.level == "O1" and self.dtype is None:
+            raise StrategyOptionError(f'amp.level="O1" without amp.dtype: give dtype {" or ".join(DTYPES)}')
+
+    @property
+    def casts_model(self) -> bool:
+        """Whether a copy of the model computes in `dtype`."""
+        return self.dtype is not None and self.level == "O2"
+
+    @property
+    def casts_operators(self) -> bool:
+        """Whether operators are cast by name."""
+        return self.dtype is not None and (self.level == "O1" or bool(self.keep_fp32))
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer keeps fp32 weights of its own."""
+        return self.casts_model and self.master_weights
 
 
 @dataclass(frozen=True, kw_only=True)

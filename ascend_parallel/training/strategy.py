@@ -144,6 +144,11 @@ class Strategy:
         """The number of backwards before a step of the optimizer: micro-batches times merged batches."""
         return self.pipeline.micro_batches * self.gradient_merge.steps
 
+    @property
+    def wide_gradients(self) -> bool:
+        """Whether 16-bit gradients accumulate in fp32."""
+        return self.backwards > 1 if self.amp.master_grad is None else self.amp.master_grad
+
     def meshes(self) -> tuple[ProcessMesh, ...]:
         """Return the mesh of each pipeline stage's group of ranks; ranks in ascending order, stage by stage."""
         size, shape = prod(self.mesh.values()), tuple(self.mesh.values())
@@ -219,6 +224,11 @@ class Strategy:
                         f'mode="hybrid" with {name}: the model runs as it is written and is not planned; leave {name} '
                         'out, or give mode "semi_auto" or "auto"'
                     )
+            if self.amp.keep_fp32 or self.amp.low_precision:
+                raise StrategyOptionError(
+                    'mode="hybrid" with amp.low_precision or amp.keep_fp32: the model is not traced, and level "O1" is '
+                    "torch.autocast; leave them out"
+                )
             if self.sharding.zero_stage == 3:
                 raise StrategyOptionError(
                     'mode="hybrid" with sharding.zero_stage=3, which needs a plan: give 0, 1 or 2'

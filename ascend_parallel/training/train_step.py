@@ -91,7 +91,7 @@ def train_step(
     planned: TrainingPlan | None = None
     runner: Runner
     if strategy.mode == "hybrid":
-        model = model if strategy.amp.dtype is None else model.to(getattr(torch, strategy.amp.dtype))
+        model = model.to(getattr(torch, str(strategy.amp.dtype))) if strategy.amp.casts_model else model
         runner = HybridRunner(model, loss, strategy)
     else:
         planned = plan_training(strategy, model, batch, loss)
@@ -112,7 +112,7 @@ def train_step(
 
 
 def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Strategy) -> ParallelOptimizer:
-    master = torch.float32 if strategy.amp.dtype is not None and strategy.amp.master_weights else None
+    master = torch.float32 if strategy.amp.has_masters else None
     return ParallelOptimizer(
         runner.targets(),
         factory,

@@ -18,6 +18,7 @@ from ascend_parallel.sharding.planner.annotate import annotated
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.evaluation_graph import check_evaluation, in_evaluation
+from ascend_parallel.training.autocast import autocast, with_casts
 from ascend_parallel.training.graph_passes import fuse_operators
 from ascend_parallel.training.loss import Loss, loss_value, mean_loss, trace_with_loss
 from ascend_parallel.training.optimizer.partition import sharded_parameters
@@ -62,6 +63,7 @@ class TrainingPlan:
         with evaluation_mode([self.model]):
             traced = trace_with_loss(self.model, self.loss, self.batch)
         traced, _ = fuse_operators(traced, self.strategy.fused_passes)
+        traced, _ = autocast(traced, self.strategy.amp)
         try:
             check_evaluation(in_evaluation(self.plan.graph), traced)
         except ValueError as error:
@@ -93,22 +95,19 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     model = in_dtype(model, strategy)
     traced = tuple(meta_part(value, strategy) for value in batch)
     graph = trace_with_loss(model, loss, traced)
-    if graph.meta(loss_value(graph)).dtype == torch.float16:
-        raise StrategyOptionError(
-            'amp.dtype="float16" and a loss in float16: its scale is above the largest float16. Compute the loss in '
-            "fp32, as from logits.float()"
-        )
     graph, ops_fused = fuse_operators(graph, strategy.fused_passes)
     check_recompute(graph, strategy.recompute)
+    _check_loss_dtype(autocast(graph, strategy.amp)[0])
     meshes = strategy.meshes()
-    plan = _sharded(strategy, graph, meshes[0], {**marked, **strategy.operators})
+    plan = with_casts(_sharded(strategy, graph, meshes[0], {**marked, **strategy.operators}), strategy.amp)
     if strategy.sharding.zero_stage == 3:
         plan = sharded_parameters(plan, strategy.sharding.dim)
     stages: Mapping[str, int] = {}
     if strategy.pipeline.degree > 1:
         patterns, count = strategy.pipeline.stages, strategy.pipeline.count
         assigned = patterns or any(hasattr(module, "pipeline_stage") for module in model.modules())
-        stages = assign(graph, model, patterns, count) if assigned else balanced(graph, count, strategy.hardware)
+        of_plan = plan.graph
+        stages = assign(of_plan, model, patterns, count) if assigned else balanced(of_plan, count, strategy.hardware)
     return TrainingPlan(
         strategy=strategy,
         model=model,
@@ -119,6 +118,14 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
         loss=loss,
         batch=traced,
     )
+
+
+def _check_loss_dtype(graph: Graph) -> None:
+    if graph.meta(loss_value(graph)).dtype == torch.float16:
+        raise StrategyOptionError(
+            'amp.dtype="float16" and a loss in float16: its scale is above the largest float16. Compute the loss in '
+            "fp32, as from logits.float()"
+        )
 
 
 @contextmanager
@@ -139,16 +146,16 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def in_dtype(model: nn.Module, strategy: Strategy) -> nn.Module:
     """Return the model, or a copy of it in the strategy's dtype."""
-    if strategy.amp.dtype is None:
+    if not strategy.amp.casts_model:
         return model
-    return copy.deepcopy(model).to(getattr(torch, strategy.amp.dtype))
+    return copy.deepcopy(model).to(getattr(torch, str(strategy.amp.dtype)))
 
 
 def cast(value: Any, strategy: Strategy) -> Any:
     """Return a floating-point tensor of a batch in the strategy's dtype; anything else unchanged."""
-    if strategy.amp.dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not strategy.amp.casts_model or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    return value.to(getattr(torch, strategy.amp.dtype))
+    return value.to(getattr(torch, str(strategy.amp.dtype)))
 
 
 def meta_part(value: Any, strategy: Strategy) -> Any:

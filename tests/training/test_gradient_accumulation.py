@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.training import (
     AmpOptions,
     GradientMerge,
@@ -139,3 +140,28 @@ def test_a_clipped_norm_of_masters(ranks):
 
 def test_micro_batches_in_float16(ranks):
     assert max(ranks(2).run(gradients, {**MICRO, "amp": AMP["float16"]}, {}, "float16")) < 1e-6
+
+
+def gradient_dtypes(_group, master_grad):
+    """Return the dtypes of the gradients of one backward, and of several."""
+    found = []
+    for count in (1, 4):
+        amp, pipeline = AmpOptions(dtype="bfloat16", master_grad=master_grad), PipelineOptions(micro_batches=count)
+        model, strategy = Two(), Strategy(mode="data", mesh={"dp": 2}, amp=amp, pipeline=pipeline)
+        step = train_step(model, (rows(),), torch.optim.SGD(model.parameters(), lr=1.0), strategy)
+        step(rows())
+        found.append({grad_dtype(parameter) for parameter in step.modules[0].parameters()})
+        step.close()
+    return found
+
+
+@pytest.mark.parametrize("master_grad", [None, True, False])
+def test_master_grad_decides_the_dtype_of_gradients(ranks, master_grad):
+    narrow, wide = {torch.bfloat16}, {torch.float32}
+    expected = {None: [narrow, wide], True: [wide, wide], False: [narrow, narrow]}[master_grad]
+    assert ranks(2).run(gradient_dtypes, master_grad) == [expected, expected]
+
+
+def test_without_master_grad_small_terms_are_lost(ranks):
+    amp = AmpOptions(dtype="bfloat16", master_grad=False)
+    assert min(ranks(2).run(gradients, {**MICRO, "amp": amp}, {}, "bfloat16")) > 1e-3

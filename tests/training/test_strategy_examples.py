@@ -13,6 +13,7 @@ import annotated  # noqa: E402
 import by_hand  # noqa: E402
 import count_lines  # noqa: E402
 import gpt  # noqa: E402
+import mixed_precision  # noqa: E402
 import strategy as strategy_benchmark  # noqa: E402
 import strategy_cases  # noqa: E402
 
@@ -91,3 +92,16 @@ def test_the_strategy_is_planned_for_8192_ranks():
     assert strategy_benchmark.planned(8192).startswith("8192 ranks, ")
     with pytest.raises(ValueError, match="give a multiple of 64"):
         strategy_benchmark.planned(100)
+
+
+def mixed_precision_levels(_):
+    return mixed_precision.main()
+
+
+@pytest.mark.slow
+def test_each_level_of_mixed_precision_trains(ranks):
+    for found in ranks(2).run(mixed_precision_levels):
+        assert found["O1"] != found["fp32"] != found["O2"]
+        for losses in found.values():
+            torch.testing.assert_close(losses[:3], found["fp32"][:3], rtol=0.02, atol=0)
+            assert losses[-1] < losses[0] - 0.5

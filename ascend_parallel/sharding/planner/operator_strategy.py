@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node
+from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.options import Option
 
@@ -168,10 +168,11 @@ def _main_calls(graph: Graph, path: str) -> list[Node]:
     """Return each module's calls with weights, or its only call that gives floating-point tensors."""
     modules: dict[str, list[Node]] = {}
     for node in _calls(graph, path):
-        modules.setdefault(node.module, []).append(node)
+        if not _is_cast_weight(graph, node):
+            modules.setdefault(node.module, []).append(node)
     calls = []
     for module, nodes in modules.items():
-        own = [node for node in nodes if any(graph.nodes[value.node].kind == PARAMETER for value in node.inputs)]
+        own = [node for node in nodes if any(_is_weight(graph, value) for value in node.inputs)]
         if not own and len(nodes) > 1:  # a norm without weights also counts its batches
             nodes = [node for node in nodes if any(meta.dtype.is_floating_point for meta in node.outputs)] or nodes
         own = own or (nodes if len(nodes) == 1 else [])
@@ -181,6 +182,18 @@ def _main_calls(graph: Graph, path: str) -> list[Node]:
             raise StrategyError(f"{module!r} runs {names}: say which is meant, as in {example!r}")
         calls += own
     return calls
+
+
+def _is_weight(graph: Graph, value: Value) -> bool:
+    """Tell whether a tensor is a parameter, or a parameter in another dtype."""
+    node = graph.nodes[value.node]
+    return node.kind == PARAMETER or _is_cast_weight(graph, node)
+
+
+def _is_cast_weight(graph: Graph, node: Node) -> bool:
+    if node.call is None or operator_name(node) != "_to_copy":
+        return False
+    return graph.nodes[node.inputs[0].node].kind == PARAMETER
 
 
 def _existing_names(graph: Graph, path: str, operator: str) -> str:

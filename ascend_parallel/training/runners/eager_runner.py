@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any, cast
 
@@ -96,6 +96,7 @@ def _check_eager(planned: TrainingPlan) -> None:
         ("pipeline.degree", planned.stages),
         ("recompute", strategy.recompute.modules or Recompute.of(planned.model).modules),
         ("fused_passes", strategy.fused_passes),
+        ("amp.level='O1'" if strategy.amp.level == "O1" else "amp.keep_fp32", strategy.amp.casts_operators),
         ("sharding.zero_stage=2", strategy.sharding.zero_stage == 2),
     ):
         if is_set:
@@ -107,7 +108,7 @@ class HybridRunner(Runner):
 
     def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
         """Take the rank's own model."""
-        self._model, self._loss = model, loss
+        self._model, self._loss, self._amp = model, loss, strategy.amp
         self.modules, self.unreduced = (model,), True
         self._seen, self._unequal = 0, False
         accumulate_in_fp32(model.parameters(), strategy)
@@ -128,7 +129,7 @@ class HybridRunner(Runner):
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
         """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
         losses = Losses(1, factor)
-        with self._comparing_counts():
+        with self._comparing_counts(), self._autocast():
             returned = self._loss(self._model, *batch)
         share, own = losses.add(returned), losses.batch()
         (share if own.count is not None else share / self._replicas).backward()  # type: ignore[no-untyped-call]
@@ -138,8 +139,16 @@ class HybridRunner(Runner):
         """Return the mean over data of the loss in evaluation mode."""
         with torch.no_grad(), evaluation_mode(self.modules):
             losses = Losses(1)
-            losses.add(self._loss(self._model, *batch))
+            with self._autocast():
+                losses.add(self._loss(self._model, *batch))
             return self._mean(losses.batch()).mean
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Return torch's autocast at level O1."""
+        if self._amp.level != "O1":
+            return nullcontext()
+        device = next(self._model.parameters()).device.type
+        return torch.autocast(device, dtype=getattr(torch, str(self._amp.dtype)))
 
     @contextmanager
     def _comparing_counts(self) -> Iterator[None]:

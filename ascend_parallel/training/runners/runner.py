@@ -94,8 +94,8 @@ def micro_batches(batch: Sequence[Any], count: int) -> Iterator[list[Any]]:
 
 
 def accumulate_in_fp32(parameters: Iterable[nn.Parameter], strategy: Strategy) -> None:
-    """Accumulate 16-bit gradients in fp32 if several backwards come before a step of the optimizer."""
-    if strategy.backwards > 1:
+    """Accumulate 16-bit gradients in fp32 where the strategy says so."""
+    if strategy.wide_gradients:
         accumulate_wide(parameters)
 
 
