@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.patches.framework import ONE_RANK, Framework
@@ -108,7 +109,7 @@ class Installed:
             return self.reason or "overlap is switched off"
         if torch.compiler.is_compiling():
             return "it is being compiled, and a process group cannot be"
-        if type(module) is not torch.nn.Linear:
+        if not _is_linear(type(module)):
             return "it is no torch.nn.Linear, but a class of its own"
         if self.group.size() == 1:
             return ONE_RANK
@@ -134,6 +135,11 @@ class Installed:
     def sharded_twice(self, module: Any) -> str | None:
         """Return the reason why a call must run the framework's own forward: FSDP has not gathered the weight."""
         return None if module.weight.device_mesh.ndim == 1 else "its weight is sharded by more than its style"
+
+
+def _is_linear(kind: type) -> bool:
+    """Tell whether a class is torch.nn.Linear, or what `fully_shard` makes of it."""
+    return kind is torch.nn.Linear or kind.__bases__ == (FSDPModule, torch.nn.Linear)
 
 
 def installed_on(module: Any) -> Installed:

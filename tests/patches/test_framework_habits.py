@@ -9,6 +9,7 @@ from hugging_face import both, load, unequal, whole, worst, write
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -175,3 +176,19 @@ def freed(group, path):
 def test_a_layer_holds_no_rows_but_those_it_saves(ranks, tmp_path):
     path = write(tmp_path, "Llama", num_hidden_layers=1)
     assert ranks(2).run(freed, path) == [[True, True]] * 2
+
+
+def sharded_each(group):
+    """Return the coverage of a model whose linear layers are each a unit of FSDP, and what differs from plain."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(decoder(layers=1), mesh["tp"], "sequence")
+    for layer in [each for each in model.modules() if type(each) is nn.Linear]:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    ascend_parallel.configure(num_chunks=4)
+    return str(ascend_parallel.coverage(model)), unequal(*both(model, step))
+
+
+def test_linear_layers_that_are_units_of_fsdp_are_covered(ranks):
+    assert ranks(4).run(sharded_each) == [("8 of 8 linear layers covered", [])] * 4
