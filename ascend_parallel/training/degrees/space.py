@@ -75,8 +75,9 @@ class Degrees:
         """Return the degrees in words."""
         schedule = self.schedule + (f" x{self.virtual_stages}" if self.virtual_stages > 1 else "")
         pipeline = f", {schedule}" if self.pp > 1 else ""
+        batches = "micro-batches" if self.micro_batches > 1 else "micro-batch"
         return (
-            f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {self.micro_batches} micro-batches of {self.rows}{pipeline}, "
+            f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {self.micro_batches} {batches} of {self.rows}{pipeline}, "
             f"recompute {self.recompute}, ZeRO {self.zero_stage}"
         )
 
