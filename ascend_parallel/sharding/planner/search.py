@@ -81,7 +81,8 @@ class Search:
         for name, strategy in self.marked.items():
             if name not in self.configured:
                 node = self.graph.nodes[name]
-                self.options[name], self.configured[name] = fitting(node, self.options[name], strategy), str(node.mark)
+                label = str(node.mark or f"shard_tensor({node.source})")
+                self.options[name], self.configured[name] = fitting(node, self.options[name], strategy), label
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
