@@ -250,3 +250,31 @@ def parts(_group):
 
 def test_tensors_of_parts(ranks):
     ranks(2).run(parts)
+
+
+def looked_at(_group):
+    """Batches of other sizes, and a look at an intermediate value, in the marked model as it is."""
+    model, _, _ = marked((2, 2), None)
+    truth, seen = MLP().double(), []
+    for each in (model, truth):
+        each.norm.register_forward_hook(lambda _, inputs, output: seen.append(look(output)))
+    for rows in (8, 4, 6):
+        x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+        (given,) = next(iter(shard_dataloader([(x,)], model.mesh, "dp")))
+        found, expected = model(given), truth(x)
+        torch.testing.assert_close(unshard(found), expected)
+        torch.testing.assert_close(seen[-2], seen[-1])
+        assert "DTensor" in repr(found)
+
+
+@torch.no_grad()
+def look(output):
+    detached = output.detach()
+    norm, nan = detached.norm(), detached.isnan().any()
+    if isinstance(norm, DTensor):
+        norm, nan, detached = norm.full_tensor(), nan.full_tensor(), detached.full_tensor()
+    return norm, nan, detached
+
+
+def test_a_marked_model_is_looked_at_as_it_runs(ranks):
+    ranks(4).run(looked_at)
