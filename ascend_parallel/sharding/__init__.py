@@ -19,8 +19,21 @@ from ascend_parallel.sharding.planner.annotate import annotated, read_strategies
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
-from ascend_parallel.sharding.redistribute.shard_layer import ShardingStage1, shard_layer, shard_optimizer
+from ascend_parallel.sharding.redistribute.reshard import (
+    dtensor_from_fn,
+    dtensor_from_local,
+    reshard,
+    shard_tensor,
+    unshard,
+)
+from ascend_parallel.sharding.redistribute.shard_dataloader import ShardedLoader, shard_dataloader
+from ascend_parallel.sharding.redistribute.shard_layer import (
+    ShardingStage1,
+    ShardingStage2,
+    ShardingStage3,
+    shard_layer,
+    shard_optimizer,
+)
 from ascend_parallel.sharding.rules import register_rule
 from ascend_parallel.sharding.runtime.eager_module import collective_counts
 from ascend_parallel.sharding.runtime.parallelize import parallelize
@@ -41,9 +54,12 @@ __all__ = [
     "ProcessMesh",
     "Replicate",
     "Shard",
+    "ShardedLoader",
     "ShardedModule",
     "ShardingPlan",
     "ShardingStage1",
+    "ShardingStage2",
+    "ShardingStage3",
     "StrategyError",
     "TensorShard",
     "TraceError",
@@ -52,6 +68,7 @@ __all__ = [
     "collective_counts",
     "diff",
     "dtensor_from_fn",
+    "dtensor_from_local",
     "explain",
     "manual_seed",
     "parallelize",
@@ -60,6 +77,7 @@ __all__ = [
     "register_rule",
     "reshard",
     "shard",
+    "shard_dataloader",
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.arguments import Binding
@@ -189,6 +190,18 @@ class FunctionCall:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """The placements of a parameter or buffer that `shard_tensor` has marked.
+
+    mesh
+        Names and sizes of the mesh dimensions; `placements` has one for each.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
 class Graph:
     """A model's forward: nodes by name, in an order in which they can run.
 
@@ -206,6 +219,8 @@ class Graph:
         The calls of torch's functions that ran the operators, for an eager run; or the reason why they are unknown.
     only_in_python
         Side effects of the forward that the graph leaves out and only an eager run has; "": none.
+    placed
+        The placements of parameters and buffers that were DTensors when traced, by name; plans keep them.
     """
 
     nodes: Mapping[str, Node]
@@ -217,6 +232,7 @@ class Graph:
     training: bool = True
     calls: tuple[FunctionCall, ...] | str = "the graph was not made by trace"
     only_in_python: str = ""
+    placed: Mapping[str, Placed] = field(default_factory=dict)
 
     def meta(self, value: Value) -> TensorMeta:
         """Return the shape and dtype of a tensor."""

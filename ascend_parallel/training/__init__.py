@@ -5,6 +5,7 @@ training_plan        the strategy applied to a model: graph, sharding plan, stag
 degrees              the search for data, tensor and pipeline parallel sizes; confirm_degrees plans what it finds
 explain              the effect of each option, predicted
 train_step           the training step; runners/ run its forward and backward
+to_static            the training step of a model marked by shard_tensor
 loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused
 autocast             casts by operator, inserted into a plan (amp.level O1)
 recompute            recompute of modules and functions
@@ -28,6 +29,7 @@ from ascend_parallel.training.options import (
 from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute, recompute
 from ascend_parallel.training.strategy import Strategy
+from ascend_parallel.training.to_static import StaticModel, to_static
 from ascend_parallel.training.train_step import TrainStep, train_step
 from ascend_parallel.training.training_plan import TrainingPlan, plan_training
 
@@ -39,6 +41,7 @@ __all__ = [
     "PipelineOptions",
     "Recompute",
     "ShardingOptions",
+    "StaticModel",
     "Strategy",
     "StrategyOptionError",
     "TensorShard",
@@ -48,5 +51,6 @@ __all__ = [
     "plan_training",
     "recompute",
     "search_degrees",
+    "to_static",
     "train_step",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ascend_parallel.sharding.graph import Graph, Value
+from ascend_parallel.sharding.tracing.marked_tensors import ATTRIBUTE, placements_of
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
 from ascend_parallel.training.options import GradientMerge, StrategyOptionError
 
@@ -110,6 +111,7 @@ class WithLoss(nn.Module):
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[name] = vars(model)[name]
+        vars(self)[ATTRIBUTE] = placements_of(model)
         self.training = model.training
         self._run = (model, loss)  # a tuple, so that the model is not registered as a submodule
 

@@ -13,6 +13,7 @@ import annotated  # noqa: E402
 import by_hand  # noqa: E402
 import count_lines  # noqa: E402
 import gpt  # noqa: E402
+import marked  # noqa: E402
 import mixed_precision  # noqa: E402
 import strategy as strategy_benchmark  # noqa: E402
 import strategy_cases  # noqa: E402
@@ -105,3 +106,13 @@ def test_each_level_of_mixed_precision_trains(ranks):
         for losses in found.values():
             torch.testing.assert_close(losses[:3], found["fp32"][:3], rtol=0.02, atol=0)
             assert losses[-1] < losses[0] - 0.5
+
+
+def both_modes(_):
+    return marked.main()
+
+
+def test_a_marked_model_in_both_modes(ranks):
+    for eager, losses in ranks(4).run(both_modes):
+        assert losses[0] == pytest.approx(eager, rel=1e-6)
+        assert losses[-1] < losses[0] - 0.1

@@ -9,12 +9,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ascend_parallel.sharding.graph import CALL, Graph, Node
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.batch_norms import with_batch_norms
 from ascend_parallel.sharding.planner.operator_cost import seconds
-from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError, strategy
+from ascend_parallel.sharding.planner.operator_strategy import (
+    OperatorStrategy,
+    StrategyError,
+    TensorPlacements,
+    strategy,
+)
 from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -55,6 +60,8 @@ def propagate(
 ) -> ShardingPlan:
     """Return a plan with a layout for every tensor of `graph` on `mesh`.
 
+    graph
+        Parameters and buffers that were DTensors when traced keep their placements (`Graph.placed`).
     strategies
         {pattern (`named_nodes`): an `OperatorStrategy`, or a pair (in_strategy, out_strategy) as `strategy` takes it}.
         Calls that no pattern names keep the strategy that `shard` gave their function, if any.
@@ -119,7 +126,7 @@ def propagate(
         semi_auto or data_dim,
         semi_auto is not None,
         sequence_dim,
-        marked=_marked(graph, mesh),
+        marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )
     plan = search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
@@ -174,6 +181,23 @@ def _marked(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
         for name, node in graph.nodes.items()
         if node.mark is not None
     }
+
+
+def _placed(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
+    """Return, by node, the placements of parameters and buffers that were DTensors when traced."""
+    sizes = tuple(zip(mesh.dim_names, mesh.shape, strict=True))
+    found = {}
+    for name, node in graph.nodes.items():
+        placed = graph.placed.get(node.source) if node.kind in (PARAMETER, BUFFER) else None
+        if placed is None:
+            continue
+        if placed.mesh != sizes:
+            raise StrategyError(
+                f"{node.source} is placed on a mesh of {dict(placed.mesh)}, and the plan is for {dict(sizes)}: plan "
+                "for the mesh of the marks"
+            )
+        found[name] = OperatorStrategy((), (TensorPlacements(placed.placements),))
+    return found
 
 
 def _strategy(place: str, written: object, mesh: ProcessMesh) -> OperatorStrategy:

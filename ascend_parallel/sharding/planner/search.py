@@ -90,7 +90,7 @@ class Search:
             if name not in self.configured:
                 node = self.graph.nodes[name]
                 self.options[name] = fitting(node, self.options[name], strategy, self._shape)
-                self.configured[name] = str(node.mark)
+                self.configured[name] = str(node.mark or f"shard_tensor({node.source})")
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)

@@ -1,4 +1,4 @@
-"""shard_tensor, dtensor_from_fn, reshard and unshard: redistribute DTensors between any placements and meshes.
+"""shard_tensor, dtensor_from_fn, dtensor_from_local, reshard and unshard: DTensors of any placements and meshes.
 
 Gradients live on the mesh of the tensor:
 
@@ -34,6 +34,7 @@ from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.losses import register_loss_shardings
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
+from ascend_parallel.sharding.tracing.marked_tensors import is_tracing, marked
 
 Mesh = ProcessMesh | DeviceMesh
 OPS = ("sum", "avg", "max", "min")
@@ -49,6 +50,8 @@ def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[dtensor.Placement
 
     The first call also corrects DTensor's mean losses (`losses.py`): they equal the losses of whole tensors.
     """
+    if is_tracing():
+        return cast(DTensor, marked(tensor, placements))
     register_loss_shardings()
     whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
     if isinstance(whole, DTensor):
@@ -69,6 +72,22 @@ def dtensor_from_fn(
     return shard_tensor(fn(*args, **kwargs), mesh, placements)
 
 
+def dtensor_from_local(local: torch.Tensor, mesh: Mesh, placements: Sequence[dtensor.Placement]) -> DTensor:
+    """Return the DTensor whose part on this rank is `local`; sends nothing, and gradients flow back to `local`.
+
+    All parts have the shape of `local`: a sharded dimension is as many times longer as the mesh dimension has ranks.
+    With Partial("sum") the parts are terms. Every rank of the default group has to call it, with its own part; raises
+    `ValueError` on a rank outside the mesh, and for placements that do not fit.
+    """
+    register_loss_shardings()
+    process_mesh = ProcessMesh.of(mesh)
+    device_mesh, layout = process_mesh.device_mesh(), layout_of(placements, process_mesh, local.ndim)
+    if process_mesh.coordinate(dist.get_rank()) is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in {process_mesh}: it has no part of the tensor")
+    sharded = [placement.placement for placement in layout]
+    return DTensor.from_local(local, device_mesh, sharded, run_check=False)
+
+
 def reshard(
     dtensor: DTensor, mesh: Mesh, placements: Sequence[dtensor.Placement], *, costs: MeshCosts | None = None
 ) -> DTensor:
@@ -81,6 +100,8 @@ def reshard(
     `ValueError` for placements that do not fit tensor and mesh, `TypeError` if `dtensor` is no DTensor or `placements`
     no list.
     """
+    if is_tracing() and not isinstance(dtensor, DTensor):
+        return cast(DTensor, marked(dtensor, placements))
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"reshard takes a DTensor, not a {type(dtensor).__name__}: make one by shard_tensor")
     target_mesh = ProcessMesh.of(mesh)
@@ -102,6 +123,8 @@ def reshard(
 
 def unshard(dtensor: DTensor) -> torch.Tensor:
     """Return the whole tensor on every rank of its mesh; gradients flow back."""
+    if is_tracing() and not isinstance(dtensor, DTensor):
+        return cast(torch.Tensor, dtensor)
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"unshard takes a DTensor, not a {type(dtensor).__name__}")
     mesh = ProcessMesh.of(dtensor.device_mesh)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.reshard import Mesh, reshard, shard_tensor
 
+STAGE = "_ascend_parallel_stage"
 ShardLayer = Callable[[str, nn.Module, ProcessMesh], None]
 ShardState = Callable[[nn.Parameter], Sequence[Placement] | None]
 
@@ -61,6 +64,8 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
         placements (the default). With other placements, every step updates only this rank's part of the parameter and
         then gathers the parameter: ZeRO stage 1.
 
+    `ShardingStage2` and `ShardingStage3` also cut gradients, and parameters, at this call.
+
     Each step first reduces partial gradients, once. Raises `ValueError` for an optimizer that has stepped, and for a
     parameter that is no DTensor.
     """
@@ -71,6 +76,10 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
         if not isinstance(parameter, DTensor):
             raise ValueError(f"parameter {index} of shape {list(parameter.shape)} is no DTensor: use shard_layer first")
         placements[parameter] = (shard_fn(parameter) if shard_fn is not None else None) or parameter.placements
+    if isinstance(shard_fn, ShardingStage1):
+        unsharded = {parameter: _placements(parameter) for parameter in placements}
+        setattr(optimizer, STAGE, OptimizerStage(shard_fn.stage, shard_fn.dim_name, unsharded))
+        shard_fn.apply(placements)
     step = _ShardedStep(optimizer, placements)
     optimizer.register_step_pre_hook(step.before)
     optimizer.register_step_post_hook(step.after)
@@ -80,15 +89,20 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
 class ShardingStage1:
     """A `shard_fn` of `shard_optimizer`: shards along a mesh dimension the state of parameters replicated there."""
 
+    stage = 1
+
     def __init__(self, dim_name: str) -> None:
         """Take the mesh dimension's name, such as "dp"."""
-        self._dim_name = dim_name
+        self.dim_name = dim_name
+
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
+        """Cut what the stage cuts besides the state; `placements` are those of each parameter's state."""
 
     def __call__(self, parameter: nn.Parameter) -> Sequence[Placement] | None:
         """Return the state's placements, sharded along the first tensor dimension that is unsharded and long enough."""
         assert isinstance(parameter, DTensor)
         mesh = ProcessMesh.of(parameter.device_mesh)
-        dim = mesh.dim(self._dim_name)
+        dim = mesh.dim(self.dim_name)
         placements = list(parameter.placements)
         cut = [placement.dim for placement in placements if isinstance(placement, Shard)]
         free = [index for index, size in enumerate(parameter.shape) if index not in cut and size >= mesh.shape[dim]]
@@ -96,6 +110,53 @@ class ShardingStage1:
             return None
         placements[dim] = Shard(free[0])
         return placements
+
+
+class ShardingStage2(ShardingStage1):
+    """Shards gradients too: each backward reduces a parameter's gradient to the rank's part."""
+
+    stage = 2
+
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
+        """Set a hook on each parameter."""
+        for parameter, placed in placements.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(_cut_gradient, placed))  # type: ignore[no-untyped-call]
+
+
+class ShardingStage3(ShardingStage2):
+    """Shards parameters too: each parameter is held in the placement of its state, and gathered where it is read."""
+
+    stage = 3
+
+    @torch.no_grad()
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
+        """Replace the parameters' parts in place; the parameters stay the same objects."""
+        for parameter, placed in placements.items():
+            if tuple(placed) != _placements(parameter):
+                part = nn.Parameter(_at(parameter, placed), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, part)  # type: ignore[no-untyped-call]
+        super().apply(placements)
+
+
+@dataclass(frozen=True)
+class OptimizerStage:
+    """What `shard_optimizer` recorded on an optimizer: the ZeRO stage, its mesh dimension, the placements before it."""
+
+    stage: int
+    dim_name: str
+    placements: Mapping[nn.Parameter, tuple[Placement, ...]]
+
+
+def optimizer_stage(optimizer: torch.optim.Optimizer) -> OptimizerStage | None:
+    """Return the stage that `shard_optimizer` gave an optimizer; None for none."""
+    return getattr(optimizer, STAGE, None)
+
+
+@torch.no_grad()
+def _cut_gradient(placements: Sequence[Placement], parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad = _at(parameter.grad, placements)
 
 
 class _ShardedStep:

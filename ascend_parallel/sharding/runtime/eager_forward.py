@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -72,6 +73,8 @@ class EagerForward(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs or {}))
         if not any(isinstance(leaf, PlannedDTensor) or id(leaf) in self._names for leaf in leaves):
             return function(*args, **(kwargs or {}))  # no tensor of the model: a hook's own computation
+        if not torch.is_grad_enabled():
+            return self.inspect(function, args, kwargs or {})
         raise ValueError(
             f"{self._place()}: the forward calls {_call_text(function, leaves)}; when it was traced there was "
             f"{self._traced()}. {RETRACE_HINT}"
@@ -94,11 +97,42 @@ class EagerForward(TorchFunctionMode):
                 f"{_call_text(function, leaves)}: the forward calls this {len(places)} times, and which call "
                 "torch.utils.checkpoint runs again is ambiguous: use parallelize(..., static=True) with recompute"
             )
+        if not torch.is_grad_enabled():
+            return self.inspect(function, args, kwargs)
         raise ValueError(
             f"{_call_text(function, leaves)}: a tensor of a parallelized model's forward can be used only in that "
-            "forward, as traced. To look at the tensor take x.to_local() or x.full_tensor() under torch.no_grad(); to "
-            "compute with it return it from the model"
+            "forward, as traced. To look at the tensor, compute under torch.no_grad(), or take x.to_local() or "
+            "x.full_tensor() there; to compute with it return it from the model"
         )
+
+    def inspect(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function that the forward did not call, under torch.no_grad, on gathered tensors: every rank calls it.
+
+        What it returns is no tensor of the forward, and the forward refuses it. Raises `ValueError` for a function that
+        writes to a tensor of the forward.
+        """
+        gathered: list[tuple[torch.Tensor, int]] = []
+
+        def whole(leaf: DTensor) -> torch.Tensor:
+            tensor = leaf.run.gathered(leaf.local) if isinstance(leaf, PlannedDTensor) else leaf.full_tensor()
+            gathered.append((tensor, tensor._version))
+            return tensor
+
+        args, kwargs = pytree.tree_map_only(DTensor, whole, (args, dict(kwargs)))
+        result = function(*args, **kwargs)
+        if any(tensor._version != version for tensor, version in gathered):
+            raise ValueError(
+                f"{name_of(function)} writes to a tensor of a parallelized model's forward, and did not when it was "
+                "traced: write to a copy (x.detach().clone())"
+            )
+        return result
+
+    def gathered(self, local: Local) -> torch.Tensor:
+        """Return a copy of the whole tensor of an activation, without a gradient; every rank calls it."""
+        whole = (REPLICATE,) * self._plan.mesh.ndim
+        with torch.no_grad():
+            tensor = local.tensor.detach()
+            return self._redistributed(tensor, local.value, self._plan.layouts[local.value], whole).clone()
 
     def _matching(
         self, call: FunctionCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -35,6 +35,9 @@ class ForwardRun(Protocol):
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one of the forward's calls a second time."""
 
+    def gathered(self, local: Local) -> torch.Tensor:
+        """Return the whole tensor of an activation."""
+
 
 @dataclass(eq=False)
 class Local:
@@ -52,8 +55,8 @@ class Local:
 class PlannedDTensor(DTensor):
     """An activation: a DTensor with the global shape, the plan's placements and this rank's part.
 
-    Only the model's forward may compute with it. To look at its elements, print the tensor, or take ``to_local()`` or
-    ``full_tensor()`` under torch.no_grad.
+    Only the model's forward may compute with it. To look at its elements, print the tensor, or call any function
+    (``x.norm()``, ``x.isnan().any()``, ``x.detach()``), ``to_local()`` or ``full_tensor()`` under torch.no_grad.
     """
 
     run: ForwardRun

@@ -33,6 +33,7 @@ from ascend_parallel.sharding.graph import (
 from ascend_parallel.sharding.tracing.determinism import ForwardChangesError, only_in_python, random_states_kept
 from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
 from ascend_parallel.sharding.tracing.functionalize import FunctionalOp, functional_ops
+from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors
 from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
 from ascend_parallel.sharding.tracing.untraceable import CONTROL_FLOW, SHAPES, VALUES, place_of, reason
 
@@ -54,21 +55,28 @@ class TraceError(ValueError):
 def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
     """Return the graph of the operators that ``model(*args, **kwargs)`` runs.
 
-    The shapes are those of `args`; the tensors may be on the meta device. Raises `TraceError` for a model that
-    torch.export cannot trace, for regions (autocast that is on, control flow) inside the forward, and for a forward
-    that differs from run to run (`determinism.py`). The error names the line of the model and what to write instead.
+    The shapes are those of `args`; the tensors may be on the meta device. DTensors among the parameters, buffers and
+    arguments count as whole tensors, and the graph keeps the placements of parameters and buffers (`Graph.placed`);
+    `shard_tensor` and `reshard` inside the forward leave their placements as the strategy of a node. Raises
+    `TraceError` for a model that torch.export cannot trace, for regions (autocast that is on, control flow) inside the
+    forward, and for a forward that differs from run to run (`determinism.py`). The error names the line of the model
+    and what to write instead.
     """
     if isinstance(args, torch.Tensor):
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
-    binding = bind(model, tuple(args), kwargs or {})
+    placed = placements_of(model)
+    with plain_tensors(model, (tuple(args), dict(kwargs or {}))) as (plain, (plain_args, plain_kwargs)):
+        return replace(_traced(plain, plain_args, plain_kwargs), placed=placed)
+
+
+def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    binding = bind(model, args, kwargs)
     recording = Recording()
     try:
         # node metadata carries the marks; where gradients are off is the model's own choice, not the caller's
         with torch.enable_grad(), preserve_node_meta(), _quiet(), random_states_kept():
             with recording.noting(model):
-                program = torch.export.export(
-                    model, *_without_shared_tensors(tuple(args), dict(kwargs or {})), strict=False
-                )
+                program = torch.export.export(model, *_without_shared_tensors(args, kwargs), strict=False)
             replacements = functional_ops(program)
             if replacements is None:
                 program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
@@ -77,7 +85,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {reason(error)}") from error
     try:
         with _quiet():
-            only = only_in_python(model, args, kwargs or {})
+            only = only_in_python(model, args, kwargs)
     except ForwardChangesError as error:
         raise TraceError(str(error)) from error
     builder = _Builder(program, replacements or {})

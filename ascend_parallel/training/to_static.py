@@ -1,0 +1,207 @@
+"""to_static: a model marked by shard_tensor and its relatives, trained by the graph, as in Paddle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ascend_parallel.sharding.graph import Placed
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.redistribute.reshard import shard_tensor, unshard
+from ascend_parallel.sharding.redistribute.shard_dataloader import ShardedLoader
+from ascend_parallel.sharding.redistribute.shard_layer import optimizer_stage
+from ascend_parallel.sharding.tensor_shard import TensorShard
+from ascend_parallel.sharding.tracing.marked_tensors import keep_placements, placements_of, plain_copy
+from ascend_parallel.training.loss import Loss, mean_loss
+from ascend_parallel.training.optimizer.factory import optimizer_factory
+from ascend_parallel.training.options import ShardingOptions, StrategyOptionError
+from ascend_parallel.training.strategy import Strategy
+from ascend_parallel.training.train_step import TrainStep, train_step
+
+
+def to_static(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Loss | nn.Module = mean_loss,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: Strategy | None = None,
+    **options: Any,
+) -> StaticModel:
+    """Make the training step of a marked model: the same marks that it runs with eagerly decide the graph's plan.
+
+    model
+        Its parameters and buffers are DTensors on one mesh of all ranks in ascending order (`shard_layer`). The plan
+        holds them as they are placed, and chooses all other layouts. The model keeps its values, for eager runs.
+    loader
+        Yields batches, of which the first is read for its shapes: from `shard_dataloader`, whose `shard_dim` is the
+        data dimension, or any that yields tuples of whole tensors.
+    loss
+        As for `train_step`; or a module such as nn.MSELoss(), called with the model's output for all but the last of
+        the batch's tensors, and with the last.
+    optimizer
+        Over the model's parameters. The stage that `shard_optimizer` gave it becomes `sharding.zero_stage`.
+    strategy
+        Mode "auto" without a mesh of its own; by default nothing but the marks.
+    options
+        Arguments of `train_step`: `settings`, `check_batches`, `timeout`.
+
+    Every rank calls it alike. Raises `ValueError` for a model without marks or on several meshes,
+    `StrategyOptionError` for options that contradict the marks, and the errors of `train_step`.
+    """
+    if optimizer is None:
+        raise TypeError("to_static without an optimizer: give the optimizer over the model's parameters")
+    mesh, stage = _mesh_of(model), optimizer_stage(optimizer)
+    placed = dict(placements_of(model))
+    for name, parameter in model.named_parameters(remove_duplicate=False) if stage is not None else ():
+        assert stage is not None
+        if parameter in stage.placements:  # stage 3 has cut it since it was marked
+            placed[name] = Placed(placed[name].mesh, stage.placements[parameter])
+    whole = plain_copy(model, _whole)
+    keep_placements(whole, placed)
+    is_sharded = isinstance(loader, ShardedLoader)
+    data_dim = cast(ShardedLoader, loader).shard_dim if is_sharded else None
+    if is_sharded and cast(ShardedLoader, loader).mesh != mesh:
+        raise ValueError(f"the loader's mesh is {cast(ShardedLoader, loader).mesh}, and the model's {mesh}: give one")
+    sharding = None if stage is None else ShardingOptions(zero_stage=stage.stage, dim=stage.dim_name)
+    strategy = _strategy(strategy, mesh, data_dim, sharding, is_sharded)
+    step = train_step(
+        whole,
+        _sample(loader),
+        _optimizer_over(optimizer, model, whole),
+        strategy,
+        loss=_with_targets(loss) if isinstance(loss, nn.Module) else loss,
+        local_batches=is_sharded,
+        **options,
+    )
+    return StaticModel(step, model, mesh)
+
+
+class StaticModel:
+    """``static(*batch)`` trains on a batch and returns its mean loss, the same number on every rank.
+
+    step
+        The `TrainStep`, with its optimizer, checkpoints and `explain`.
+    """
+
+    def __init__(self, step: TrainStep, model: nn.Module, mesh: ProcessMesh) -> None:
+        """Take the step, and the marked model whose copy it trains."""
+        self.step, self._model, self._mesh = step, model, mesh
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """Train on a batch of the loader."""
+        return self.step(*map(_local, batch))
+
+    def evaluate(self, *batch: Any) -> torch.Tensor:
+        """Return the mean loss of a batch in evaluation mode."""
+        return self.step.evaluate(*map(_local, batch))
+
+    @torch.no_grad()
+    def write_back(self) -> nn.Module:
+        """Copy the trained values into the marked model, and return the model: to look at it, and run it eagerly.
+
+        Every rank must call it.
+        """
+        held = {
+            **dict(self._model.named_parameters(remove_duplicate=False)),
+            **dict(self._model.named_buffers(remove_duplicate=False)),
+        }
+        for name, shard in self.step.tensor_shards().items():
+            if name in held:
+                marked = cast(DTensor, held[name])
+                marked.copy_(shard_tensor(_gathered(shard), self._mesh, marked.placements))
+        return self._model
+
+    def close(self) -> None:
+        """Close the step; see `TrainStep.close`."""
+        self.step.close()
+
+
+def _gathered(shard: TensorShard) -> torch.Tensor:
+    """Return a whole tensor from the shards of all ranks, some of which may hold the same."""
+    local = shard.local.detach()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (shard.offsets, local.cpu()))
+    whole = torch.empty(shard.shape, dtype=local.dtype)
+    for offsets, part in parts:
+        whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
+    return whole.to(local.device)
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    return unshard(cast(DTensor, tensor.detach())).clone()
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _mesh_of(model: nn.Module) -> ProcessMesh:
+    """Return the mesh of all DTensors of a model; raise unless there is one, of all ranks in ascending order."""
+    meshes: dict[ProcessMesh, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not isinstance(tensor, DTensor):
+            raise ValueError(f"{name} is no DTensor: call shard_layer, which replicates what has no marks")
+        meshes.setdefault(ProcessMesh.of(tensor.device_mesh), name)
+    if len(meshes) != 1:
+        names = ", ".join(f"{name} on {mesh}" for mesh, name in meshes.items()) or "no tensor"
+        raise ValueError(f"to_static takes a model on one mesh, and this has {names}; stages need train_step")
+    (mesh,) = meshes
+    if mesh.process_ids != list(range(dist.get_world_size())):
+        raise ValueError(f"to_static takes a mesh of all {dist.get_world_size()} ranks in ascending order, not {mesh}")
+    return mesh
+
+
+def _strategy(
+    given: Strategy | None,
+    mesh: ProcessMesh,
+    data_dim: str | None,
+    sharding: ShardingOptions | None,
+    loader_decides: bool,
+) -> Strategy:
+    """Return the given strategy with the mesh, the data dimension and the ZeRO stage of the marks."""
+    sizes, default = dict(zip(mesh.dim_names, mesh.shape, strict=True)), Strategy()
+    strategy = given or default
+    if strategy.mode != "auto":
+        raise StrategyOptionError(f'mode={strategy.mode!r} with to_static: the marks decide; give mode "auto"')
+    if strategy.mesh not in (default.mesh, sizes):
+        raise StrategyOptionError(f"mesh={dict(strategy.mesh)}, and the model is marked on {sizes}: leave mesh out")
+    if sharding is not None and strategy.sharding not in (default.sharding, sharding):
+        raise StrategyOptionError(f"{strategy.sharding}, and shard_optimizer was called with {sharding}: give one")
+    if not loader_decides:
+        data_dim = strategy.data_dim if strategy.data_dim in sizes else None
+    return replace(strategy, mesh=sizes, data_dim=data_dim, sharding=sharding or strategy.sharding)
+
+
+def _sample(loader: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a batch like the loader's first, of whole tensors; values do not matter."""
+    for batch in loader:
+        if isinstance(batch, (torch.Tensor, Mapping)):
+            raise TypeError(f"the loader yields a {type(batch).__name__}: give one that yields tuples, such as (x,)")
+        return tuple(
+            torch.zeros(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, DTensor) else value
+            for value in batch
+        )
+    raise ValueError("the loader yields no batch, and the first is needed for its shapes")
+
+
+def _optimizer_over(optimizer: torch.optim.Optimizer, model: nn.Module, whole: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and settings over the copy's parameters."""
+    if optimizer.state:
+        raise ValueError("the optimizer has stepped: call to_static before the first step, or give a new one")
+    copies = dict(zip(model.parameters(), whole.parameters(), strict=True))
+    parameters = [[copies[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    return optimizer_factory(optimizer, model).make(parameters)
+
+
+def _with_targets(criterion: nn.Module) -> Loss:
+    def loss(model: nn.Module, *batch: Any) -> Any:
+        *inputs, target = batch
+        return criterion(model(*inputs), target)
+
+    return loss

@@ -1,0 +1,280 @@
+"""One marked model in both modes: eager on DTensors and by to_static, against one card in float64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from ascend_parallel.sharding import (
+    ProcessMesh,
+    ShardingStage1,
+    ShardingStage2,
+    ShardingStage3,
+    StrategyError,
+    dtensor_from_local,
+    explain,
+    propagate,
+    reshard,
+    shard_dataloader,
+    shard_layer,
+    shard_optimizer,
+    shard_tensor,
+    trace,
+    unshard,
+)
+from ascend_parallel.training import AmpOptions, PipelineOptions, Strategy, StrategyOptionError, to_static
+
+STEPS, ROWS = 4, 8
+NAMES = ["dp", "mp"]
+
+
+class MLP(nn.Module):
+    """Two linear layers; with a mesh the hidden tensor has a mark too."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down, self.mesh = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8), mesh
+
+    def forward(self, x):
+        hidden = self.norm(torch.tanh(self.up(x)))
+        if self.mesh is not None:
+            hidden = reshard(hidden, self.mesh, [Shard(0), Shard(1)])
+        return self.down(hidden)
+
+
+def cut(path, module, mesh):
+    """Cut the first layer's outputs and the second layer's inputs along mp."""
+    if isinstance(module, nn.Linear):
+        placement = Shard(0) if path == "up" else Shard(1)
+        module.weight = shard_tensor(module.weight, mesh, [Replicate(), placement])
+    if path == "up":
+        module.bias = shard_tensor(module.bias, mesh, [Replicate(), Shard(0)])
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(STEPS * ROWS, 24, generator=generator, dtype=torch.float64)
+    return TensorDataset(rows[:, :16], rows[:, 16:])
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def trained():
+    """The truth: losses and parameters of one card."""
+    model = MLP().double()
+    optimizer, losses = optimizer_of(model), []
+    for x, target in DataLoader(data(), batch_size=ROWS):
+        loss = nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+STAGES = {0: None, 1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
+
+
+def marked(shape, stage, split=False, dtype=torch.float64):
+    """Return the marked model, its optimizer, and the loader."""
+    mesh = ProcessMesh(torch.arange(dist.get_world_size()).view(shape).tolist(), dim_names=NAMES)
+    model = shard_layer(MLP(mesh).to(dtype), mesh, cut)
+    optimizer = optimizer_of(model)
+    if stage is not None:
+        shard_optimizer(optimizer, STAGES[stage]("dp") if stage else None)
+    batches = [tuple(tensor.to(dtype) for tensor in batch) for batch in DataLoader(data(), batch_size=ROWS)]
+    if split:
+        place = mesh.coordinate(dist.get_rank())[0]
+        batches = [tuple(tensor.chunk(shape[0])[place] for tensor in batch) for batch in batches]
+    return model, optimizer, shard_dataloader(batches, mesh, "dp", is_split=split)
+
+
+def state_of(model):
+    return {name: unshard(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def eager(_group, shape, stage, micro_batches):
+    """Train the marked model as it is; the gradients of some micro-batches add up."""
+    model, optimizer, loader = marked(shape, stage)
+    losses = []
+    for x, target in loader:
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(micro_batches):
+            loss = unshard(nn.functional.mse_loss(model(x), target)) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if stage >= 2:
+            placements = model.norm.weight.grad.placements
+            assert placements[0] == Shard(0)
+            assert model.norm.weight.placements[0] == (Shard(0) if stage == 3 else Replicate())
+        optimizer.step()
+        losses.append(total)
+    return losses, state_of(model)
+
+
+def static(_group, shape, stage, split):
+    """Train the marked model by the graph; afterwards it is as marked, with the trained values."""
+    model, optimizer, loader = marked(shape, stage, split)
+    before = {name: parameter.placements for name, parameter in model.named_parameters()}
+    training = to_static(model, loader, nn.MSELoss(), optimizer)
+    if stage != 3:
+        held = training.step.planned.plan.layouts
+        layouts = {value.node: tuple(each.placement for each in layout) for value, layout in held.items()}
+        assert {layouts[f"p_{name.replace('.', '_')}"] == before[name] for name in before} == {True}
+    assert training.step.strategy.sharding.zero_stage == stage
+    losses = [training(*batch).item() for batch in loader]
+    assert not optimizer.state
+    training.write_back()
+    training.close()
+    assert before == {name: parameter.placements for name, parameter in model.named_parameters()}
+    return losses, state_of(model)
+
+
+def check(found):
+    losses, state = trained()
+    for rank_losses, rank_state in found:
+        torch.testing.assert_close(rank_losses, losses, rtol=1e-10, atol=0)
+        torch.testing.assert_close(rank_state, state, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_marked_model_runs_eagerly_as_one_card(ranks, shape, stage):
+    check(ranks(shape[0] * shape[1]).run(eager, shape, stage, 2 if stage == 2 else 1))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_same_marks_train_by_the_graph(ranks, shape, stage):
+    check(ranks(shape[0] * shape[1]).run(static, shape, stage, False))
+
+
+def test_a_loader_of_parts(ranks):
+    check(ranks(4).run(static, (2, 2), 1, True))
+
+
+def planned(_group):
+    """The placements of a traced model are those of its plan; a mark in the forward is an operator's strategy."""
+    model, _, loader = marked((2, 2), None)
+    mesh = model.mesh
+    (x, _), *_ = loader
+    graph = trace(model, (x,))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    plan = propagate(graph, mesh, objective="time", data_dim="dp")
+    assert "parameter down.weight               R S(1)   [configured: shard_tensor(down.weight)]" in explain(plan)
+    configured = set(plan.configured.values())
+    assert {"shard_tensor(up.weight)", "shard_tensor(norm.bias)", "shard(_resharded)"} <= configured
+    other = ProcessMesh([0, 1, 2, 3], dim_names=["mp"])
+    with pytest.raises(StrategyError, match=r"up\.weight is placed on a mesh of {'dp': 2, 'mp': 2}"):
+        propagate(graph, other)
+
+
+def test_a_plan_keeps_the_marks(ranks):
+    ranks(4).run(planned)
+
+
+def in_bf16(_group):
+    """The marks with mixed precision and micro-batches."""
+    model, optimizer, loader = marked((2, 2), 1, dtype=torch.float32)
+    amp = AmpOptions(dtype="bfloat16", level="O1")
+    strategy = Strategy(amp=amp, pipeline=PipelineOptions(micro_batches=2), max_norm=1e9)
+    training = to_static(model, loader, nn.MSELoss(), optimizer, strategy)
+    found = [training.evaluate(*next(iter(loader))).item(), *(training(*batch).item() for batch in loader)]
+    training.close()
+    return found
+
+
+def test_the_other_options_of_a_strategy(ranks):
+    losses, _ = trained()
+    for evaluated, *found in ranks(4).run(in_bf16):
+        torch.testing.assert_close(found, losses, rtol=0.02, atol=0)
+        assert evaluated == pytest.approx(found[0], rel=1e-3)
+
+
+def refused(_group):
+    model, optimizer, loader = marked((2, 1), 1)
+    strategy = Strategy(mode="data", mesh={"dp": 2})
+    with pytest.raises(StrategyOptionError, match="mode='data' with to_static: the marks decide"):
+        to_static(model, loader, nn.MSELoss(), optimizer, strategy)
+    with pytest.raises(StrategyOptionError, match=r"the model is marked on {'dp': 2, 'mp': 1}"):
+        to_static(model, loader, nn.MSELoss(), optimizer, Strategy(mesh={"dp": 1, "mp": 2}))
+    with pytest.raises(TypeError, match="without an optimizer"):
+        to_static(model, loader, nn.MSELoss())
+    with pytest.raises(ValueError, match="yields no batch"):
+        to_static(model, shard_dataloader([], model.mesh, "dp"), nn.MSELoss(), optimizer)
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="weight is no DTensor: call shard_layer"):
+        to_static(plain, loader, nn.MSELoss(), torch.optim.SGD(plain.parameters()))
+    with pytest.raises(ValueError, match="a batch of 3 rows on 2 ranks along dp"):
+        next(iter(shard_dataloader([(torch.ones(3, 2),)], model.mesh, "dp")))
+    with pytest.raises(ValueError, match="'pp' is no dimension"):
+        shard_dataloader(loader, model.mesh, "pp")
+    (x, target), *_ = loader
+    nn.functional.mse_loss(model(x), target).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="the optimizer has stepped"):
+        to_static(model, loader, nn.MSELoss(), optimizer)
+
+
+def test_what_is_refused(ranks):
+    ranks(2).run(refused)
+
+
+def parts(_group):
+    """Each rank gives its own part, and the gradient comes back to the part."""
+    rank, mesh = dist.get_rank(), ProcessMesh([0, 1], dim_names=["dp"])
+    local = torch.full((2, 3), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    rows = dtensor_from_local(local, mesh, [Shard(0)])
+    assert rows.shape == (4, 3)
+    weights = shard_tensor(torch.arange(12.0, dtype=torch.float64).view(4, 3), mesh, [Replicate()])
+    unshard((rows * weights).sum()).backward()
+    assert torch.equal(local.grad, torch.arange(12.0, dtype=torch.float64).view(4, 3)[2 * rank : 2 * rank + 2])
+    terms = dtensor_from_local(torch.full((2,), rank + 1.0), mesh, [Partial("sum")])
+    assert unshard(terms).tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match="give one placement for each mesh dimension"):
+        dtensor_from_local(local, mesh, [Shard(0), Replicate()])
+    if rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in"):
+            dtensor_from_local(local, mesh[0], [Shard(0)])
+    else:
+        dtensor_from_local(local, mesh[0], [Shard(0)])
+
+
+def test_tensors_of_parts(ranks):
+    ranks(2).run(parts)
+
+
+def looked_at(_group):
+    """Batches of other sizes, and a look at an intermediate value, in the marked model as it is."""
+    model, _, _ = marked((2, 2), None)
+    truth, seen = MLP().double(), []
+    for each in (model, truth):
+        each.norm.register_forward_hook(lambda _, inputs, output: seen.append(look(output)))
+    for rows in (8, 4, 6):
+        x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+        (given,) = next(iter(shard_dataloader([(x,)], model.mesh, "dp")))
+        found, expected = model(given), truth(x)
+        torch.testing.assert_close(unshard(found), expected)
+        torch.testing.assert_close(seen[-2], seen[-1])
+        assert "DTensor" in repr(found)
+
+
+@torch.no_grad()
+def look(output):
+    detached = output.detach()
+    norm, nan = detached.norm(), detached.isnan().any()
+    if isinstance(norm, DTensor):
+        norm, nan, detached = norm.full_tensor(), nan.full_tensor(), detached.full_tensor()
+    return norm, nan, detached
+
+
+def test_a_marked_model_is_looked_at_as_it_runs(ranks):
+    ranks(4).run(looked_at)
