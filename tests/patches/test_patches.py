@@ -343,7 +343,7 @@ def test_run_a_script(tmp_path):
 def test_run_without_a_script(call, code):
     done = subprocess.run([sys.executable, "-m", "ascend_parallel", *call], capture_output=True, text=True, timeout=60)
     assert done.returncode == code
-    assert "usage" in done.stdout + done.stderr or "no such file: 'nowhere.py'" in done.stderr
+    assert "Usage" in done.stdout or "no such file: 'nowhere.py'" in done.stderr
 
 
 @pytest.mark.slow
@@ -366,6 +366,7 @@ def test_status_command():
     done = subprocess.run([*call, "--json"], capture_output=True, text=True, env=environ, timeout=60)
     found = json.loads(done.stdout)
     assert found["settings"]["num_chunks"] == 4
-    assert [patch["applied"] for patch in found["patches"]] == [True, True]
+    of_megatron = [patch["applied"] for patch in found["patches"] if patch["target"].startswith("megatron.")]
+    assert of_megatron == [True, True]
     shown = subprocess.run(call, capture_output=True, text=True, env=environ, timeout=60).stdout
     assert "RowParallelLinear.forward" in shown
