@@ -7,27 +7,15 @@ import the command line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
 import sys
 from pathlib import Path
+from typing import NoReturn
 
-USAGE = """usage: python -m ascend_parallel run [-m] SCRIPT [ARGUMENT ...]
-
-Run a training script, or a module with -m, with the overlap of COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL.
-Needed where TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set:
-
-  COC_PARALLEL_NUM=4 torchrun --nproc-per-node 8 -m ascend_parallel run pretrain_gpt.py --num-layers 32
-"""
-
-VERIFY = """Run a training script, or a module with -m, with overlap, and compare its layers with Megatron-core's own.
-
-Exits with 0 if at least one call was checked and no error exceeded its limit, otherwise with 1. Rank 0 logs a
-table of the largest errors. Start it like the training, on every rank:
-
-  COC_PARALLEL_NUM=4 torchrun --nproc-per-node 8 -m ascend_parallel verify --every 10 pretrain_gpt.py --num-layers 32
-"""
+HELP = (["-h"], ["--help"])
 
 
 def main() -> None:
@@ -38,6 +26,8 @@ def main() -> None:
     if refused is not None and sys.argv[1:2] in (["run"], ["verify"], ["status"]):
         sys.stderr.write(f"ascend-parallel: {refused}\n")
         raise SystemExit(2)
+    if sys.argv[1:2] in (["run"], ["verify"]) and sys.argv[2:3] in ([], *HELP):
+        _help()
     if sys.argv[1:2] == ["run"]:
         run(sys.argv[2:])
     elif sys.argv[1:2] == ["verify"]:
@@ -48,13 +38,22 @@ def main() -> None:
         app(prog_name="ascend-parallel")
 
 
+def _help() -> NoReturn:
+    """Print the help of `run` or `verify` as the other commands print theirs; exit with 2 if it was not asked for."""
+    from ascend_parallel.cli.app import app
+
+    with contextlib.suppress(SystemExit):
+        app([sys.argv[1], "--help"], prog_name="ascend-parallel")
+    raise SystemExit(0 if sys.argv[2:] else 2)
+
+
 def run(arguments: list[str]) -> None:
     """Run ``[-m] SCRIPT [ARGUMENT ...]`` as Python would; the patches are applied before the script's first import."""
     as_module = arguments[:1] == ["-m"]
     script = arguments[1:2] if as_module else arguments[:1]
-    if not script or script[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE)
-        raise SystemExit(0 if script else 2)
+    if not script:
+        sys.stderr.write("python -m ascend_parallel run: give a script; --help shows how\n")
+        raise SystemExit(2)
     import ascend_parallel  # noqa: F401  reads the environment and patches
 
     sys.argv = arguments[1:] if as_module else arguments
@@ -72,9 +71,8 @@ def run(arguments: list[str]) -> None:
 def verify(arguments: list[str]) -> None:
     """Run ``[--every N] [--json] [-m] SCRIPT [ARGUMENT ...]`` as `run` does, verified; exit with 1 on failure."""
     parser = argparse.ArgumentParser(
-        usage="python -m ascend_parallel verify [-h] [--every N] [--json] [-m] SCRIPT [ARGUMENT ...]",
-        description=VERIFY,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="python -m ascend_parallel verify [--help] [--every N] [--json] [-m] SCRIPT [ARGUMENT ...]",
+        add_help=False,
     )
     parser.add_argument("--every", metavar="N", help="check the first and then every N-th call (COC_VERIFY, or 1)")
     parser.add_argument("--json", action="store_true", help="rank 0 prints the results as a last line of JSON")

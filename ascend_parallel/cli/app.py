@@ -12,6 +12,7 @@ import ascend_parallel
 from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.checkpoint import app as checkpoint
 from ascend_parallel.cli.doctor import doctor
+from ascend_parallel.cli.explain import explain
 from ascend_parallel.cli.plan_training import plan_training
 from ascend_parallel.cli.predict import EXAMPLES, predict
 from ascend_parallel.cli.propagate import propagate, strategy
@@ -23,6 +24,7 @@ from ascend_parallel.settings import RAREST
 
 app = typer.Typer(no_args_is_help=True, help="Overlap the matmul and the collective of tensor-parallel linear layers.")
 app.command()(doctor)
+app.command()(explain)
 app.command(help=EXAMPLES)(predict)
 app.command()(bench)
 app.command()(tune)
@@ -33,8 +35,18 @@ app.command()(plan_training)
 app.add_typer(checkpoint, name="checkpoint")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ascend_parallel {ascend_parallel.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
     """Overlap the matmul and the collective of tensor-parallel linear layers."""
 
 
@@ -81,8 +93,19 @@ def _show(current: Status, bad: set[str]) -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def run(script: str) -> None:
-    """Run a training script with overlap: see python -m ascend_parallel run --help."""
+def run(
+    script: str = typer.Argument(help="The training script, or a module with -m, followed by its arguments."),
+) -> None:
+    """Run a training script with the overlap of COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL.
+
+    Needed where TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set. Start it like the training, on every rank.
+
+    Examples:
+
+      COC_PARALLEL_NUM=4 torchrun --nproc-per-node 8 -m ascend_parallel run pretrain_gpt.py --num-layers 32
+
+      COC_PARALLEL_NUM=4 torchrun --nproc-per-node 8 -m ascend_parallel run -m my_package.train
+    """
     raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")
 
 
@@ -94,8 +117,13 @@ def verify(
     ),
     as_json: bool = typer.Option(False, "--json", help="Rank 0 prints the results as a last line of JSON."),
 ) -> None:
-    """Run a training script and compare its layers with Megatron-core's own: ascend-parallel verify --help.
+    """Run a training script with overlap, and compare its layers with the framework's own.
 
-    Example: COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 -m ascend_parallel verify train.py
+    Exits with 0 if at least one call was checked and no error exceeded its limit, otherwise with 1. Rank 0 logs a table
+    of the largest errors. Start it like the training, on every rank.
+
+    Example:
+
+      COC_PARALLEL_NUM=4 torchrun --nproc-per-node 8 -m ascend_parallel verify --every 10 train.py --layers 32
     """
     raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")

@@ -105,7 +105,8 @@ def diff(
         with _progress("comparing", len(left.kinds)) as progress:
             differences = list(compare(left, right, progress))
     if as_json:
-        typer.echo(json.dumps([{"name": name, "differs": how} for name, how in differences], indent=1))
+        found = [{"name": name, "differs": how} for name, how in differences]
+        typer.echo(json.dumps({"differences": found}, indent=1))
     elif not differences:
         typer.echo(f"{len(left.kinds)} tensors and all values are the same")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,11 +108,11 @@ def predict(
             _refuse_beside_published(model, model_file, list_all, sources)
             hardware = PUBLISHED_HARDWARE if hardware is None and hardware_file is None else hardware
         if list_all:
-            _list(out)
+            _list(out, as_json)
             return
         machine = _hardware(hardware, hardware_file, link, launch_us)
         if sources:
-            show_sources(machine, out)
+            _show_sources(machine, out, as_json)
             return
         work = Assumptions(
             hardware=machine,
@@ -158,7 +159,26 @@ def _model(name: str | None, path: Path | None) -> Model:
     return read_model(path) if path is not None else find_model(name or "")
 
 
-def _list(out: Console) -> None:
+def _show_sources(machine: Hardware, out: Console, as_json: bool) -> None:
+    if not as_json:
+        show_sources(machine, out)
+        return
+    numbers = {name: asdict(number) for name, number in machine.numbers.items()}
+    typer.echo(json.dumps({"hardware": machine.name, "title": machine.title, "numbers": numbers}, indent=2))
+
+
+def _list(out: Console, as_json: bool) -> None:
+    if as_json:
+        models = [
+            {"name": model.name, "title": model.title, "parameters": model.count_parameters()}
+            for model in all_models().values()
+        ]
+        machines = [
+            {"name": machine.name, "title": machine.title, "aliases": list(machine.aliases)}
+            for machine in all_hardware().values()
+        ]
+        typer.echo(json.dumps({"models": models, "hardware": machines}, indent=2))
+        return
     out.print("models", style="bold")
     for model in all_models().values():
         out.print(

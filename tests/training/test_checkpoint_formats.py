@@ -134,7 +134,7 @@ def test_convert_to_dcp_and_diff(saved, tmp_path):
     other["two.count"] = other["two.count"].int()
     save(tmp_path / "other", step=12, model=tensor_shards(other, ONE, 0), values={"position": 8, "rate": 0.5})
     shown_values = json.loads(command("diff", saved, tmp_path / "other", "--json", code=1).stdout)
-    shown_values = {line["name"]: line["differs"] for line in shown_values}
+    shown_values = {line["name"]: line["differs"] for line in shown_values["differences"]}
     assert shown_values["model.one.weight"] == "1 of 60 elements, by 0.25 at most"
     assert shown_values["model.two.count"] == "int64 in the first, int32 in the second"
     assert shown_values["optimizer.two.scale.step"] == "in the first, not in the second"

@@ -39,16 +39,24 @@ def model_cases(model: Model, batch: Batch) -> tuple[list[str], list[dict[str, A
 def shape_cases(
     shapes: Sequence[str], layers: Sequence[str], ranks: int, sequence_parallel: bool, dtype: torch.dtype
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return cases of ``M,K,N``: each rank's matmul ``[M, K] x [K, N]``, M counting the rows of all ranks."""
-    names, cases = [], []
+    """Return names and cases of ``M,K,N``: each rank's matmul ``[M, K] x [K, N]``, M counting the rows of all ranks."""
+    linears = shape_linears(shapes, layers, ranks, sequence_parallel, dtype, "cpu")
+    return [linear.name for linear in linears], [_case(linear) for linear in linears]
+
+
+def shape_linears(
+    shapes: Sequence[str], layers: Sequence[str], ranks: int, sequence_parallel: bool, dtype: torch.dtype, device: str
+) -> list[Linear]:
+    """Return a layer for each of ``M,K,N`` and each kind; raises `PlanningError` for a shape that cannot be split."""
+    found = []
     for text in shapes:
         m, k, n = _parse(text)
         if sequence_parallel and m % ranks:
             raise PlanningError(
                 f"--shape {text}: M is not divisible by the {ranks} ranks, as sequence parallelism needs"
             )
-        for kind in layers:
-            linear = Linear(
+        found += [
+            Linear(
                 name=kind,
                 kind=kind,
                 m=m,
@@ -57,11 +65,11 @@ def shape_cases(
                 ranks=ranks,
                 sequence_parallel=sequence_parallel,
                 dtype=dtype,
-                device="cpu",
+                device=device,
             )
-            names.append(kind)
-            cases.append(_case(linear))
-    return names, cases
+            for kind in layers
+        ]
+    return found
 
 
 def _parse(text: str) -> tuple[int, int, int]:

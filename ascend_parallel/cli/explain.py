@@ -1,0 +1,157 @@
+"""``ascend-parallel explain``: which kernel runs a layer, in how many chunks, and why no other does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+import ascend_parallel
+from ascend_parallel.cli.bench import (
+    DTYPES,
+    LAYERS,
+    BatchOption,
+    LayerOption,
+    ModelOption,
+    ParallelOption,
+    SequenceOption,
+    ShapeOption,
+)
+from ascend_parallel.cli.output import console, errors
+from ascend_parallel.cli.predict import MOST_RANKS
+from ascend_parallel.ops.registry import Explanation, name_of
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.bench.shapes import shape_linears
+from ascend_parallel.tuning.cost_model.models import Batch, Linear, find_model, layer_linears
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+
+DEVICES = ("npu", "cpu")
+DIRECTIONS = ("forward", "backward")
+WIDTH = 150
+MODULES = {"megatron": "megatron.", "transformers": "transformers.", "torch": "torch.", "deepspeed": "deepspeed."}
+
+
+def explain(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    layer: LayerOption = "both",
+    tp: Annotated[int, typer.Option(min=2, max=MOST_RANKS, help="Tensor-parallel ranks.")] = 8,
+    seq: SequenceOption = 4096,
+    micro_batch: BatchOption = 1,
+    sequence_parallel: ParallelOption = True,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
+    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "npu",
+    chip: Annotated[str, typer.Option(help="Name of the NPU, such as Ascend910B1, for its fused operators.")] = "",
+    framework: Annotated[
+        str | None, typer.Option(help=f"Say too whether its layers are replaced: {', '.join(MODULES)}.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Say for a model's layers or a shape which kernel runs, in how many chunks, and why no other kernel does.
+
+    The settings are the environment's. Runs nothing. ascend_parallel.explain does the same in Python.
+
+    Examples:
+
+      COC_PARALLEL_NUM=4 ascend-parallel explain --model llama2-7b --tp 8
+
+      USE_COC_FUSED_KERNEL=1 ascend-parallel explain --shape 4096,1376,4096 --layer row --chip Ascend910B1
+
+      COC_PARALLEL_NUM=4 ascend-parallel explain --shape 2048,1024,1024 --tp 2 --device cpu --framework megatron
+    """
+    with errors("explain"):
+        if (model is None) == (not shape):
+            raise PlanningError("give either --model or --shape")
+        place = lookup("--device", device, {name: name for name in DEVICES})
+        prefix = None if framework is None else lookup("--framework", framework, MODULES)
+        batch = Batch(
+            sequence=seq,
+            micro_batch=micro_batch,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            dtype=lookup("--dtype", dtype, DTYPES),
+            device=place,
+        )
+        linears = (
+            layer_linears(find_model(model), batch) if model is not None else _of_shapes(shape or [], layer, batch)
+        )
+        settings = ascend_parallel.status().settings
+        found = [passed for linear in linears for passed in _passes(linear, chip, settings)]
+        state = None if prefix is None else _state(str(framework).lower(), prefix)
+    if as_json:
+        passes = [_plain(linear, direction, reasons) for linear, direction, reasons in found]
+        typer.echo(json.dumps({"settings": settings.as_dict(), "framework": state, "passes": passes}, indent=2))
+        return
+    _show(state, found)
+
+
+def _show(state: dict[str, Any] | None, found: list[tuple[Linear, str, Explanation]]) -> None:
+    out = console(WIDTH, highlight=False)
+    if state is not None:
+        out.print(f"{state['name']}: {state['state']}", markup=False, soft_wrap=True)
+        for patch in state["patches"]:
+            done = "replaced" if patch["replaced"] else "untouched"
+            out.print(f"  {done}  {patch['target']}: {patch['reason']}", markup=False, soft_wrap=True)
+    for linear, direction, reasons in found:
+        out.print(f"{linear.name} ({linear.kind}), {direction}: {reasons}", markup=False, soft_wrap=True)
+
+
+def _of_shapes(shapes: list[str], layer: str, batch: Batch) -> list[Linear]:
+    kinds = lookup("--layer", layer, {"both": LAYERS, "row": ("row",), "column": ("column",)})
+    return shape_linears(shapes, kinds, batch.tp, batch.sequence_parallel, batch.dtype, batch.device)
+
+
+def _passes(linear: Linear, chip: str, settings: Settings) -> list[tuple[Linear, str, Explanation]]:
+    """Return the explanation of each direction of a layer that has a collective."""
+    found = []
+    for direction in DIRECTIONS:
+        problem = linear.problem(direction)
+        if problem is not None:
+            asked = replace(
+                problem,
+                soc=chip,
+                shm=_shared_memory(),
+                deterministic=settings.deterministic,
+                comm_mode=settings.comm_mode,
+                fused_ranks=settings.fused_ranks,
+            )
+            found.append((linear, direction, ascend_parallel.explain(asked, settings)))
+    return found
+
+
+def _shared_memory() -> str | None:
+    """Return why ranks of this machine cannot share memory, or None."""
+    state = ascend_parallel.status().kernels["shm"]
+    return None if state == "available" else state
+
+
+def _state(name: str, prefix: str) -> dict[str, Any]:
+    """Return whether a framework's layers are replaced on this machine, with the methods and their reasons."""
+    misfits = ascend_parallel._control.try_apply() if ascend_parallel.status().settings.enabled else {}
+    status = ascend_parallel.status()
+    patches = [
+        {"target": patch.target, "replaced": patch.applied, "reason": patch.reason}
+        for patch in status.patches
+        if patch.target.startswith(prefix)
+    ]
+    state = status.frameworks.get(name, "") or "its layers are untouched: overlap is off"
+    return {"name": name, "state": "; ".join([state, *misfits.values()]) if not patches else state, "patches": patches}
+
+
+def _plain(linear: Linear, direction: str, reasons: Explanation) -> dict[str, Any]:
+    choice = reasons.choice
+    return {
+        "layer": linear.name,
+        "kind": linear.kind,
+        "direction": direction,
+        "problem": name_of(choice.problem),
+        "operator": choice.problem.operator,
+        "kernel": choice.kernel,
+        "chunks": len(choice.sizes),
+        "sizes": list(choice.sizes),
+        "reason": choice.reason,
+        "unmet": choice.unmet,
+        "kernels": reasons.kernels,
+    }
