@@ -7,13 +7,13 @@ forward asks `InForce` at each call whether its patch is still in force.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.patches.framework import ONE_RANK, Framework
@@ -139,7 +139,8 @@ class Installed:
 
 def _is_linear(kind: type) -> bool:
     """Tell whether a class is torch.nn.Linear, or what `fully_shard` makes of it."""
-    return kind is torch.nn.Linear or kind.__bases__ == (FSDPModule, torch.nn.Linear)
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # torch may be importing it
+    return kind is torch.nn.Linear or kind.__bases__ == (sharded, torch.nn.Linear)
 
 
 def installed_on(module: Any) -> Installed:

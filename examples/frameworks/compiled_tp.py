@@ -15,6 +15,7 @@ import json
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+from results import DTYPES
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -51,13 +52,14 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def train(steps: int) -> list[float]:
+def train(steps: int, dtype: torch.dtype) -> list[float]:
     """Return the losses, and last the sum of the squared gradients of the last step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    model = parallelize_module(Block(), mesh, PLAN)
+    model = parallelize_module(Block().to(dtype), mesh, PLAN)
     x, target = (
-        distribute_tensor(torch.randn(BATCH, SEQUENCE, HIDDEN), mesh, [Shard(1)]) for _ in ("inputs", "targets")
+        distribute_tensor(torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=dtype), mesh, [Shard(1)])
+        for _ in ("inputs", "targets")
     )
     torch._inductor.config._micro_pipeline_tp = True  # torch's switch of async tensor parallelism
     compiled = torch.compile(model, fullgraph=True)
@@ -78,13 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--register", action="store_true", help="run torch's operators by ascend_parallel")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     arguments = parser.parse_args()
     if arguments.register:
         import ascend_parallel
 
         ascend_parallel.register_symm_mem()
     dist.init_process_group("gloo")
-    *losses, squares = train(arguments.steps)
+    *losses, squares = train(arguments.steps, getattr(torch, arguments.dtype))
     if dist.get_rank() == 0:
         counts = ascend_parallel.ops.COUNTS.as_dict() if arguments.register else {}
         print(json.dumps({"losses": losses, "squared gradients": squares, "operators": counts}))

@@ -1,7 +1,7 @@
 """Train a Hugging Face model of random weights with DeepSpeed AutoTP, and ZeRO beside it.
 
 torchrun --nproc-per-node 2 examples/frameworks/deepspeed_tp.py
-COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/deepspeed_tp.py --zero 1
+COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/deepspeed_tp.py --zero 1 --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
         "train_micro_batch_size_per_gpu": args.batch,
         "tensor_parallel": {"autotp_size": dist.get_world_size()},
         "zero_optimization": {"stage": args.zero},
-        "bf16": {"enabled": args.zero > 0},
+        "bf16": {"enabled": args.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
     engine, *_ = deepspeed.initialize(model=transformers.LlamaForCausalLM(config), config=settings)

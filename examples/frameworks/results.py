@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+DTYPES = ("float32", "bfloat16")
+
 
 def options(description: str | None, **more: Any) -> argparse.Namespace:
     """Return the options of the command line; `more`: the defaults of further ones by name."""
@@ -28,8 +30,15 @@ def options(description: str | None, **more: Any) -> argparse.Namespace:
             parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
         else:
             parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{default}")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of weights and activations: float32")
     parser.add_argument("--out", default="", help="write losses and gradients to OUT.<rank>")
     return parser.parse_args()
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    """Return the dtype that --dtype names."""
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    return dtype
 
 
 def tokens(args: argparse.Namespace, step: int) -> torch.Tensor:

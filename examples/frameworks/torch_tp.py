@@ -1,7 +1,7 @@
 """Train a small decoder with torch's parallelize_module.
 
 torchrun --nproc-per-node 2 examples/frameworks/torch_tp.py
-COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/torch_tp.py --sequence-parallel
+COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/torch_tp.py --sequence-parallel --dtype bfloat16
 COC_PARALLEL_NUM=4 torchrun --nproc-per-node 4 examples/frameworks/torch_tp.py --sequence-parallel --fsdp
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from results import Results, gradients_of, options, tokens
+from results import Results, dtype_of, gradients_of, options, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -125,7 +125,7 @@ def main() -> None:
     shape = (2, ranks // 2) if args.fsdp else (1, ranks)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = Decoder()
+    model = Decoder().to(dtype_of(args))
     parallelise(model, mesh["tp"])
     if args.fsdp:
         for block in model.layers:

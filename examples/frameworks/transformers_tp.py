@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from results import Results, gradients_of, options, tokens
+from results import Results, dtype_of, gradients_of, options, tokens
 from transformers.distributed import DistributedConfig
 
 args = options(__doc__, model="Llama", generate=False, accelerate=False)
@@ -64,7 +64,9 @@ def load() -> torch.nn.Module:
             getattr(transformers, f"{args.model}ForCausalLM")(config).save_pretrained(folder[0])
         dist.barrier()
         plan = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan="auto")
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=plan)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder[0], distributed_config=plan, dtype=dtype_of(args)
+        )
         dist.barrier()
     return model
 

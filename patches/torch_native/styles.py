@@ -20,6 +20,8 @@ from ascend_parallel.patches.torch_native.shared import share, shared_gather
 IN_FORCE = InForce()
 # The attribute of a PrepareModuleInput that holds its module that is being called.
 CALLED = "_ascend_parallel_called"
+# The attribute of a function that torch.compile has made.
+COMPILED = "_torchdynamo_orig_callable"
 
 
 def column_apply(original: Function) -> Function:
@@ -136,7 +138,15 @@ def _shares(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, 
     if dim is None or (whole and x.shape[dim] % mesh.size()):
         return False
     module = vars(style)[CALLED]() if CALLED in vars(style) else None
-    return module is not None and not _has_backward_hooks(module) and _columns_covered(module)
+    if module is None or _has_backward_hooks(module) or any(map(_runs_compiled, module.modules())):
+        return False
+    return _columns_covered(module)
+
+
+def _runs_compiled(module: Any) -> bool:
+    """Tell whether torch.compile made the call, the forward or another method of a module: it takes torch's DTensor."""
+    methods = (*vars(module).values(), *vars(type(module)).values())
+    return module._compiled_call_impl is not None or any(hasattr(each, COMPILED) for each in methods)
 
 
 def _has_backward_hooks(module: Any) -> bool:

@@ -17,7 +17,9 @@ COMPARE = FOLDER / "compare.py"
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("torch_tp", ["--", "--sequence-parallel"]),
+        ("torch_tp", ["--", "--sequence-parallel", "--dtype", "bfloat16"]),
+        pytest.param("torch_tp", ["--", "--sequence-parallel"], marks=pytest.mark.slow),
+        pytest.param("transformers_tp", ["--", "--dtype", "bfloat16"], marks=pytest.mark.slow),
         pytest.param("transformers_tp", ["--", "--model", "Qwen2", "--generate"], marks=pytest.mark.slow),
         pytest.param("transformers_tp", ["--", "--accelerate"], marks=pytest.mark.slow),
         pytest.param("torch_tp", ["--ranks", "4", "--", "--sequence-parallel", "--fsdp"], marks=pytest.mark.slow),
@@ -39,7 +41,7 @@ COMPARE = FOLDER / "compare.py"
             ],
             marks=pytest.mark.slow,
         ),
-        pytest.param("deepspeed_tp", ["--", "--zero", "1"], marks=pytest.mark.slow),
+        pytest.param("deepspeed_tp", ["--", "--zero", "1", "--dtype", "bfloat16"], marks=pytest.mark.slow),
     ],
 )
 def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):

@@ -192,3 +192,17 @@ def sharded_each(group):
 
 def test_linear_layers_that_are_units_of_fsdp_are_covered(ranks):
     assert ranks(4).run(sharded_each) == [("8 of 8 linear layers covered", [])] * 4
+
+
+def compiled(group):
+    """Return the worst difference from plain of a decoder whose MLP's forward alone is compiled."""
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(decoder(layers=1), init_device_mesh("cpu", (group.size(),)), "sequence")
+    mlp = model.layers[0].feed_forward
+    mlp.forward = torch.compile(mlp.forward, backend="aot_eager")
+    return worst(*reversed(both(model, step)))
+
+
+def test_a_compiled_forward_in_a_module_that_is_not_gets_its_input_gathered(ranks):
+    for error, where in ranks(2).run(compiled):
+        assert error < 1e-6, where

@@ -25,10 +25,13 @@ def run(ranks, *options, **variables):
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_the_example_trains_the_same_plain_and_with_the_kernels(count):
-    plain = run(count)
-    ours = run(count, "--register", COC_PARALLEL_NUM="4")
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in ((2, "bfloat16"), (3, "float32"), (4, "float32"))]
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(2, "float32"), *SLOW])
+def test_the_example_trains_the_same_plain_and_with_the_kernels(count, dtype):
+    plain = run(count, f"--dtype={dtype}")
+    ours = run(count, "--register", f"--dtype={dtype}", COC_PARALLEL_NUM="4")
     assert plain.pop("operators") == {}
     for totals in (counts := ours.pop("operators")).values():
         assert totals["calls"] == 2 * STEPS  # forward and backward
