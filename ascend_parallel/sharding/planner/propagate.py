@@ -48,6 +48,7 @@ def propagate(
     objective: str = "redistribution",
     semi_auto: str | None = None,
     data_dim: str | None = None,
+    only_data_cuts_batch: bool = False,
     memory_limit: float | None = None,
     hardware: str = HARDWARE,
     costs: MeshCosts | None = None,
@@ -71,6 +72,8 @@ def propagate(
     data_dim
         The mesh dimension of data parallelism without semi-automatic mode: tensors computed from the inputs are sharded
         there where possible, and parameters are whole there. The other mesh dimensions are unrestricted.
+    only_data_cuts_batch
+        With `data_dim`: no other mesh dimension shards the first dimension of a batch, unless a strategy does.
     memory_limit
         Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` is then a lower bound
         of the cost of all plans within the limit.
@@ -105,6 +108,7 @@ def propagate(
         costs,
         semi_auto or data_dim,
         semi_auto is not None,
+        only_data_cuts_batch=only_data_cuts_batch,
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )
     plan = search.plan()

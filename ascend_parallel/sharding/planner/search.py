@@ -27,6 +27,7 @@ from ascend_parallel.sharding.planner.options import (
     data_parallel_options,
     is_whole,
     signature,
+    with_batch_cut_only_by,
     without_partials,
 )
 from ascend_parallel.sharding.planner.redistribution_cost import conversion_costs
@@ -49,6 +50,7 @@ class Search:
 
     data: the mesh dimension along which tensors computed from the inputs are sharded, and parameters are whole.
     semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
+    only_data_cuts_batch: whether no other mesh dimension shards the batch.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     """
 
@@ -60,6 +62,7 @@ class Search:
     costs: MeshCosts
     data: str | None = None
     semi_auto: bool = False
+    only_data_cuts_batch: bool = False
     configured: dict[str, str] = field(default_factory=dict)
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
@@ -86,6 +89,8 @@ class Search:
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
+            if self.only_data_cuts_batch:
+                self.options = with_batch_cut_only_by(self.graph, self.options, self.configured, data)
         self._drop_averages()
         self.readers = self.graph.readers()
         self._fixed: set[str] = set()
