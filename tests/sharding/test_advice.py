@@ -230,3 +230,13 @@ def test_each_principle_says_what_it_names_and_saves():
         rest = {each.pattern: (each.in_strategy, None) for each in advice.advised if number not in each.principles}
         without = step_seconds(propagate(graph, MESH, rest))
         assert saved == pytest.approx(without - advice.seconds, abs=1e-12)
+
+
+def test_the_example_proposes_the_batch_along_dp_alone():
+    spec = importlib.util.spec_from_file_location("advice_example", FILE.parent / "advice.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    advice, seconds = example.main()
+    cuts = [entry for advised in advice.advised for entry in advised.in_strategy if len(entry) > 2]
+    assert {entry[0] for entry in cuts} == {"dp"}
+    assert 0 < seconds < advice.seconds
