@@ -40,6 +40,9 @@ def propagate(
             metavar="DIM", help="Shard nodes without a strategy along this mesh dimension, or replicate them."
         ),
     ] = None,
+    data_dim: Annotated[
+        str | None, typer.Option(metavar="DIM", help="The mesh dimension that cuts the batch, and no weight.")
+    ] = None,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Memory of a rank in a training step, such as 32e9 or 32GB.")
     ] = None,
@@ -92,7 +95,7 @@ def propagate(
         built, args, kwargs = build_model(model)
         if advice:
             status.update("propagating with and without each operator")
-            typer.echo(str(advise(built, args, process_mesh, kwargs, hardware)))
+            typer.echo(str(advise(built, args, process_mesh, kwargs, hardware, data_dim)))
             return
         graph = trace(built, args, kwargs)
         status.update(f"propagating over {len(graph.nodes)} nodes")
@@ -102,6 +105,7 @@ def propagate(
             {**annotated(built), **strategies},
             objective=objective,
             semi_auto=semi_auto,
+            data_dim=data_dim,
             memory_limit=limit,
             hardware=hardware,
         )

@@ -11,7 +11,7 @@ from torch import nn
 
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.operator_strategy import named_nodes
+from ascend_parallel.sharding.planner.operator_strategy import named_nodes, operator_name
 from ascend_parallel.sharding.planner.propagate import propagate, slice_replicated
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.advice import advise, step_seconds
@@ -119,17 +119,20 @@ def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is
 
 
 @pytest.mark.slow
-def test_operators_that_share_a_name_but_not_a_strategy_are_noted():
+def test_operators_that_share_a_name_but_not_a_strategy_have_numbers():
     """The small Llama transposes heads there and back in the same module; queries and keys are rotated alike."""
     tokens = torch.zeros(4, 512, dtype=torch.long, device="meta")
     with torch.device("meta"):
         model = Llama(layers=3, width=1024, heads=16, groups=8, wide=2816, vocabulary=32000, length=512)
     advice = advise(model, (tokens, tokens), MESH)
-    assert [note.split(":")[0] for note in advice.notes] == ["transpose in layers.*.attention"]
+    assert not advice.notes
     counts = {advised.pattern: advised.count for advised in advice.advised}
     assert counts["layers.*.attention:chunk"] == 6
     assert counts["layers.*.norm1:mean"] == 3
     assert counts["embedding"] == counts["head"] == 1
+    transposes = [pattern for pattern in counts if ":transpose#" in pattern]
+    assert len(transposes) > 1
+    assert {counts[pattern] for pattern in transposes} == {3}
 
 
 def test_the_linears_of_a_sequential_are_no_repeated_layers():
@@ -149,3 +152,91 @@ def test_advice_reads_as_a_table():
     assert "1 x embedding" in first
     assert first.endswith(" ms")
     assert why == "    (1) has the weight [512, 256]: its strategy decides which part a rank holds"
+
+
+class Attention(nn.Module):
+    """Attention of functional matmuls: two in one module, with different strategies."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(512, 512, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).view(*x.shape[:2], 8, 64).transpose(1, 2) for each in (self.q, self.k, self.v))
+        scores = torch.matmul(q, k.transpose(-2, -1)).softmax(-1)
+        return self.o(torch.matmul(scores, v).transpose(1, 2).reshape(x.shape))
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def advice_of_attention(data_dim):
+    with torch.device("meta"):
+        model = Layers()
+        return model, advise(model, (torch.zeros(512, 64, 512),), MESH, data_dim=data_dim)
+
+
+def test_only_the_data_dimension_cuts_the_batch():
+    model, advice = advice_of_attention("dp")
+    cuts = [entry for advised in advice.advised for entry in advised.in_strategy]
+    activations = [entry for entry in cuts if len(entry) > 2]
+    assert activations
+    assert {entry[0] for entry in activations} == {"dp"}
+    assert not any("dp" in str(entry) for entry in cuts if len(entry) == 2)
+    free = advice_of_attention(None)[1]
+    assert any("mp" in str(entry[0]) for advised in free.advised for entry in advised.in_strategy if len(entry) > 2)
+    assert propagate(trace(model, (torch.zeros(512, 64, 512, device="meta"),)), MESH, advice.strategies, data_dim="dp")
+
+
+def test_functional_matmuls_have_names_and_equal_suggestions_share_a_line_of_reasons():
+    model, advice = advice_of_attention("dp")
+    assert not advice.notes
+    named = {advised.pattern: advised.count for advised in advice.advised}
+    assert named["layers.*:matmul"] == 4
+    assert named["layers.*:transpose#0"] == 2
+    graph = trace(model, (torch.zeros(512, 64, 512, device="meta"),))
+    first, second = (named_nodes(graph, f"layers.*:matmul#{number}") for number in (0, 1))
+    assert [node.inputs[1].node.startswith("transpose") for node in (*first, *second)] == [True] * 4
+    assert {node.name for node in (*first, *second)} == named_of(graph, "matmul")
+    assert not {node.name for node in first} & {node.name for node in second}
+    lines = str(advice).splitlines()
+    linears = [
+        number for number, line in enumerate(lines) if line.startswith(("layers.*.q ", "layers.*.k ", "layers.*.v "))
+    ]
+    assert linears == list(range(linears[0], linears[0] + 3))
+    assert sum("has the weight [512, 512]" in line for line in lines) < 4
+
+
+def named_of(graph, operator):
+    return {node.name for node in graph.nodes.values() if node.call and operator_name(node) == operator}
+
+
+def test_each_principle_says_what_it_names_and_saves():
+    model, advice = advice_of_attention(None)
+    ends = {line[:3]: line for line in str(advice).splitlines() if line[:1] == "("}
+    assert ends["(1)"].startswith("(1) operators with weights: layers.*.q, ")
+    assert ends["(1)"].endswith(f"without them {1e3 * advice.savings[1]:+.3f} ms")
+    assert ends["(4)"] == "(4) fused operators: none"
+    graph = trace(model, (torch.zeros(512, 64, 512, device="meta"),))
+    for number, saved in advice.savings.items():
+        rest = {each.pattern: (each.in_strategy, None) for each in advice.advised if number not in each.principles}
+        without = step_seconds(propagate(graph, MESH, rest))
+        assert saved == pytest.approx(without - advice.seconds, abs=1e-12)
+
+
+def test_the_example_proposes_the_batch_along_dp_alone():
+    spec = importlib.util.spec_from_file_location("advice_example", FILE.parent / "advice.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    advice, seconds = example.main()
+    cuts = [entry for advised in advice.advised for entry in advised.in_strategy if len(entry) > 2]
+    assert {entry[0] for entry in cuts} == {"dp"}
+    assert 0 < seconds < advice.seconds

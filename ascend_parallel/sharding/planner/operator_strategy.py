@@ -132,20 +132,39 @@ def named_nodes(graph: Graph, pattern: str) -> list[Node]:
     """Return the nodes that a pattern names; "*" matches any part of a path between two dots, or some of its letters.
 
     "layers.*.mlp.up": in each module of that path the calls with weights, or the only call. A colon adds the operator:
-    "layers.*.attn:scaled_dot_product_attention", or "layers.*.attn:*attention"; "inputs:tokens" is an input,
-    "weights:layers.*.up.weight" a parameter.
+    "layers.*.attn:scaled_dot_product_attention", or "layers.*.attn:*attention"; "layers.*.attn:matmul#1" is the second
+    of each module's matmuls; "inputs:tokens" is an input, "weights:layers.*.up.weight" a parameter.
     Raises `StrategyError` if the pattern names no node, or is ambiguous.
     """
     path, _, operator = pattern.partition(":")
     if path in ("inputs", "weights"):
         nodes = [node for node in graph.nodes.values() if node.kind != CALL and path_matches(node.source, operator)]
     elif operator:
-        nodes = [node for node in _calls(graph, path) if fnmatchcase(operator_name(node), operator)]
+        nodes = _operator_calls(graph, path, operator)
     else:
         nodes = _main_calls(graph, path)
     if not nodes:
         raise StrategyError(f"{pattern!r} names nothing; {_existing_names(graph, path, operator)}")
     return nodes
+
+
+def _operator_calls(graph: Graph, path: str, operator: str) -> list[Node]:
+    """Return the calls of an operator in the modules of a path; with "#k" the k-th of each module, from 0."""
+    name, _, number = operator.partition("#")
+    nodes = [node for node in _calls(graph, path) if fnmatchcase(operator_name(node), name)]
+    if not number:
+        return nodes
+    ordinals = ordinals_of(nodes)
+    return [node for node in nodes if str(ordinals[node.name]) == number]
+
+
+def ordinals_of(nodes: Sequence[Node]) -> dict[str, int]:
+    """Return, by name, how many of the nodes come before each in its own module."""
+    seen: dict[str, int] = {}
+    ordinals = {}
+    for node in nodes:
+        ordinals[node.name] = seen[node.module] = seen.get(node.module, -1) + 1
+    return ordinals
 
 
 def operator_name(node: Node) -> str:

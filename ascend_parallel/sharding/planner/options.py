@@ -205,6 +205,40 @@ def _reads_others(
     return all(map(fits, others))
 
 
+def with_batch_cut_only_by(
+    graph: Graph, options: Mapping[str, Sequence[Option]], configured: Collection[str], data: int
+) -> dict[str, Sequence[Option]]:
+    """Return the options in which no mesh dimension but `data` shards the batch, of nodes that are not configured.
+
+    The batch is the first dimension of every tensor computed from the inputs that is as long as the inputs' first.
+    """
+    sizes = {node.outputs[0].shape[0] for node in graph.inputs if node.outputs[0].shape}
+    from_inputs: set[str] = set()
+    allowed = dict(options)
+
+    def cuts_batch(shape: Sequence[int], layout: Layout) -> bool:
+        others = (placement for index, placement in enumerate(layout) if index != data)
+        return bool(shape) and shape[0] in sizes and any(placement == shard(0) for placement in others)
+
+    for name, node in graph.nodes.items():
+        if node.kind == INPUT or any(value.node in from_inputs for value in node.inputs):
+            from_inputs.add(name)
+            if name in configured:
+                continue
+            reads = [value.node in from_inputs for value in node.inputs]
+            kept = [
+                option
+                for option in allowed[name]
+                if not any(map(cuts_batch, (meta.shape for meta in node.outputs), option.outputs))
+                and not any(
+                    inside and cuts_batch(graph.meta(value).shape, layout)
+                    for inside, value, layout in zip(reads, node.inputs, option.inputs, strict=True)
+                )
+            ]
+            allowed[name] = kept or allowed[name]
+    return allowed
+
+
 def _partials_are_produced(allowed: Mapping[str, Sequence[Option]], node: Node, option: Option, data: int) -> bool:
     """Tell whether each partial tensor that `option` reads along mesh dimension `data` is produced as partial."""
     return all(

@@ -53,6 +53,7 @@ def propagate(
     semi_auto: str | None = None,
     data_dim: str | None = None,
     sequence_dim: str | None = None,
+    only_data_cuts_batch: bool = False,
     memory_limit: float | None = None,
     batch_norm: str = "sync",
     hardware: str = HARDWARE,
@@ -80,6 +81,8 @@ def propagate(
     sequence_dim
         The mesh dimension of context parallelism: as `data_dim`, but inputs are sharded there along their second
         dimension, the sequence. Attention then gathers keys and values, or exchanges the sequence for the heads.
+    only_data_cuts_batch
+        With `data_dim`: no other mesh dimension shards the first dimension of a batch, unless a strategy does.
     memory_limit
         Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` is then a lower bound
         of the cost of all plans within the limit.
@@ -126,6 +129,7 @@ def propagate(
         semi_auto or data_dim,
         semi_auto is not None,
         sequence_dim,
+        only_data_cuts_batch=only_data_cuts_batch,
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )
     plan = search.plan()

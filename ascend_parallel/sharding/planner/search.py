@@ -31,6 +31,7 @@ from ascend_parallel.sharding.planner.options import (
     differentiable_values,
     is_whole,
     signature,
+    with_batch_cut_only_by,
     without_partials,
 )
 from ascend_parallel.sharding.planner.pruning import solved_by_pruning
@@ -57,6 +58,7 @@ class Search:
     data: the mesh dimension along which tensors computed from the inputs are sharded, and parameters are whole.
     sequence: the mesh dimension along which they are sharded by the inputs' second dimension, the sequence.
     semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
+    only_data_cuts_batch: whether no other mesh dimension shards the batch.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     """
 
@@ -69,6 +71,7 @@ class Search:
     data: str | None = None
     semi_auto: bool = False
     sequence: str | None = None
+    only_data_cuts_batch: bool = False
     configured: dict[str, str] = field(default_factory=dict)
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
@@ -94,6 +97,8 @@ class Search:
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
+            if self.only_data_cuts_batch:
+                self.options = with_batch_cut_only_by(self.graph, self.options, self.configured, data)
         if self.sequence is not None:
             along = self.mesh.dim_names.index(self.sequence)
             self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)

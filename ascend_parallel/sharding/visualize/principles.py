@@ -24,6 +24,12 @@ from ascend_parallel.sharding.rules.registry import find
 from ascend_parallel.sharding.visualize.explain import text
 
 WEIGHTS, AXES, BOUNDARY, FUSED = 1, 2, 3, 4
+TITLES = {
+    WEIGHTS: "operators with weights",
+    AXES: "operators that change dimensions",
+    BOUNDARY: "operators before which the strategy changes",
+    FUSED: "fused operators",
+}
 MATMULS = ("matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "dot", "mv")
 REDUCTIONS = ("mean", "sum", "prod", "amax", "amin", "max", "min", "var", "std", "var_mean", "norm", "logsumexp")
 MOVES = (
