@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 from browser import chromium, look
+from timelines import made
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
+from ascend_parallel.diagnostics.timeline.files import write
 
 ROOT = Path(__file__).parents[2]
 MODEL = f"{ROOT}/examples/sharding/llama.py:small"
@@ -29,3 +31,11 @@ def test_the_look_finds_what_sticks_out(tmp_path):
     found = look(page, tmp_path / "wide.png")["found"]
     assert "outside: DIV" in found
     assert found[0].startswith("page: ")
+
+
+def test_the_report_of_a_timeline_fits_the_window(tmp_path):
+    for rank in range(2):
+        write(tmp_path, *made(rank, steps=3))
+    done = CliRunner().invoke(app, ["timeline", str(tmp_path), "--no-png"])
+    assert done.exit_code == 0, done.output
+    assert look(tmp_path / "report.html", tmp_path / "report.png") == {"width": 1280, "found": []}

@@ -17,7 +17,8 @@ PROBE = """<script>addEventListener('load', () => {
   for (const node of document.body.querySelectorAll('*')) {
     const box = node.getBoundingClientRect(), style = getComputedStyle(node);
     if (box.width && box.right > innerWidth + 1 && !scrolls(node)) found.push('outside: ' + node.tagName);
-    if (style.overflowX === 'hidden' && node.scrollWidth > node.clientWidth + 1) found.push('cut: ' + node.tagName);
+    if (/hidden|auto|scroll/.test(style.overflowX) && node.scrollWidth > node.clientWidth + 1)
+      found.push('cut: ' + node.tagName + '.' + node.className + ' ' + node.scrollWidth);
   }
   const note = document.createElement('pre');
   note.id = 'probe'; note.hidden = true; note.textContent = JSON.stringify({width: innerWidth, found});
