@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger("ascend_parallel")
 
@@ -40,3 +42,21 @@ class LogLevel:
         elif self._before is not None:
             log.setLevel(self._before)
             self._before = None
+
+
+@contextmanager
+def working(text: str, *, shown: bool) -> Iterator[None]:
+    """Show a line on a terminal's stderr during the block, and erase it; silent elsewhere, and if warnings are off.
+
+    shown: whether this rank shows it.
+    """
+    if not shown or not sys.stderr.isatty() or not log.isEnabledFor(logging.WARNING):
+        yield
+        return
+    sys.stderr.write(f"\r\x1b[Kascend_parallel: {text} ...")
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()

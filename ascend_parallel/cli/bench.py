@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
-from ascend_parallel.cli.output import console, errors
+from ascend_parallel.cli.output import console, errors, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.results import Row, plot, regions_in_words, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
@@ -110,7 +109,7 @@ def bench(
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
-        measured = _measure(request)
+        measured = _measure(request, as_json)
         rows = rows_of(request.names, measured["passes"])
         if as_json:
             typer.echo(json.dumps(_report(request, measured, rows), indent=1))
@@ -156,7 +155,7 @@ def tune(
             raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")
         if out is not None and out.exists():
             load_plan(str(out), "--out")  # refuse to overwrite a file that is not a plan
-        measured = _measure(replace(request, fused=False))
+        measured = _measure(replace(request, fused=False), as_json)
         plan = plan_of(measured["plan"])
         path = out if out is not None else cached_plan(plan.machine)
         if path.exists() and not differences(saved := load_plan(str(path), "--out"), plan.machine):
@@ -223,8 +222,8 @@ def _request(
     )
 
 
-def _measure(request: Request) -> dict[str, Any]:
-    with Console(stderr=True).status("starting the ranks", refresh_per_second=2) as status:
+def _measure(request: Request, as_json: bool) -> dict[str, Any]:
+    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
             request.ranks,

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.tree import Tree
 
-from ascend_parallel.cli.output import console, errors
+from ascend_parallel.cli.output import console, errors, progress_console
 
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import CheckpointReader
@@ -43,7 +42,7 @@ def show(
     """
     from ascend_parallel.training.checkpoint import CheckpointError, CheckpointReader, steps
 
-    with errors("checkpoint", CheckpointError), Console(stderr=True).status("comparing checksums"):
+    with errors("checkpoint", CheckpointError), progress_console(as_json).status("comparing checksums"):
         saved = CheckpointReader.open(path, step)
         description = _as_dict(saved, steps(path))
     if as_json:
@@ -81,7 +80,7 @@ def convert_command(
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
         source = open_source(path, step, [megatron_format])
-        with _progress("converting", len(source.kinds)) as progress:
+        with _progress("converting", len(source.kinds), as_json) as progress:
             written = convert(source, out, to, None if dtype is None else getattr(torch, dtype), progress)
     typer.echo(json.dumps({"written": str(written)}) if as_json else f"written: {written}")
 
@@ -102,7 +101,7 @@ def diff(
 
     with errors("checkpoint", CheckpointError):
         left, right = (open_source(path, others=[megatron_format]) for path in (first, second))
-        with _progress("comparing", len(left.kinds)) as progress:
+        with _progress("comparing", len(left.kinds), as_json) as progress:
             differences = list(compare(left, right, progress))
     if as_json:
         found = [{"name": name, "differs": how} for name, how in differences]
@@ -119,9 +118,9 @@ def diff(
 
 
 @contextmanager
-def _progress(title: str, count: int) -> Iterator[Callable[[str], object]]:
+def _progress(title: str, count: int, as_json: bool) -> Iterator[Callable[[str], object]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with Progress(*columns, console=progress_console(as_json), transient=True) as shown:
         task = shown.add_task(title, total=count)
         yield lambda name: shown.advance(task)
 

@@ -6,11 +6,10 @@ import json
 import os
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import ascend_parallel
-from ascend_parallel.cli.output import console
+from ascend_parallel.cli.output import console, progress_console
 from ascend_parallel.diagnostics.doctor import Report, examine
 
 WIDTH = 120  # of output that is not a terminal
@@ -37,8 +36,7 @@ def doctor(
         raise typer.BadParameter("one rank has nothing to communicate: give 2 or more", param_hint="--group")
     if os.environ.get("RANK", "0") != "0":
         return
-    errors = Console(stderr=True)
-    with errors.status("examining") as line:
+    with progress_console(as_json).status("examining") as line:
         report = examine(ascend_parallel._control, group, lambda step: line.update(f"examining {step}"))
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))

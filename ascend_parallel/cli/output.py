@@ -19,6 +19,11 @@ def console(width: int, *, highlight: bool = True) -> Console:
     return found
 
 
+def progress_console(as_json: bool) -> Console:
+    """Return the console of progress lines, on stderr: silent without a terminal, and for output in JSON."""
+    return Console(stderr=True, quiet=as_json)
+
+
 @contextmanager
 def errors(command: str, *kinds: type[Exception]) -> Iterator[None]:
     """Print a `ValueError`, `OSError` or one of `kinds` as one line; exit with 2, or with 1 if a rank failed."""

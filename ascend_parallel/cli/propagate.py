@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +15,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
-from ascend_parallel.cli.output import errors
+from ascend_parallel.cli.output import errors, progress_console
 from ascend_parallel.text import shown, whole
 
 MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
@@ -83,7 +83,7 @@ def propagate(
     from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
     from ascend_parallel.sharding.visualize.page import to_html
 
-    with errors("propagate", ImportError), Console(stderr=True).status("tracing") as status:
+    with errors("propagate", ImportError), progress_console(as_json).status("tracing") as status:
         if html is not None and not html.absolute().parent.is_dir():
             raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
         names, sizes = _mesh(mesh)
@@ -95,7 +95,8 @@ def propagate(
         built, args, kwargs = build_model(model)
         if advice:
             status.update("propagating with and without each operator")
-            typer.echo(str(advise(built, args, process_mesh, kwargs, hardware, data_dim)))
+            found = advise(built, args, process_mesh, kwargs, hardware, data_dim)
+            typer.echo(json.dumps(asdict(found), indent=1) if as_json else str(found))
             return
         graph = trace(built, args, kwargs)
         status.update(f"propagating over {len(graph.nodes)} nodes")
@@ -213,7 +214,7 @@ def strategy(
     from ascend_parallel.training.explain import as_dict, explain
     from ascend_parallel.training.loss import mean_loss
 
-    with errors("strategy", ImportError), Console(stderr=True).status("planning"):
+    with errors("strategy", ImportError), progress_console(as_json).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
             if file is not None and not file.absolute().parent.is_dir():
                 raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.consistency import DisagreementError, exchange
+from ascend_parallel.logs import working
 from ascend_parallel.ops.bits import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
@@ -166,7 +167,11 @@ class Tuner:
         return plan
 
     def _entry(self, case: Case, operator: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
-        with without_grad_and_modes():  # hide these matmuls from a selective checkpoint's policy
+        timing = (
+            f"timing {operator.run} {operator.operator} [{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
+        )
+        # The modes: hide these matmuls from a selective checkpoint's policy.
+        with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
             layer = Layer(case, group, self._settings, machine)
             parts = layer.parts(operator, ROUNDS)
             tune = measured if self._measure else confirmed

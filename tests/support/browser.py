@@ -1,0 +1,44 @@
+"""Look at a page in headless chromium: a screenshot, and what sticks out of the window or of its own frame."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+WIDTH, HEIGHT = 1280, 900
+# Of every element: is its right edge beyond the window, with no frame around it that scrolls? Is its text cut off?
+PROBE = """<script>addEventListener('load', () => {
+  const scrolls = node => node && (/auto|scroll/.test(getComputedStyle(node).overflowX) || scrolls(node.parentElement));
+  const found = [];
+  if (document.documentElement.scrollWidth > innerWidth) found.push('page: ' + document.documentElement.scrollWidth);
+  for (const node of document.body.querySelectorAll('*')) {
+    const box = node.getBoundingClientRect(), style = getComputedStyle(node);
+    if (box.width && box.right > innerWidth + 1 && !scrolls(node)) found.push('outside: ' + node.tagName);
+    if (/hidden|auto|scroll/.test(style.overflowX) && node.scrollWidth > node.clientWidth + 1)
+      found.push('cut: ' + node.tagName + '.' + node.className + ' ' + node.scrollWidth);
+  }
+  const note = document.createElement('pre');
+  note.id = 'probe'; note.hidden = true; note.textContent = JSON.stringify({width: innerWidth, found});
+  document.body.append(note);
+})</script>"""
+
+
+def chromium():
+    """The browser's program: $CHROMIUM, or the first of the usual names that is installed; None without one."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def look(page, picture):
+    """Write a screenshot of the page to `picture`; return the window's width and what is clipped."""
+    probed = Path(picture).with_suffix(".probed.html")
+    probed.write_text(Path(page).read_text(encoding="utf-8") + PROBE, encoding="utf-8")
+    words = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    words += [f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={Path(picture).with_suffix('.profile')}"]
+    done = []
+    for more in (f"--screenshot={picture}", "--dump-dom"):
+        done.append(subprocess.run([*words, more, probed.as_uri()], capture_output=True, text=True, timeout=120))
+        assert done[-1].returncode == 0, done[-1].stderr[-2000:]
+    return json.loads(re.search(r'<pre id="probe"[^>]*>(.*?)</pre>', done[-1].stdout, re.DOTALL)[1])
