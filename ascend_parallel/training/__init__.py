@@ -7,7 +7,7 @@ explain              the effect of each option, predicted
 train_step           the training step; runners/ run its forward and backward
 to_static            the training step of a model marked by shard_tensor
 loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused
-autocast             casts by operator, inserted into a plan (amp.level O1)
+autocast             casts by operator, inserted into a plan (amp.level O1); autocast_lists has the operators
 recompute            recompute of modules and functions
 batch_checks         checks that the ranks of a replica get the same batch
 masked_means         warnings about means over unequal counts

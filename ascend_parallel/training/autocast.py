@@ -25,7 +25,7 @@ from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.operator_strategy import operator_name, path_matches
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.text import nearest
-from ascend_parallel.training.autocast_lists import LOW_PRECISION
+from ascend_parallel.training.autocast_lists import FP32, LOW_PRECISION
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
 
 WIDE = torch.float32
