@@ -199,7 +199,8 @@ def hooked(group):
         model(x)
     handles.pop().remove()
     model.up.register_full_backward_hook(lambda module, input_gradients, output_gradients: None)
-    with pytest.raises(ValueError, match=r"up: the forward calls torch.Tensor.view_as"):
+    # torch gives the forward a copy of its input, made without gradients: no tensor that was traced
+    with pytest.raises(ValueError, match=r"up: the forward calls torch.nn.functional.linear\(a tensor of shape"):
         model(x)
 
 
