@@ -1,5 +1,7 @@
 """amp.level "O1" and amp.keep_fp32: casts by operator, on one rank as torch.autocast, on several as the whole model."""
 
+from unittest.mock import patch
+
 import gpt
 import pytest
 import torch
@@ -101,13 +103,13 @@ def test_float16_is_scaled(ranks):
         torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0)
 
 
+@patch.object(options, "DTYPES", ("bfloat16", "float64"))
 def narrowed(_group, given, dtype, **amp):
     """Train the GPT whose weights are fp32 with casts to `dtype`; return its losses and its farthest state from fp64.
 
     With "float64" as the lower precision all casts and layouts are those of a training in bf16, and their results are
     exact to fp32, which shows errors of the layouts.
     """
-    options.DTYPES = ("bfloat16", "float64")
     torch.manual_seed(0)
     model = gpt.GPT()
     truth = gpt.GPT().double()
