@@ -1,0 +1,101 @@
+"""Small random decoders of many architectures of Hugging Face transformers, without dropout."""
+
+import importlib
+from contextlib import contextmanager
+
+import torch
+import transformers
+
+VOCABULARY, ROWS, LENGTH = 96, 8, 16
+TOKENS = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DROPOUTS = (
+    "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop residual_dropout activation_dropout dropout "
+    "hidden_dropout_prob attention_probs_dropout_prob resid_dropout embed_dropout"
+)
+PLAIN = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+LLAMA = {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}
+HEADS = {**LLAMA, "head_dim": 16}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+DEEPSEEK = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+# The prefix of the configuration's name, and its options beyond TOKENS.
+ARCHITECTURES = {
+    "BioGpt": {**PLAIN, "intermediate_size": 96},
+    "CodeGen": GPT,
+    "Cohere": LLAMA,
+    "Cohere2": LLAMA,
+    "DeepseekV3": {**LLAMA, **DEEPSEEK, **ROUTED, "moe_intermediate_size": 48, "num_key_value_heads": 4}
+    | {"experts_implementation": "batched_mm"},
+    "DiffLlama": LLAMA,
+    "Ernie4_5": LLAMA,
+    "Exaone4": LLAMA,
+    "Falcon": PLAIN,
+    "GPTBigCode": GPT,
+    "GPTJ": GPT,
+    "GPTNeo": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "GPTNeoX": {**PLAIN, "intermediate_size": 96},
+    "Gemma": HEADS,
+    "Gemma2": HEADS,
+    "Gemma3Text": HEADS,
+    "Glm": HEADS,
+    "Glm4": HEADS,
+    "GptOss": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"},
+    "Granite": LLAMA,
+    "Helium": HEADS,
+    "HunYuanDenseV1": HEADS,
+    "Lfm2": {**LLAMA, "layer_types": ["conv", "full_attention"]},
+    "Llama4Text": {**HEADS, "num_local_experts": 2, "intermediate_size_mlp": 96},
+    "Mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    "Mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "Nemotron": LLAMA,
+    "OPT": {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Olmo": LLAMA,
+    "Olmo2": LLAMA,
+    "Olmoe": {**LLAMA, **EXPERTS},
+    "Persimmon": LLAMA,
+    "Phi": LLAMA,
+    "Phi3": LLAMA,
+    "Qwen3": HEADS,
+    "Qwen3Moe": {**HEADS, **EXPERTS, "moe_intermediate_size": 48},
+    "Rwkv": {"hidden_size": 64, "num_hidden_layers": 2},
+    "SeedOss": HEADS,
+    "SmolLM3": LLAMA,
+    "StableLm": LLAMA,
+    "Starcoder2": LLAMA,
+    "XLMRoberta": {**PLAIN, "intermediate_size": 96, "is_decoder": True},
+}
+
+
+def made(name):
+    """Return the decoder in float64 and in training mode, with the same random weights on every rank."""
+    without = dict.fromkeys(DROPOUTS.split(), 0.0)
+    config = getattr(transformers, f"{name}Config")(**{**TOKENS, **without, **ARCHITECTURES[name]})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).double().train()
+    for parameter in model.parameters():  # norms and biases that are not ones and zeros
+        parameter.data += torch.randn_like(parameter) * 0.02
+    return model
+
+
+def batch():
+    """Return tokens ``[rows, length]``, no padding among them."""
+    return (torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)),)
+
+
+@contextmanager
+def in_float64(model):
+    """Let a model of transformers compute its norms and softmaxes in float64, which it converts to float32."""
+    module = importlib.import_module(type(model).__module__)
+
+    class Doubled:
+        float32 = torch.float64
+
+        def __getattr__(self, attribute):
+            return getattr(torch, attribute)
+
+    kept, module.torch = module.torch, Doubled()
+    try:
+        yield
+    finally:
+        module.torch = kept
