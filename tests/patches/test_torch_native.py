@@ -223,6 +223,7 @@ def recorded(group, folder):
     with ascend_parallel.timeline.record(folder):
         step(model)
     ascend_parallel.configure(num_chunks=1)
+    torch.distributed.barrier(group)  # each rank writes its own file
     files, _ = read_run(Path(folder))
     return [(each.kind, each.direction) for each in files[group.rank()].passes]
 

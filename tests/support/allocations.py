@@ -1,6 +1,7 @@
 """How many bytes of tensors are alive at once while a function runs."""
 
 import gc
+import time
 import weakref
 
 import torch
@@ -48,6 +49,7 @@ def alive_bytes(function):
     with _Watch() as watch:
         result = function()
     gc.collect()  # what only cycles of references hold is not kept by the result
+    time.sleep(0.5)  # nor what gloo's threads let go shortly after a collective's wait has returned
     alive = watch.alive
     del result
     return alive
