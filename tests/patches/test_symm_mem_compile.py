@@ -3,11 +3,10 @@
 import sys
 import threading
 import types
-import uuid
-from contextlib import contextmanager
 
 import pytest
 import torch
+from compiling import compiling, fresh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -80,27 +79,6 @@ def step(model, run, x):
     loss = run(x).float().pow(2).mean().full_tensor()
     loss.backward()
     return [loss.detach(), *(p.grad.full_tensor() for p in model.parameters())], COUNTS.as_dict()
-
-
-@contextmanager
-def compiling(tag):
-    """Switch the pass on, in 2 chunks; with `tag`, what earlier runs left in torch's caches on disk is not found."""
-    import torch._inductor.config as options
-
-    ascend_parallel.configure(num_chunks=2)
-    torch._dynamo.reset()
-    try:
-        with options.patch(_micro_pipeline_tp=True, compile_threads=1), torch.compiler.config.patch(cache_key_tag=tag):
-            yield
-            ascend_parallel.unregister_symm_mem()
-    finally:
-        ascend_parallel.unregister_symm_mem()
-        ascend_parallel.configure()
-        torch._dynamo.reset()
-
-
-def fresh():
-    return uuid.uuid4().hex
 
 
 def trained(group, gated, dim, dtype, order, tag):
