@@ -17,6 +17,7 @@ import typer
 
 from ascend_parallel.cli.output import errors, progress_console
 from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 
 MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
 
@@ -29,9 +30,7 @@ def propagate(
     config: Annotated[Path | None, typer.Option(help="TOML file with strategies.")] = None,
     objective: Annotated[
         str,
-        typer.Option(
-            help="Cost to minimise: time (redistribution and computation) or redistribution (Python's default)."
-        ),
+        typer.Option(help="Cost to minimise: time (redistribution and computation) or redistribution (as published)."),
     ] = "time",
     semi_auto: Annotated[
         str | None,
@@ -47,7 +46,7 @@ def propagate(
     ] = None,
     hardware: Annotated[
         str, typer.Option(help="Hardware of the costs; ascend-parallel predict --list shows all.")
-    ] = "910b",
+    ] = DEFAULT_HARDWARE,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
     advice: Annotated[
         bool, typer.Option("--advise", help="The fewest operators to configure, with reasons and costs.")

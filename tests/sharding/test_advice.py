@@ -54,11 +54,11 @@ def test_the_short_configuration_gives_the_manual_layouts(name):
     example = published.EXAMPLES[name]()
     graph = trace(example.model, example.args)
     assert set(example.minimal) < set(example.manual)
-    manual = propagate(graph, MESH, example.manual)
-    short = propagate(graph, MESH, example.minimal)
+    manual = propagate(graph, MESH, example.manual, objective="redistribution")
+    short = propagate(graph, MESH, example.minimal, objective="redistribution")
     assert layouts(slice_replicated(short)) == layouts(slice_replicated(manual))
     assert slice_replicated(short).seconds == short.seconds == pytest.approx(manual.seconds, rel=1e-9)
-    assert layouts(propagate(graph, MESH)) != layouts(manual)
+    assert layouts(propagate(graph, MESH, objective="redistribution")) != layouts(manual)
 
 
 def principled(model, args, mesh=MESH, **options):
@@ -77,7 +77,9 @@ def test_the_principles_name_the_published_minimal_set(name):
     graph = trace(example.model, example.args)
     strategies = strategies_of(principled(example.model, example.args))
     assert named(graph, strategies) == named(graph, example.minimal)
-    assert propagate(graph, MESH, strategies).configured.keys() == named(graph, example.minimal)
+    assert propagate(graph, MESH, strategies, objective="redistribution").configured.keys() == named(
+        graph, example.minimal
+    )
 
 
 PRINCIPLES = {
@@ -334,7 +336,7 @@ def test_only_the_data_dimension_cuts_the_batch():
     free = advised_of_attention()[1]
     assert any("mp" in str(entry[0]) for each in free for entry in each.in_strategy if len(entry) > 2)
     args = (torch.zeros(512, 64, 512, device="meta"),)
-    assert propagate(trace(model, args), MESH, strategies_of(advised), data_dim="dp")
+    assert propagate(trace(model, args), MESH, strategies_of(advised), data_dim="dp", objective="redistribution")
     assert {each.pattern for each in advise(model, args, MESH, data_dim="dp").advised} <= {
         each.advised.pattern
         for each in proposals(

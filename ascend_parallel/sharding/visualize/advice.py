@@ -12,7 +12,7 @@ from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.options import Option
-from ascend_parallel.sharding.planner.propagate import HARDWARE, propagate
+from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.principles import TITLES
@@ -20,7 +20,7 @@ from ascend_parallel.sharding.visualize.proposals import Advised, Proposal, in_s
 from ascend_parallel.sharding.visualize.smallest_set import smallest_set
 from ascend_parallel.text import some_of
 from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 
 # Step times that differ by less than this share are equal.
 EQUAL = 1e-6
@@ -146,7 +146,7 @@ def advise(
     args: Sequence[Any],
     mesh: ProcessMesh,
     kwargs: Mapping[str, Any] | None = None,
-    hardware: str = HARDWARE,
+    hardware: str = DEFAULT_HARDWARE,
     data_dim: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
@@ -229,7 +229,7 @@ def _weight(advised: Advised) -> float:
     return WITH_WEIGHTS if 1 in advised.principles else NAMED if advised.principles else OTHER
 
 
-def step_seconds(plan: ShardingPlan, hardware: str = HARDWARE) -> float:
+def step_seconds(plan: ShardingPlan, hardware: str = DEFAULT_HARDWARE) -> float:
     """Return the predicted step time of a plan with any objective: its collectives and a rank's computation."""
     shape, model = tuple(plan.mesh.shape), CostModel(find_hardware(hardware))
     computing = 0.0
