@@ -63,7 +63,7 @@ def variants() -> dict[str, nn.Module]:
     graph = trace(whole, (torch.zeros(ROWS, WIDTH),))
     rows = dict.fromkeys(("inputs:*", "*:linear", "*:tanh"), (None, [("dp", 1)]))
     plans = {
-        kind: propagate(graph, mesh, rows | {"weights:*.weight": (None, [cut])})
+        kind: propagate(graph, mesh, rows | {"weights:*.weight": (None, [cut])}, objective="redistribution")
         for kind, cut in {"data parallel": (1, 1), "gathered": ("dp", 1)}.items()
     }
     sizes = {"each where it stands": 0, "1 MB": WEIGHT, "2 MB": 2 * WEIGHT, "25 MB": 25 << 20}

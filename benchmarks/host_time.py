@@ -140,7 +140,7 @@ class ByHand(nn.Module):
 def plan_of(model: nn.Module, x: torch.Tensor, mesh: ProcessMesh, batch: str = "") -> ShardingPlan:
     """Return the plan of column- and row-parallel layers; `batch` names the mesh dimension that shards the rows."""
     split = {} if mesh.size("mp") == 1 else {"*.up": ([(batch or 1, 1), ("mp", 1), None], None)}
-    return propagate(trace(model, (x,)), mesh, split)
+    return propagate(trace(model, (x,)), mesh, split, objective="redistribution")
 
 
 def growth(sizes: dict[str, int]) -> str:

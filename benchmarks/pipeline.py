@@ -53,7 +53,7 @@ def measured(schedule: str, several: int, count: int, rounds: int) -> tuple[list
     torch.manual_seed(0)
     model, x = Stack(2 * 2 * ranks), torch.randn(count * ROWS, WIDTH)
     meshes = [ProcessMesh([rank], ["mp"]) for rank in range(ranks)]
-    plan = propagate(trace(model, (x[:ROWS],)), meshes[0])
+    plan = propagate(trace(model, (x[:ROWS],)), meshes[0], objective="redistribution")
     by_layer = {f"layers.{layer}": layer * stages // (4 * ranks) for layer in range(4 * ranks)}
     pipeline = Pipeline(model, plan, by_layer, meshes, schedule=schedule, micro_batches=count, overlap=False)
     steps = []

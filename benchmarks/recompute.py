@@ -74,7 +74,9 @@ def rank(group: dist.ProcessGroup, rounds: int) -> dict[str, tuple[int, int, int
     torch.manual_seed(1)
     whole, tokens = GPT(LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH), torch.randint(VOCABULARY, (BATCH, LENGTH))
     batch = tokens, tokens.roll(-1, 1)
-    plan = propagate(trace(whole, batch), ProcessMesh(list(range(group.size())), ["mp"]), STRATEGIES)
+    plan = propagate(
+        trace(whole, batch), ProcessMesh(list(range(group.size())), ["mp"]), STRATEGIES, objective="redistribution"
+    )
     models = {
         name: parallelize(whole, plan, static=True, settings=Settings(num_chunks=2), recompute=Recompute(**options))
         for name, options in VARIANTS.items()

@@ -70,7 +70,7 @@ def _planned(graph: Graph, mesh: ProcessMesh, form: str) -> ShardingPlan:
     chosen |= dict.fromkeys(["layers.*.o", "layers.*.down"], (((None, None, "mp"), (None, "mp")), None))
     rows = (None, "mp" if form == "reduce-scatter" else None, None)
     chosen |= dict.fromkeys(["layers.*:add", "layers.*.norm?"], (None, (rows,)))
-    return propagate(graph, mesh, chosen)
+    return propagate(graph, mesh, chosen, objective="redistribution")
 
 
 def _step(sharded: nn.Module, batch: tuple[torch.Tensor, ...], backward: bool) -> Callable[[], object]:

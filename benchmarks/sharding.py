@@ -102,7 +102,7 @@ def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
     torch.manual_seed(1)
     whole = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     mesh = ProcessMesh(list(range(RANKS)), ["mp"])
-    plan = propagate(trace(whole, (torch.zeros(ROWS, 1, HIDDEN),)), mesh, STRATEGIES)
+    plan = propagate(trace(whole, (torch.zeros(ROWS, 1, HIDDEN),)), mesh, STRATEGIES, objective="redistribution")
     apart = parallelize(whole, plan, overlap=False, static=True)
     beside = parallelize(whole, plan, settings=Settings(num_chunks=chunks), static=True)
     styles: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from rich.console import Console
 from ascend_parallel.cli.output import errors
 from ascend_parallel.cli.propagate import build_model, bytes_of
 from ascend_parallel.text import size_of
-from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 from ascend_parallel.tuning.cost_model.models import find_model
 from ascend_parallel.tuning.cost_model.tables import lookup
 
@@ -33,7 +33,7 @@ def plan_training(
     ],
     ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks; all are used.")],
     memory: Annotated[str, typer.Option(metavar="BYTES", help="Memory of a rank, such as 60e9 or 60GB.")],
-    hardware: Annotated[str, typer.Option(help="Hardware of the costs; predict --list shows all.")] = "910b",
+    hardware: Annotated[str, typer.Option(help="Hardware of the costs; predict --list shows all.")] = DEFAULT_HARDWARE,
     batch: Annotated[
         int | None,
         typer.Option(

@@ -12,7 +12,13 @@ import typer
 from rich.console import Console
 
 from ascend_parallel.cli.output import console, errors
-from ascend_parallel.tuning.cost_model.hardware import Hardware, all_hardware, find_hardware, read_hardware
+from ascend_parallel.tuning.cost_model.hardware import (
+    DEFAULT_HARDWARE,
+    Hardware,
+    all_hardware,
+    find_hardware,
+    read_hardware,
+)
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
 from ascend_parallel.tuning.cost_model.models import Model, all_models, find_model, read_model
 from ascend_parallel.tuning.cost_model.published import PUBLISHED, PUBLISHED_HARDWARE, Assumptions, compare
@@ -45,7 +51,9 @@ Examples:
 
 ModelName = Annotated[str | None, typer.Option("--model", help="A preset; --list shows them.")]
 ModelFile = Annotated[Path | None, typer.Option(help="TOML file with layers, hidden, ffn, heads, vocab ...")]
-HardwareName = Annotated[str | None, typer.Option("--hardware", help="A preset; --list shows them.")]
+HardwareName = Annotated[
+    str | None, typer.Option("--hardware", help=f"A preset; --list shows them; default: {DEFAULT_HARDWARE}.")
+]
 HardwareFile = Annotated[Path | None, typer.Option(help="TOML file with a hardware's numbers.")]
 LinkRate = Annotated[str | None, typer.Option(help="Rate of each rank's link, such as 1gbit; cpu-gloo only.")]
 TensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel ranks.")]
@@ -145,9 +153,9 @@ def _refuse_beside_published(model: str | None, model_file: Path | None, list_al
 
 
 def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:
-    if (name is None) == (path is None):
+    if name is not None and path is not None:
         raise PlanningError(f"give either --hardware or --hardware-file. Known: {', '.join(all_hardware())}")
-    hardware = read_hardware(path) if path is not None else find_hardware(name or "")
+    hardware = read_hardware(path) if path is not None else find_hardware(name or DEFAULT_HARDWARE)
     if link is not None:
         hardware = hardware.with_link(link)
     return hardware if launch_us is None else hardware.with_launch(launch_us * 1e-6)

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import sys
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ import typer
 
 from ascend_parallel.cli.output import errors, progress_console
 from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 
 MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
 
@@ -30,9 +30,7 @@ def propagate(
     config: Annotated[Path | None, typer.Option(help="TOML file with strategies.")] = None,
     objective: Annotated[
         str,
-        typer.Option(
-            help="Cost to minimise: time (redistribution and computation) or redistribution (Python's default)."
-        ),
+        typer.Option(help="Cost to minimise: time (redistribution and computation) or redistribution (as published)."),
     ] = "time",
     semi_auto: Annotated[
         str | None,
@@ -48,15 +46,20 @@ def propagate(
     ] = None,
     hardware: Annotated[
         str, typer.Option(help="Hardware of the costs; ascend-parallel predict --list shows all.")
-    ] = "910b",
+    ] = DEFAULT_HARDWARE,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
-    advice: Annotated[bool, typer.Option("--advise", help="List the operators to configure, with reasons.")] = False,
+    advice: Annotated[
+        bool, typer.Option("--advise", help="The fewest operators to configure, with reasons and costs.")
+    ] = False,
     instructions: Annotated[
         bool,
         typer.Option(help="Print a rank's instructions, with the bytes that each allocates and frees."),
     ] = False,
     rank: Annotated[int, typer.Option(min=0, help="For --instructions: the rank.")] = 0,
     brief: Annotated[bool, typer.Option(help="Print only the summary of the plan.")] = False,
+    full: Annotated[
+        bool, typer.Option(help="Show every repeated layer; with --advise all operators that a principle names.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
 ) -> None:
     """Plan the sharding of a model from the strategies of a few operators, and explain the plan.
@@ -88,15 +91,18 @@ def propagate(
             raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
         names, sizes = _mesh(mesh)
         limit = None if memory_limit is None else bytes_of(memory_limit)
-        if advice and (semi_auto or limit):
-            raise ValueError("--advise compares automatic plans: leave out --semi-auto and --memory-limit")
+        if advice and (semi_auto or limit or config or instructions):
+            raise ValueError(
+                "--advise compares automatic plans: leave out --semi-auto, --memory-limit, --config and --instructions"
+            )
         process_mesh = ProcessMesh(torch.arange(prod(sizes)).view(sizes).tolist(), names)
         strategies = {} if config is None else read_strategies(config)
         built, args, kwargs = build_model(model)
         if advice:
-            status.update("propagating with and without each operator")
-            found = advise(built, args, process_mesh, kwargs, hardware, data_dim)
-            typer.echo(json.dumps(asdict(found), indent=1) if as_json else str(found))
+            found = advise(built, args, process_mesh, kwargs, hardware, data_dim, status.update)
+            if html is not None:
+                html.write_text(to_html(found.plan, found), encoding="utf-8")
+            typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else found.text(full=full))
             return
         graph = trace(built, args, kwargs)
         status.update(f"propagating over {len(graph.nodes)} nodes")

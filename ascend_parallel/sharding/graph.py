@@ -125,7 +125,7 @@ class Node:
     source: str = ""
     mark: Mark | None = None
 
-    @property
+    @cached_property
     def values(self) -> tuple[Value, ...]:
         """The tensors that the node produces."""
         return tuple(Value(self.name, index) for index in range(len(self.outputs)))

@@ -31,6 +31,7 @@ from ascend_parallel.training.options import (
 )
 from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
@@ -83,7 +84,7 @@ class Strategy:
     batch_norm: str = "sync"
     max_norm: float | None = None
     memory_limit: float | None = None
-    hardware: str = "910b"
+    hardware: str = DEFAULT_HARDWARE
 
     def __post_init__(self) -> None:
         """Check that the options fit together."""

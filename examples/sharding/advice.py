@@ -31,7 +31,14 @@ def main() -> tuple[Advice, float]:
     with torch.device("meta"):
         model, args = nn.Sequential(Attention(), Attention()), (torch.zeros(64, 128, 512),)
     advice = advise(model, args, mesh, data_dim="dp")
-    plan = propagate(trace(model, args), mesh, advice.strategies, data_dim="dp", only_data_cuts_batch=True)
+    plan = propagate(
+        trace(model, args),
+        mesh,
+        advice.strategies,
+        data_dim="dp",
+        only_data_cuts_batch=True,
+        objective="redistribution",
+    )
     return advice, plan.seconds
 
 

@@ -48,7 +48,7 @@ def main() -> int:
     batch = tokens[:, :-1], tokens[:, 1:]
 
     mesh = ProcessMesh(list(range(ranks)), ["mp"])
-    plan = propagate(trace(model, batch), mesh, read_strategies(STRATEGIES))
+    plan = propagate(trace(model, batch), mesh, read_strategies(STRATEGIES), objective="redistribution")
     sharded = parallelize(model, plan, settings=SETTINGS, static=True)
     losses, expected = train(sharded, batch), train(model, batch)
     worst = max(abs(loss / whole - 1) for loss, whole in zip(losses, expected, strict=True))

@@ -78,7 +78,9 @@ def train() -> tuple[list[float], list[float]]:
     classes = torch.randint(CLASSES, (MICRO_BATCHES * rows,))
 
     meshes = [ProcessMesh(list(range(first, first + each)), ["dp"]) for first in (0, each)]
-    plan = propagate(trace(model, (images[:rows], classes[:rows])), meshes[0], semi_auto="dp")
+    plan = propagate(
+        trace(model, (images[:rows], classes[:rows])), meshes[0], semi_auto="dp", objective="redistribution"
+    )
     pipeline = Pipeline(model, plan, None, meshes, schedule="1f1b", micro_batches=MICRO_BATCHES, local_inputs=False)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.05, momentum=0.9)
     losses = []

@@ -50,7 +50,7 @@ def train() -> tuple[list[float], list[float]]:
     batch = [torch.randn(ROWS * MICRO_BATCHES, 16, dtype=torch.float64) for _ in "xy"]
 
     graph = trace(model, tuple(tensor[:ROWS] for tensor in batch))
-    plan = propagate(graph, MESHES[0], STRATEGIES)
+    plan = propagate(graph, MESHES[0], STRATEGIES, objective="redistribution")
     pipeline = Pipeline(
         model,
         plan,

@@ -52,7 +52,7 @@ def test_the_command_predicts_a_shaped_link(run):
     [
         (("--model", "llama2-7o", "--hardware", "910b"), "did you mean llama2-7b?"),
         (("--model", "llama2-7b", "--hardware", "910b5"), "did you mean 910b?"),
-        (("--model", "llama2-7b"), "give either --hardware or --hardware-file"),
+        (("--model", "llama2-7b", "--hardware", "910b", "--hardware-file", "own.toml"), "give either --hardware or"),
         (("--hardware", "910b"), "give either --model or --model-file"),
         (("--model", "llama2-7b", "--hardware", "910b", "--tp", "0"), "Invalid value for '--tp'"),
         (("--model", "llama2-7b", "--hardware", "910b", "--recompute", "some"), "none, selective, full"),

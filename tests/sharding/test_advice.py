@@ -1,6 +1,10 @@
 """Advice after the four published principles, and the published examples with their short configurations."""
 
+import html
 import importlib.util
+import itertools
+import json
+import random
 import sys
 from pathlib import Path
 
@@ -11,10 +15,13 @@ from torch import nn
 
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.operator_strategy import named_nodes, operator_name
+from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes, operator_name
 from ascend_parallel.sharding.planner.propagate import propagate, slice_replicated
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.advice import advise, step_seconds
+from ascend_parallel.sharding.visualize.page import to_html
+from ascend_parallel.sharding.visualize.proposals import in_strategy, proposals
+from ascend_parallel.sharding.visualize.smallest_set import smallest_set
 
 FILE = Path(__file__).parents[2] / "examples" / "sharding" / "published.py"
 SPEC = importlib.util.spec_from_file_location("published_examples", FILE)
@@ -47,21 +54,32 @@ def test_the_short_configuration_gives_the_manual_layouts(name):
     example = published.EXAMPLES[name]()
     graph = trace(example.model, example.args)
     assert set(example.minimal) < set(example.manual)
-    manual = propagate(graph, MESH, example.manual)
-    short = propagate(graph, MESH, example.minimal)
+    manual = propagate(graph, MESH, example.manual, objective="redistribution")
+    short = propagate(graph, MESH, example.minimal, objective="redistribution")
     assert layouts(slice_replicated(short)) == layouts(slice_replicated(manual))
     assert slice_replicated(short).seconds == short.seconds == pytest.approx(manual.seconds, rel=1e-9)
-    assert layouts(propagate(graph, MESH)) != layouts(manual)
+    assert layouts(propagate(graph, MESH, objective="redistribution")) != layouts(manual)
+
+
+def principled(model, args, mesh=MESH, **options):
+    """Return the operators that the principles name, as `advise` finds them."""
+    plan = propagate(trace(model, args), mesh, objective="time", **options)
+    return [each.advised for each in proposals(plan) if each.advised.principles]
+
+
+def strategies_of(advised):
+    return {each.pattern: (each.in_strategy, None) for each in advised}
 
 
 @pytest.mark.parametrize("name", published.EXAMPLES)
-def test_advice_names_the_published_minimal_set(name):
+def test_the_principles_name_the_published_minimal_set(name):
     example = published.EXAMPLES[name]()
     graph = trace(example.model, example.args)
-    advice = advise(example.model, example.args, MESH)
-    assert not advice.notes
-    assert named(graph, advice.strategies) == named(graph, example.minimal)
-    assert propagate(graph, MESH, advice.strategies).configured.keys() == named(graph, example.minimal)
+    strategies = strategies_of(principled(example.model, example.args))
+    assert named(graph, strategies) == named(graph, example.minimal)
+    assert propagate(graph, MESH, strategies, objective="redistribution").configured.keys() == named(
+        graph, example.minimal
+    )
 
 
 PRINCIPLES = {
@@ -75,26 +93,8 @@ PRINCIPLES = {
 def test_operators_are_named_by_their_published_principle(name):
     example = published.EXAMPLES[name]()
     advice = advise(example.model, example.args, MESH)
-    assert {advised.pattern: advised.principles for advised in advice.advised} == PRINCIPLES[name]
-
-
-@pytest.mark.slow
-def test_leaving_out_costs_what_propagation_without_it_costs():
-    """Compare with two propagations; a layer without the strategy of its only weight is replicated."""
-    example = published.EXAMPLES["LlamaForCausalLM"]()
-    graph = trace(example.model, example.args)
-    advice = advise(example.model, example.args, MESH)
-    assert advice.seconds == pytest.approx(step_seconds(propagate(graph, MESH, advice.strategies)), rel=1e-12)
-    costs = {advised.pattern: advised.seconds for advised in advice.advised}
-    for pattern in ("lm_head", "model.layers.*.feed_forward.w2"):
-        rest = {other: strategy for other, strategy in advice.strategies.items() if other != pattern}
-        assert costs[pattern] == pytest.approx(step_seconds(propagate(graph, MESH, rest)) - advice.seconds, rel=1e-9)
-        assert costs[pattern] > 1e-3
-    assert {advised.count for advised in advice.advised if "layers" in advised.pattern} == {
-        2,
-        4,
-        6,
-    }  # once for both layers
+    assert {advised.pattern: advised.principles for advised in advice.named} == PRINCIPLES[name]
+    assert len(advice.advised) == 1
 
 
 def test_the_time_of_a_step_is_the_objective_time():
@@ -109,8 +109,8 @@ def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is
     """The published case of principle 3: convolutions, then a classifier of very many classes."""
     with torch.device("meta"):
         args = (torch.zeros(32, 3, 32, 32), torch.zeros(32, dtype=torch.long))
-        advice = advise(ResNet(channels=256, classes=262144), args, ProcessMesh([0, 1, 2, 3], ["mp"]))
-    found = {advised.pattern: advised for advised in advice.advised}
+        advised = principled(ResNet(channels=256, classes=262144), args, ProcessMesh([0, 1, 2, 3], ["mp"]))
+    found = {each.pattern: each for each in advised}
     assert [pattern for pattern in found if 3 in found[pattern].principles] == ["wide"]
     assert "before it the strategy along mp changes from S(0) to R" in found["wide"].reason
     assert found["conv1"].in_strategy[0] == ("mp", 1, 1, 1)
@@ -118,40 +118,182 @@ def test_the_boundary_between_a_data_parallel_front_and_a_model_parallel_back_is
     assert found[":mean"].principles == (2,)
 
 
-@pytest.mark.slow
-def test_operators_that_share_a_name_but_not_a_strategy_have_numbers():
-    """The small Llama transposes heads there and back in the same module; queries and keys are rotated alike."""
+def small_llama():
     tokens = torch.zeros(4, 512, dtype=torch.long, device="meta")
     with torch.device("meta"):
         model = Llama(layers=3, width=1024, heads=16, groups=8, wide=2816, vocabulary=32000, length=512)
-    advice = advise(model, (tokens, tokens), MESH)
-    assert not advice.notes
-    counts = {advised.pattern: advised.count for advised in advice.advised}
+    return model, (tokens, tokens)
+
+
+def test_operators_that_share_a_name_but_not_a_strategy_have_numbers():
+    """The small Llama transposes heads there and back in the same module; queries and keys are rotated alike."""
+    model, args = small_llama()
+    counts = {advised.pattern: advised.count for advised in principled(model, args)}
     assert counts["layers.*.attention:chunk"] == 6
-    assert counts["layers.*.norm1:mean"] == 3
+    assert counts["layers.*.norm2:mean"] == 3
+    assert (counts["layers.0.norm1:mean"], counts["layers.1-2.norm1:mean"]) == (1, 2)  # the first layer's differs
     assert counts["embedding"] == counts["head"] == 1
     transposes = [pattern for pattern in counts if ":transpose#" in pattern]
     assert len(transposes) > 1
     assert {counts[pattern] for pattern in transposes} == {3}
 
 
+def test_every_operator_that_computes_is_proposed_once():
+    """Also where the first and the last layer have a strategy of their own: they are named by their numbers."""
+    model, args = small_llama()
+    plan = propagate(trace(model, args), MESH, objective="time")
+    found = proposals(plan)
+    names = [node.name for each in found for node in each.nodes]
+    assert len(names) == len(set(names))
+    computing = {
+        node.name
+        for node in plan.graph.nodes.values()
+        if node.call and node.inputs and any(meta.dtype.is_floating_point for meta in node.outputs)
+    }
+    assert set(names) == computing
+    for each in found:
+        assert {node.name for node in named_nodes(plan.graph, each.advised.pattern)} == {x.name for x in each.nodes}
+        assert {repr(in_strategy(plan, node)) for node in each.nodes} == {repr(each.advised.in_strategy)}
+
+
 def test_the_linears_of_a_sequential_are_no_repeated_layers():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
-        advice = advise(model, (torch.zeros(512, 4096),), ProcessMesh([0, 1], ["mp"]))
-    assert [advised.pattern for advised in advice.advised] == ["0", "2"]
+        advised = principled(model, (torch.zeros(512, 4096),), ProcessMesh([0, 1], ["mp"]))
+    assert [each.pattern for each in advised] == ["0", "2"]
 
 
-def test_advice_reads_as_a_table():
+def small_gpt():
     with torch.device("meta"):
-        args = (torch.zeros(2, 64, dtype=torch.long),) * 2
-        advice = advise(GPT(2, 256, 4, 512, 64), args, ProcessMesh([0, 1], ["mp"]))
-    head, first, why, *_ = str(advice).splitlines()
+        return GPT(1, 1024, 16, 8192, 256), (torch.zeros(8, 256, dtype=torch.long),) * 2
+
+
+def mlp():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096)), (torch.zeros(512, 4096),)
+
+
+def small_vit():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(num_hidden_layers=2, hidden_size=1280, num_attention_heads=16)
+    with torch.device("meta"):
+        return transformers.ViTForImageClassification(config), (torch.zeros(64, 3, 224, 224),)
+
+
+SEARCHED = {
+    "mlp": (mlp, [0, 1], None, 1),
+    "gpt": (small_gpt, list(range(8)), None, None),
+    "gpt data": (small_gpt, [[0, 1], [2, 3]], "dp", None),
+    "vit": (small_vit, [[0, 1], [2, 3]], None, 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SEARCHED)
+def test_no_smaller_set_of_operators_reaches_the_least_time(case):
+    """Compare with all smaller sets, of the strategies of the plan of least time."""
+    make, ids, data, size = SEARCHED[case]
+    mesh = ProcessMesh(ids, ["dp", "mp"] if isinstance(ids[0], list) else ["mp"])
+    options = {"data_dim": data, "only_data_cuts_batch": data is not None}
+    model, args = make()
+    advice = advise(model, args, mesh, data_dim=data)
+    graph = trace(model, args)
+    automatic = propagate(graph, mesh, objective="time", **options)
+
+    def seconds(chosen):
+        return step_seconds(propagate(graph, mesh, strategies_of(chosen), objective="redistribution", **options))
+
+    assert advice.least == pytest.approx(step_seconds(automatic), rel=1e-12)
+    assert seconds(advice.advised) == pytest.approx(advice.least, rel=1e-6)
+    assert advice.smallest
+    assert size in (None, len(advice.advised))
+    candidates = [each.advised for each in proposals(automatic)]
+    for fewer in range(len(advice.advised)):
+        for chosen in itertools.combinations(candidates, fewer):
+            assert seconds(chosen) > advice.least * (1 + 1e-6), [each.pattern for each in chosen]
+    for left in advice.advised:
+        rest = [each for each in advice.advised if each is not left]
+        assert left.seconds == pytest.approx(seconds(rest) - advice.seconds, rel=1e-9)
+        assert left.seconds > 0
+
+
+@pytest.mark.slow
+def test_a_deep_vit_has_two_operators_to_configure():
+    """32 blocks of transformers: linear layers in each block, named once; before, 15 patterns were listed."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(num_hidden_layers=32, hidden_size=1280, num_attention_heads=16)
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(config)
+        advice = advise(model, (torch.zeros(64, 3, 224, 224),), ProcessMesh(list(range(8)), ["mp"]))
+    assert [each.count for each in advice.advised] == [32, 32]
+    assert all(each.seconds > 1e-3 and "vit.layers.*." in each.pattern for each in advice.advised)
+    assert advice.alone > 2 * advice.seconds
+    assert len(advice.named) >= 12
+    assert len(str(advice).splitlines()) < 10
+
+
+def test_where_propagation_alone_is_best_nothing_needs_configuring():
+    """A linear layer too small to gain from sharding."""
+    with torch.device("meta"):
+        advice = advise(nn.Linear(8, 8), (torch.zeros(4, 8),), ProcessMesh([0, 1], ["mp"]))
+    assert advice.advised == ()
+    assert advice.strategies == {}
+    ms = f"{1e3 * advice.least:.3f} ms a step"
+    assert str(advice) == (
+        f"nothing needs configuring: propagation alone reaches {ms}, the least, with both objectives"
+    )
+    assert "(1) operators with weights: " in advice.text(full=True)
+    assert advice.as_dict()["nothing_needs_configuring"] is True
+
+
+def test_advice_reads_as_a_table_and_its_json_and_page_say_the_same():
+    model, args = mlp()
+    advice = advise(model, args, ProcessMesh([0, 1], ["mp"]))
+    time, redistribution, head, *rows = str(advice).splitlines()
+    assert time.startswith("objective time: nothing needs configuring, propagation alone reaches ")
+    assert redistribution.endswith("ms, and no fewer reach it")
     assert head.split() == ["configure", "operators", "proposed", "strategy", "left", "out"]
-    assert first.startswith("tokens ")
-    assert "1 x embedding" in first
-    assert first.endswith(" ms")
-    assert why == "    (1) has the weight [512, 256]: its strategy decides which part a rank holds"
+    assert len(rows) == 2 * len(advice.advised)
+    (only,) = advice.advised
+    assert rows[0].split()[0] == only.pattern
+    assert rows[0].endswith(f"{1e3 * only.seconds:+.3f} ms")
+    assert rows[1].strip() == only.reason
+    found = json.loads(json.dumps(advice.as_dict()))
+    assert found["advised"][0]["pattern"] == only.pattern
+    assert found["advised"][0]["seconds"] == only.seconds
+    page = html.unescape(to_html(advice.plan, advice))
+    assert time in page
+    assert redistribution in page
+    assert f"<td>{only.strategy}</td>" in page
+    assert f"{1e3 * only.seconds:+.3f}</td>" in page
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_finds_the_lightest_of_random_sets(seed):
+    """Goals with known answers: those that some of a few drawn sets reach, and every set that holds one of them."""
+    draw = random.Random(seed)
+    count = draw.randint(3, 9)
+    answers = [frozenset(draw.sample(range(count), draw.randint(1, 4 if count > 4 else 2))) for _ in range(3)]
+    weights = [draw.choice((1.0, 1.01)) for _ in range(count)]
+
+    def attempt(chosen):
+        return None if any(answer <= chosen for answer in answers) else chosen
+
+    found, smallest = smallest_set(weights, attempt, 10_000)
+    assert smallest
+    assert sum(weights[each] for each in found) == min(sum(weights[each] for each in answer) for answer in answers)
+    cut, proven = smallest_set(weights, attempt, 1)
+    assert not proven
+    assert attempt(cut) is None
+    assert all(attempt(cut - {each}) is not None for each in cut)
+
+
+def test_numbers_of_layers_can_be_named():
+    model, args = small_llama()
+    graph = trace(model, args)
+    assert [node.module for node in named_nodes(graph, "layers.1-2.mlp.up")] == ["layers.1.mlp.up", "layers.2.mlp.up"]
+    with pytest.raises(StrategyError, match="names nothing"):
+        named_nodes(graph, "layers.3-9.mlp.up")
 
 
 class Attention(nn.Module):
@@ -178,58 +320,57 @@ class Layers(nn.Module):
         return x
 
 
-def advice_of_attention(data_dim):
+def advised_of_attention(**options):
     with torch.device("meta"):
         model = Layers()
-        return model, advise(model, (torch.zeros(512, 64, 512),), MESH, data_dim=data_dim)
+        return model, principled(model, (torch.zeros(512, 64, 512),), MESH, **options)
 
 
 def test_only_the_data_dimension_cuts_the_batch():
-    model, advice = advice_of_attention("dp")
-    cuts = [entry for advised in advice.advised for entry in advised.in_strategy]
+    model, advised = advised_of_attention(data_dim="dp", only_data_cuts_batch=True)
+    cuts = [entry for each in advised for entry in each.in_strategy]
     activations = [entry for entry in cuts if len(entry) > 2]
     assert activations
     assert {entry[0] for entry in activations} == {"dp"}
     assert not any("dp" in str(entry) for entry in cuts if len(entry) == 2)
-    free = advice_of_attention(None)[1]
-    assert any("mp" in str(entry[0]) for advised in free.advised for entry in advised.in_strategy if len(entry) > 2)
-    assert propagate(trace(model, (torch.zeros(512, 64, 512, device="meta"),)), MESH, advice.strategies, data_dim="dp")
+    free = advised_of_attention()[1]
+    assert any("mp" in str(entry[0]) for each in free for entry in each.in_strategy if len(entry) > 2)
+    args = (torch.zeros(512, 64, 512, device="meta"),)
+    assert propagate(trace(model, args), MESH, strategies_of(advised), data_dim="dp", objective="redistribution")
+    assert {each.pattern for each in advise(model, args, MESH, data_dim="dp").advised} <= {
+        each.advised.pattern
+        for each in proposals(
+            propagate(trace(model, args), MESH, objective="time", data_dim="dp", only_data_cuts_batch=True)
+        )
+    }
 
 
-def test_functional_matmuls_have_names_and_equal_suggestions_share_a_line_of_reasons():
-    model, advice = advice_of_attention("dp")
-    assert not advice.notes
-    named = {advised.pattern: advised.count for advised in advice.advised}
-    assert named["layers.*:matmul"] == 4
-    assert named["layers.*:transpose#0"] == 2
+def test_functional_matmuls_have_names():
+    model, advised = advised_of_attention(data_dim="dp", only_data_cuts_batch=True)
+    counts = {each.pattern: each.count for each in advised}
+    assert counts["layers.*.o"] == 2
+    assert counts["layers.0:matmul#0"] == counts["layers.1:matmul#0"] == 1  # of different strategies
     graph = trace(model, (torch.zeros(512, 64, 512, device="meta"),))
     first, second = (named_nodes(graph, f"layers.*:matmul#{number}") for number in (0, 1))
     assert [node.inputs[1].node.startswith("transpose") for node in (*first, *second)] == [True] * 4
     assert {node.name for node in (*first, *second)} == named_of(graph, "matmul")
     assert not {node.name for node in first} & {node.name for node in second}
-    lines = str(advice).splitlines()
-    linears = [
-        number for number, line in enumerate(lines) if line.startswith(("layers.*.q ", "layers.*.k ", "layers.*.v "))
-    ]
-    assert linears == list(range(linears[0], linears[0] + 3))
-    assert sum("has the weight [512, 512]" in line for line in lines) < 4
 
 
 def named_of(graph, operator):
     return {node.name for node in graph.nodes.values() if node.call and operator_name(node) == operator}
 
 
-def test_each_principle_says_what_it_names_and_saves():
-    model, advice = advice_of_attention(None)
-    ends = {line[:3]: line for line in str(advice).splitlines() if line[:1] == "("}
+def test_the_full_text_has_a_line_for_each_principle():
+    with torch.device("meta"):
+        advice = advise(Layers(), (torch.zeros(512, 64, 512),), MESH)
+    lines = advice.text(full=True).splitlines()
+    ends = {line[:3]: line for line in lines if line[:1] == "("}
     assert ends["(1)"].startswith("(1) operators with weights: layers.*.q, ")
-    assert ends["(1)"].endswith(f"without them {1e3 * advice.savings[1]:+.3f} ms")
     assert ends["(4)"] == "(4) fused operators: none"
-    graph = trace(model, (torch.zeros(512, 64, 512, device="meta"),))
-    for number, saved in advice.savings.items():
-        rest = {each.pattern: (each.in_strategy, None) for each in advice.advised if number not in each.principles}
-        without = step_seconds(propagate(graph, MESH, rest))
-        assert saved == pytest.approx(without - advice.seconds, abs=1e-12)
+    rows = [number for number, line in enumerate(lines) if line.startswith(("layers.*.q ", "layers.*.k "))]
+    assert rows[-1] - rows[-2] == 1  # equal strategies and reasons stand together
+    assert str(advice) == advice.text() == "\n".join(lines[: lines.index("")])
 
 
 def test_the_example_proposes_the_batch_along_dp_alone():
@@ -238,5 +379,6 @@ def test_the_example_proposes_the_batch_along_dp_alone():
     spec.loader.exec_module(example)
     advice, seconds = example.main()
     cuts = [entry for advised in advice.advised for entry in advised.in_strategy if len(entry) > 2]
-    assert {entry[0] for entry in cuts} == {"dp"}
+    assert {entry[0] for entry in cuts} <= {"dp"}
+    assert advice.advised
     assert 0 < seconds < advice.seconds

@@ -90,7 +90,9 @@ def attended(group, shape, masks, causal):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     chosen = {f"qkv.{block}": (((None, None, None), ("mp", None)), None) for block in range(2)}
     chosen |= {f"out.{block}": (((None, None, "mp"), (None, "mp")), None) for block in range(2)}
-    plan = propagate(trace(model, (x.clone().requires_grad_(),)), mesh_of((group.size(),)), chosen)
+    plan = propagate(
+        trace(model, (x.clone().requires_grad_(),)), mesh_of((group.size(),)), chosen, objective="redistribution"
+    )
     sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
     patch, operators = filled_operators()
     with late_collectives(), patch:

@@ -59,6 +59,7 @@ MODELS = {
 
 def data_parallel(model, x, mesh, strategies=None, **options):
     graph = trace(model, (x.clone().requires_grad_(),))
+    options = {"objective": "redistribution", **options}
     return propagate(graph, mesh, strategies or {}, semi_auto="dp", **options)
 
 

@@ -36,7 +36,9 @@ def x_of(seed, features=6):
 
 def stored(group):
     whole = made(History)
-    sharded = parallelize(whole, propagate(trace(whole, (x_of(0),)), mesh_of((2,))), static=True)
+    sharded = parallelize(
+        whole, propagate(trace(whole, (x_of(0),)), mesh_of((2,)), objective="redistribution"), static=True
+    )
     for seed in range(3):
         expected, found = whole(x_of(seed)), sharded(x_of(seed))
         torch.testing.assert_close(found, expected)
@@ -109,13 +111,17 @@ def refused(group):
         mlp(compile="all")
     whole = made(MLP)
     with pytest.raises(ValueError, match=r"compile=segments is for the graph only: give static=True"):
-        parallelize(whole, propagate(trace(whole, (x_of(1, whole.up.in_features),)), mesh_of((2,))), compile="segments")
+        parallelize(
+            whole,
+            propagate(trace(whole, (x_of(1, whole.up.in_features),)), mesh_of((2,)), objective="redistribution"),
+            compile="segments",
+        )
 
 
 def in_segments(group):
     whole = made(Blocks, 2, 8, 32)
     x = x_of(1, 8).reshape(2, 4, 8)
-    plan = propagate(trace(whole, (x,)), mesh_of((2,)))
+    plan = propagate(trace(whole, (x,)), mesh_of((2,)), objective="redistribution")
     alone, compiled = parallelize(whole, plan, static=True), parallelize(whole, plan, static=True, compile="segments")
     segments = [each for each in compiled.instructions(gradients=True).instructions if isinstance(each, Segment)]
     for _ in range(2):

@@ -154,6 +154,6 @@ def test_a_sequence_dimension_that_does_not_fit_is_refused():
     model, batch = model_and_batch(1)
     graph, mesh = trace(model, batch), ProcessMesh([0, 1], ["cp"])
     with pytest.raises(ValueError, match=r"sequence_dim='sp': give one of the mesh dimensions cp"):
-        propagate(graph, mesh, sequence_dim="sp")
+        propagate(graph, mesh, sequence_dim="sp", objective="redistribution")
     with pytest.raises(ValueError, match=r"another than that of the data"):
-        propagate(graph, mesh, semi_auto="cp", sequence_dim="cp")
+        propagate(graph, mesh, semi_auto="cp", sequence_dim="cp", objective="redistribution")

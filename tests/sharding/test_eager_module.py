@@ -116,7 +116,9 @@ class Normed(nn.Module):
 
 def running_statistics(group):
     whole, batch = made(Normed), (BATCHES["ResNet"](torch.Generator().manual_seed(7))[0],)
-    plan = propagate(trace(whole, batch), mesh_of((2,)), {"inputs:images": (None, [[Shard(0)]])})
+    plan = propagate(
+        trace(whole, batch), mesh_of((2,)), {"inputs:images": (None, [[Shard(0)]])}, objective="redistribution"
+    )
     static, eager = parallelize(whole, plan, static=True, overlap=False), copy.deepcopy(whole)
     parallelize(eager, plan)
     losses = [train(model, batch, 3)[0] for model in (whole, static, eager)]

@@ -47,7 +47,7 @@ class Calls(nn.Module):
 
 
 def plan_of(model, x, **options):
-    return propagate(trace(model, (x,)), MESH, **options)
+    return propagate(trace(model, (x,)), MESH, **{"objective": "redistribution", **options})
 
 
 def test_a_function_computes_what_it_did_and_says_who_configured():
@@ -123,7 +123,7 @@ def same(group):
     whole = Attention().double()
     eager = copy.deepcopy(whole)
     x = torch.randn(2, 4, 16, dtype=torch.float64)
-    plan = propagate(trace(whole, (x,)), ProcessMesh(list(range(group.size())), ["mp"]))
+    plan = propagate(trace(whole, (x,)), ProcessMesh(list(range(group.size())), ["mp"]), objective="redistribution")
     sharded = parallelize(whole, plan, static=True)
     assert sharded.w.shape == (16 // group.size(), 16)
     losses = [trained(model, x) for model in (sharded, parallelize(eager, plan), whole)]

@@ -25,7 +25,7 @@ SMALL = 3000  # bytes of a bucket: a model has several
 
 def data_parallel(whole, batch):
     mesh = ProcessMesh(list(range(dist.get_world_size())), ["dp"])
-    return propagate(trace(whole, batch), mesh, {}, semi_auto="dp")
+    return propagate(trace(whole, batch), mesh, {}, semi_auto="dp", objective="redistribution")
 
 
 def tokens_and_targets(count):

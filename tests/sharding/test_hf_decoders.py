@@ -103,7 +103,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 1024}
 
 def planned(model, args, kwargs, mesh):
     graph = trace(model, args, kwargs)
-    return propagate(graph, mesh, example.tensor_parallel(model), data_dim="dp")
+    return propagate(graph, mesh, example.tensor_parallel(model), data_dim="dp", objective="redistribution")
 
 
 def own_loss(group):
@@ -190,7 +190,7 @@ class Mapped(Regions):
 
 
 def columns(graph, mesh):
-    return propagate(graph, mesh, {"first": ([None, ("mp", 1), None], None)})
+    return propagate(graph, mesh, {"first": ([None, ("mp", 1), None], None)}, objective="redistribution")
 
 
 def regions(group, kind):

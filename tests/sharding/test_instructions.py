@@ -99,14 +99,14 @@ def test_a_register_that_is_read_too_late_is_found():
 def blocks_plan(count, mesh, **sizes):
     with torch.device("meta"):
         graph = trace(Blocks(count, **sizes), (torch.zeros(8, 128, sizes.get("width", 64)),))
-    return propagate(graph, mesh, column_and_row())
+    return propagate(graph, mesh, column_and_row(), objective="redistribution")
 
 
 def test_the_last_of_thousands_of_ranks_compiles_without_processes():
     mesh = ProcessMesh(torch.arange(64 * 128).reshape(64, 128), ["dp", "mp"])
     with torch.device("meta"):
         graph = trace(Blocks(3, width=256, wide=1024), (torch.zeros(64, 16, 256),))
-    plan = propagate(graph, mesh, column_and_row("dp"))
+    plan = propagate(graph, mesh, column_and_row("dp"), objective="redistribution")
     assert not dist.is_initialized()
     listed = list_instructions(plan, 64 * 128 - 1)
     assert not dist.is_initialized()
@@ -184,7 +184,7 @@ def step_peaks(group, rows):
     """Return the most bytes alive in a step by hand, and in a planned step."""
     torch.manual_seed(5)
     whole, x = Blocks(4), torch.randn(rows, 16, 64, generator=torch.Generator().manual_seed(1))
-    plan = propagate(trace(whole, (x,)), mesh_of((2,)), column_and_row() | HELD)
+    plan = propagate(trace(whole, (x,)), mesh_of((2,)), column_and_row() | HELD, objective="redistribution")
     models = [ByHand(whole, group), parallelize(whole, plan, static=True, settings=Settings())]
     peaks = []
     for model in models:
@@ -238,7 +238,7 @@ class Viewed(nn.Module):
 
 
 def test_a_view_holds_the_memory_of_its_base():
-    plan = propagate(trace(Viewed(), (torch.randn(8, 8),)), mesh_of((2,)))
+    plan = propagate(trace(Viewed(), (torch.randn(8, 8),)), mesh_of((2,)), objective="redistribution")
     listed = list_instructions(plan, gradients=False)
     (place,) = [place for place, each in enumerate(listed) if each.change == -8 * 8 * 4 and place > 2]
     assert "sum" in listed[place - 1].text  # of the second chunk

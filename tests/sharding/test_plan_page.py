@@ -64,7 +64,7 @@ def two_readers():
             "whole": ([(1, 1), ("mp", 1)], None),
             "sliced": ([(1, "mp"), (1, "mp")], None),
         }
-        PLANS["two"] = propagate(graph, ProcessMesh([0, 1], ["mp"]), cut)
+        PLANS["two"] = propagate(graph, ProcessMesh([0, 1], ["mp"]), cut, objective="redistribution")
     return PLANS["two"]
 
 
@@ -163,7 +163,7 @@ def test_folded_layers_with_other_layouts_are_counted():
         model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(4)))
         graph = trace(model, (torch.zeros(512, 1024),))
     cut = {f"{layer}.0": ([None, ("mp", 1) if layer < 3 else (1, "mp")], None) for layer in range(4)}
-    plan = propagate(graph, ProcessMesh([0, 1], ["mp"]), cut)
+    plan = propagate(graph, ProcessMesh([0, 1], ["mp"]), cut, objective="redistribution")
     (fold,) = (box for box in picture(plan).boxes.values() if box.kind == FOLDED)
     assert fold.lines[:2] == ["2 to 3: 2 more like 1", "1 with other layouts"]
 
@@ -187,7 +187,7 @@ def test_names_are_escaped():
         model = nn.ModuleDict({"a<b&c": nn.Linear(64, 64)})
         model.forward = lambda x: model["a<b&c"](x)
         graph = trace(model, (torch.zeros(8, 64),))
-    page = to_html(propagate(graph, ProcessMesh([0, 1], ["mp"])))
+    page = to_html(propagate(graph, ProcessMesh([0, 1], ["mp"]), objective="redistribution"))
     assert "a<b" not in page
     assert any("a<b&c linear" in text for text in svg(page).itertext())
 

@@ -64,7 +64,12 @@ class Two(nn.Module):
 
 
 def test_column_then_row_needs_one_reduction_each_way():
-    plan = propagate(trace(Two(), (torch.zeros(2048, 1024),)), mesh(mp=2), {"up": ([None, ("mp", 1)], None)})
+    plan = propagate(
+        trace(Two(), (torch.zeros(2048, 1024),)),
+        mesh(mp=2),
+        {"up": ([None, ("mp", 1)], None)},
+        objective="redistribution",
+    )
     assert layouts(plan, "up") == [("R", "S(0)", "S(1)")]
     assert layouts(plan, "down") == [("S(1)", "S(1)", "P(sum)")]
     assert plan.collectives() == {"all_reduce": 1}  # the input of the model has no gradient
@@ -166,7 +171,7 @@ def test_no_plan_costs_less(name, sizes, objective):
 
 def test_semi_automatic_mode_cuts_the_rest_along_the_data_alone():
     configured = {"layers.*.mlp.up": ([None, ("mp", 1)], None), "layers.*.mlp.down": ([None, (1, "mp")], None)}
-    plan = propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="dp")
+    plan = propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="dp", objective="redistribution")
     read = {value.node for name in plan.configured for value in plan.graph.nodes[name].inputs}
     weights = [name for name in read if plan.graph.nodes[name].kind == PARAMETER]
     assert {str(plan.layouts[Value(name)]) for name in weights} == {str((REPLICATE, shard(dim))) for dim in (0, 1)}
@@ -181,7 +186,7 @@ def test_semi_automatic_mode_cuts_the_rest_along_the_data_alone():
     assert layouts(plan, "layers.*.attention.q") == [("S(0)R", "R*R", "S(0)R")] * 2
     assert layouts(plan, "layers.*.mlp.up") == [("S(0)R*", "R*S(0)", "S(0)S(2)")] * 2
     with pytest.raises(ValueError, match="semi_auto='tp': give one of the mesh dimensions dp, mp"):
-        propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="tp")
+        propagate(graph_of("llama"), mesh(dp=2, mp=2), configured, semi_auto="tp", objective="redistribution")
 
 
 def test_a_data_dimension_cuts_the_batch_and_no_parameter():
@@ -198,7 +203,7 @@ def test_a_data_dimension_cuts_the_batch_and_no_parameter():
             assert str(layout[0]) == "S(0)" or layout[0].kind == "partial", name
     assert any("S" in str(plan.layouts[Value(node.name)][1]) for node in graph.nodes.values() if node.kind == CALL)
     with pytest.raises(ValueError, match="data_dim='dp': give one of the mesh dimensions dp, mp, and not semi_auto"):
-        propagate(graph, mesh(dp=2, mp=2), semi_auto="dp", data_dim="dp")
+        propagate(graph, mesh(dp=2, mp=2), semi_auto="dp", data_dim="dp", objective="redistribution")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -214,27 +219,29 @@ def test_the_price_of_memory_is_on_what_the_plan_counts(name):
 
 @pytest.mark.parametrize("share", [0.9, 0.6])
 def test_a_memory_limit_is_kept_and_its_price_is_bounded(share):
-    free = propagate(graph_of("llama"), mesh(mp=2), LAYER)
+    free = propagate(graph_of("llama"), mesh(mp=2), LAYER, objective="redistribution")
     limit = share * free.memory().total
-    tight = propagate(graph_of("llama"), mesh(mp=2), LAYER, memory_limit=limit)
+    tight = propagate(graph_of("llama"), mesh(mp=2), LAYER, memory_limit=limit, objective="redistribution")
     assert tight.memory().total <= limit
     assert free.cost <= tight.bound * (1 + 1e-9) <= tight.cost * (1 + 1e-9)
     with pytest.raises(MemoryLimitError, match="the least that was found is"):
-        propagate(graph_of("llama"), mesh(mp=2), LAYER, memory_limit=0.1 * free.memory().total)
+        propagate(
+            graph_of("llama"), mesh(mp=2), LAYER, memory_limit=0.1 * free.memory().total, objective="redistribution"
+        )
 
 
 def test_a_strategy_that_cannot_be_says_what_can():
     graph = trace(Two(), (torch.zeros(8, 1024),))
     with pytest.raises(StrategyError, match=r"up: aten.linear.default of \[8, 1024\], \[4096, 1024\] cannot have"):
-        propagate(graph, mesh(mp=3), {"up": ([None, ("mp", 1)], None)})
+        propagate(graph, mesh(mp=3), {"up": ([None, ("mp", 1)], None)}, objective="redistribution")
     with pytest.raises(StrategyError, match="uses mesh dimension mp twice"):
-        propagate(graph, mesh(mp=2), {"up": ([None, ("mp", "mp")], None)})
+        propagate(graph, mesh(mp=2), {"up": ([None, ("mp", "mp")], None)}, objective="redistribution")
     with pytest.raises(StrategyError, match="no mesh dimension is called 'tp'; there are mp"):
-        propagate(graph, mesh(mp=2), {"up": ([None, ("tp", 1)], None)})
+        propagate(graph, mesh(mp=2), {"up": ([None, ("tp", 1)], None)}, objective="redistribution")
     with pytest.raises(StrategyError, match="'upp' names nothing; there are down, up"):
-        propagate(graph, mesh(mp=2), {"upp": ([None, ("mp", 1)], None)})
+        propagate(graph, mesh(mp=2), {"upp": ([None, ("mp", 1)], None)}, objective="redistribution")
     with pytest.raises(StrategyError, match=r"several mesh dimensions have the size 2 \(dp=2, mp=2\)"):
-        propagate(graph, mesh(dp=2, mp=2), {"up": ([None, (2, 1)], None)})
+        propagate(graph, mesh(dp=2, mp=2), {"up": ([None, (2, 1)], None)}, objective="redistribution")
     with pytest.raises(ValueError, match="objective='speed': give one of redistribution, time"):
         propagate(graph, mesh(mp=2), objective="speed")
 
@@ -242,9 +249,9 @@ def test_a_strategy_that_cannot_be_says_what_can():
 def test_one_row_on_one_replica_stays_whole():
     graph = trace(Two(), (torch.zeros(1, 1024),))
     rows = {"up": ([("dp", 1), ("mp", 1)], None), "down": ([("dp", "mp"), (1, "mp")], None)}
-    plan = propagate(graph, mesh(dp=1, mp=2), rows)
+    plan = propagate(graph, mesh(dp=1, mp=2), rows, objective="redistribution")
     up = next(node for node in graph.nodes.values() if node.module == "up" and node.kind == CALL)
     assert plan.inputs[up.name][0][0] == REPLICATE
     assert plan.inputs[up.name][1][1] == shard(0)
     with pytest.raises(StrategyError, match=r"up: aten.linear.default of \[1, 1024\].* cannot have"):
-        propagate(graph, mesh(dp=2, mp=2), rows)
+        propagate(graph, mesh(dp=2, mp=2), rows, objective="redistribution")

@@ -115,7 +115,7 @@ def test_what_only_python_does_is_refused_by_a_graph(ranks, forward, below, said
 def refused_by_a_graph(group, forward, said):
     torch.manual_seed(0)
     model, x = Layer(globals()[forward]), torch.randn(2, 4)
-    plan = propagate(trace(model, (x,)), mesh_of((2,)))
+    plan = propagate(trace(model, (x,)), mesh_of((2,)), objective="redistribution")
     assert model.steps == 0
     with pytest.raises(ValueError, match=rf"the forward of Layer {said}, which a graph leaves out"):
         parallelize(model, plan, static=True)
@@ -171,7 +171,7 @@ def refused_hooks(group, static):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
         handle = register(model[2].weight, zeroed)
         with pytest.raises(ValueError, match=r"2\.weight has a hook on its gradient, which would not run"):
-            parallelize(model, propagate(trace(model, (x,)), mesh_of((2,))), static=static)
+            parallelize(model, propagate(trace(model, (x,)), mesh_of((2,)), objective="redistribution"), static=static)
         optimizer, strategy = torch.optim.SGD(model.parameters(), lr=0.1), Strategy(mode="data", mesh={"dp": 2})
         with pytest.raises(ValueError, match=r"2\.weight has a hook on its gradient"):
             train_step(model, (x,), optimizer, strategy, loss=squared, static=static)

@@ -142,7 +142,7 @@ def masks(group, static):
     model = nn.Sequential(nn.Dropout(0.5))
     x = torch.ones(64, 64)
     mesh = ProcessMesh(list(range(group.size())), dim_names=["x"])
-    plan = propagate(trace(model, (x,)), mesh, {"0": ([("x", 1)], None)})
+    plan = propagate(trace(model, (x,)), mesh, {"0": ([("x", 1)], None)}, objective="redistribution")
     torch.manual_seed(group.rank())
     module = parallelize(model, plan, static=static)
     first, second = module(x), module(x)

@@ -238,7 +238,9 @@ class Normed(nn.Module):
 def statistics(group):
     model = made(Normed)
     x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plan = propagate(trace(model, (x,)), mesh_of((2,)), {"up": ([("mp", None), None], None)})
+    plan = propagate(
+        trace(model, (x,)), mesh_of((2,)), {"up": ([("mp", None), None], None)}, objective="redistribution"
+    )
     found = []
     for recompute in (Recompute(), Recompute(modules=[""])):
         sharded = ShardedModule(model, plan, recompute=recompute)
@@ -311,7 +313,7 @@ def own_sums(group, options):
     whole = made(small_models.Llama)
     batch = BATCHES["Llama"](torch.Generator().manual_seed(7))
     cut = {"head": ([None, ("mp", None)], None), ":cross_entropy_loss": ([(None, "mp")], None)}
-    plan = propagate(trace(whole, batch), mesh_of((group.size(),)), cut)
+    plan = propagate(trace(whole, batch), mesh_of((group.size(),)), cut, objective="redistribution")
     assert plan.op_collectives
     found = []
     for recompute in (Recompute(), Recompute(**options)):

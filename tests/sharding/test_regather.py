@@ -26,7 +26,7 @@ class Scaled(nn.Module):
 
 def built():
     whole, x = made(Scaled), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
-    plan = propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp")
+    plan = propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp", objective="redistribution")
     sharded = ShardedModule(whole, sharded_parameters(plan, "mp"), local_inputs=True)
     rank = dist.get_rank()
     return sharded, x[2 * rank : 2 * rank + 2].clone()
@@ -66,7 +66,9 @@ class Deep(nn.Module):
 def recomputed(group, collectives):
     """Return the number of gathered weights alive after forward, and the number of gathers. Checks the gradients."""
     whole, x = made(Deep), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
-    plan = sharded_parameters(propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp"), "mp")
+    plan = sharded_parameters(
+        propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp", objective="redistribution"), "mp"
+    )
     recompute = Recompute(modules=["layers.*"], collectives=collectives)
     sharded = ShardedModule(whole, plan, recompute=recompute)
     loss = sharded(x)

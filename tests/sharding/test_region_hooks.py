@@ -21,7 +21,7 @@ def copying():
 def hooked(group, checkpointed):
     """Compare with the unsharded model; return the chunks that a region sent."""
     model, x = made(Norm), torch.randn((64, 3, 24), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
     sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
     if checkpointed:
         forward = sharded.forward

@@ -102,7 +102,7 @@ def test_a_stream_that_is_whole_along_dp_ends_a_region():
 def run_norm(group, shape, norm, dtype):
     model = made(Norm, norm).to(dtype)
     x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
     sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
     patch, seen = chunks_seen()
     with late_collectives(), patch:
@@ -131,7 +131,7 @@ def test_a_region_matches_the_unsharded_truth(ranks, count, shape, norm):
 def compare_bits(group, norm):
     model = made(Norm, norm, width=64, wide=256).float()
     x = torch.randn(512, 2, 64, generator=torch.Generator().manual_seed(1))
-    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
     found = []
     for region in (False, True):
         settings = Settings(num_chunks=4, region=region, region_rows=64)
@@ -158,7 +158,7 @@ def along_both(group):
     for block, dim in enumerate(("dp", "mp")):
         chosen[f"blocks.{block}.up"] = (((None, None, None), (dim, None)), None)
         chosen[f"blocks.{block}.down"] = (((None, None, dim), (None, dim)), None)
-    plan = propagate(traced(model, x), mesh_of((2, 2)), chosen)
+    plan = propagate(traced(model, x), mesh_of((2, 2)), chosen, objective="redistribution")
     sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
     with late_collectives():
         compare(model, sharded, x)
@@ -178,7 +178,7 @@ def faulty(group):
     """Return whether an operator that does not ask for its rows gives NaN, and what an exception leaves behind."""
     model = made(Norm)
     x = torch.randn(64, 3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
     sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
     with late_collectives(), mock.patch.object(Deferred, "rows", return_value=None):
         read = sharded(x).isnan().any().item()
@@ -252,7 +252,7 @@ ENDS = {
 @pytest.mark.parametrize("between, end", ENDS.values(), ids=ENDS)
 def test_what_ends_a_region(between, end):
     model, x = made(Norm, between=between), torch.randn(64, 3, 24, dtype=torch.float64)
-    plan = propagate(traced(model, x), mesh_of((2,)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((2,)), column_and_row(), objective="redistribution")
     listed = instructions_as_text(list_instructions(plan, settings=Settings(**REGION)))
     assert f"no region: no matmul reads its rows before {end}" in listed
     assert "run region" not in listed
@@ -260,7 +260,7 @@ def test_what_ends_a_region(between, end):
 
 def test_the_list_of_instructions_shows_regions():
     model, x = made(Norm), torch.randn(64, 3, 24, dtype=torch.float64)
-    plan = propagate(traced(model, x), mesh_of((2,)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((2,)), column_and_row(), objective="redistribution")
     listed = instructions_as_text(list_instructions(plan, settings=Settings(**REGION)))
     names = "blocks.0.down linear, add, norms.1 layer_norm, blocks.1.up linear, gelu, blocks.1.down linear, add"
     assert f"{names}; ends before the end" in listed
@@ -279,7 +279,7 @@ def reasons(group):
         compare(model, sharded, x)
         found += [each.alone for each in instructions(sharded, RunKernel) if each.alone]
     model, x = made(Norm), torch.randn(64, 3, 24, dtype=torch.float64)
-    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
     for options in ({"region_rows": 1000}, {"deterministic": True}):
         sharded = parallelize(model, plan, settings=Settings(**{**REGION, **options}), static=True)
         patch, seen = chunks_seen()
@@ -288,7 +288,7 @@ def reasons(group):
             compare(model, sharded, x)
         found.append(len(seen))
     model, x = made(Norm).float(), x.float()
-    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row())
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
     sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
     with late_collectives(), patch, torch.autocast("cpu", torch.bfloat16):
         y = sharded(x.requires_grad_())

@@ -89,7 +89,7 @@ def sharded_norm(group, row_dim, settings, dtype=torch.float32, shape=(256, 4, 6
     if row_dim:
         shape = (shape[1], shape[0], shape[2])
     x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    plan = propagate(traced(model, x), mesh_of((group.size(),)), scattered(row_dim))
+    plan = propagate(traced(model, x), mesh_of((group.size(),)), scattered(row_dim), objective="redistribution")
     return model, x, parallelize(model, plan, settings=settings, static=True)
 
 

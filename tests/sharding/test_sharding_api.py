@@ -112,7 +112,9 @@ def test_annotations_are_strategies():
     model = Block()
     assert shard(model.up, [None, ("mp", 1), ("mp",)]) is model.up
     assert annotated(model) == {"up": ([None, ("mp", 1), ("mp",)], None)}
-    plan = propagate(trace(model, (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"]), annotated(model))
+    plan = propagate(
+        trace(model, (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"]), annotated(model), objective="redistribution"
+    )
     assert plan.configured == {"linear": "up"}
     with pytest.raises(StrategyError, match="give in_strategy, out_strategy or both"):
         shard(model.up)
@@ -136,7 +138,9 @@ def test_strategies_from_a_file(tmp_path):
 
 def test_an_explanation_names_operators_reasons_and_collectives():
     mesh = ProcessMesh([0, 1], ["mp"])
-    plan = propagate(trace(Llama(), (TOKENS, TOKENS)), mesh, read_strategies(EXAMPLE / "llama.toml"))
+    plan = propagate(
+        trace(Llama(), (TOKENS, TOKENS)), mesh, read_strategies(EXAMPLE / "llama.toml"), objective="redistribution"
+    )
     text = explain(plan)
     for part in (
         "operators on a mesh of mp=2; objective redistribution",
@@ -149,7 +153,7 @@ def test_an_explanation_names_operators_reasons_and_collectives():
         "; backward: all_gather(dim 1, mp)",
     ):
         assert part in text, part
-    whole = propagate(plan.graph, mesh)
+    whole = propagate(plan.graph, mesh, objective="redistribution")
     assert diff(plan, plan) == []
     expected = "layers.0.attention.q linear: (R*, S(0)) -> S(2); other: (R, R) -> R"
     assert expected in diff(plan, whole)
@@ -172,7 +176,7 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
     mesh, cut = ProcessMesh([0, 1], ["mp"]), Placement("shard", 1)
     graph = trace(Twice(), (torch.zeros(512, 512),))
     strategies = {"up": ([None, ("mp", 1)], None)}
-    plan = propagate(graph, mesh, strategies)
+    plan = propagate(graph, mesh, strategies, objective="redistribution")
     assert {str(layout[0]) for layout in plan.inputs["twice"]} <= {"R", "R*"}
     said = "sharding_test.twice.default has no sharding rule: it runs whole on every rank, once, 0.00"
     assert said in caplog.text and "ms a step by the cost model of 910b" in caplog.text
@@ -181,7 +185,7 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
         torch.ops.sharding_test.twice.default,
         lambda call: [OpPlacements((REPLICATE,), (REPLICATE,)), OpPlacements((cut,), (cut,))],
     )
-    plan = propagate(graph, mesh, strategies)
+    plan = propagate(graph, mesh, strategies, objective="redistribution")
     assert plan.inputs["twice"] == ((cut,),)
     assert not caplog.text
 
@@ -197,9 +201,9 @@ def test_what_an_input_reads_is_refused():
     with pytest.raises(
         StrategyError, match="x is an input or a parameter, which reads nothing: give its layout as out_strategy"
     ):
-        propagate(graph, mesh, {"inputs:x": ([("mp", 1)], None)})
+        propagate(graph, mesh, {"inputs:x": ([("mp", 1)], None)}, objective="redistribution")
     with pytest.raises(ValueError, match=r"^hardware 'h200' is not known"):
-        propagate(graph, mesh, hardware="h200")
+        propagate(graph, mesh, hardware="h200", objective="redistribution")
 
 
 def test_a_model_that_communicates_is_refused():
@@ -209,12 +213,15 @@ def test_a_model_that_communicates_is_refused():
 
     graph = trace(Parallel(), (torch.zeros(4, 4),))
     with pytest.raises(ValueError, match="in the model is a rank's part of a parallel model"):
-        propagate(graph, ProcessMesh([0, 1], ["mp"]))
+        propagate(graph, ProcessMesh([0, 1], ["mp"]), objective="redistribution")
 
 
 def test_a_plan_is_shown_in_a_line():
     plan = propagate(
-        trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"]), {"up": ([None, ("mp", 1)], None)}
+        trace(Block(), (torch.zeros(4, 8),)),
+        ProcessMesh([0, 1], ["mp"]),
+        {"up": ([None, ("mp", 1)], None)},
+        objective="redistribution",
     )
     assert repr(plan).startswith("<ShardingPlan of 5 operators on ProcessMesh([0, 1], dim_names=['mp']): ")
     assert len(repr(plan)) < 200
@@ -235,7 +242,12 @@ def compiled(group):
     model = Llama(width=64, heads=4, groups=2, wide=96, length=32).double()
     tokens = torch.randint(64, (2, 33))
     batch = tokens[:, :-1], tokens[:, 1:]
-    plan = propagate(trace(model, batch), ProcessMesh([0, 1], ["mp"]), read_strategies(EXAMPLE / "llama.toml"))
+    plan = propagate(
+        trace(model, batch),
+        ProcessMesh([0, 1], ["mp"]),
+        read_strategies(EXAMPLE / "llama.toml"),
+        objective="redistribution",
+    )
     sharded = parallelize(model, plan, static=True)
 
     @torch.compile(backend="aot_eager")
@@ -261,7 +273,7 @@ def unlike(group):
     graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
     strategies = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
     with pytest.raises(ascend_parallel.DisagreementError) as error:
-        parallelize(Block(), propagate(graph, mesh, strategies), static=True)
+        parallelize(Block(), propagate(graph, mesh, strategies, objective="redistribution"), static=True)
     return str(error.value)
 
 

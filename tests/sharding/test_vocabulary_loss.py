@@ -44,7 +44,7 @@ def test_of_many_words_the_logits_are_not_gathered():
     mesh, rows = ProcessMesh([0, 1], ["mp"]), 4096
     with torch.device("meta"):
         graph = trace(Model(32000), (torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long)))
-    plan = propagate(graph, mesh, HEAD)
+    plan = propagate(graph, mesh, HEAD, objective="redistribution")
     assert plan.inputs["cross_entropy_loss"] == ((shard(1),), (REPLICATE,))
     assert plan.layouts[plan.graph.outputs] == (REPLICATE,)
     assert not [one for one in plan.conversions if one.value.node == "linear"]
@@ -57,7 +57,7 @@ def test_of_many_words_the_logits_are_not_gathered():
     assert "all_reduce(max, mp) 16.4 KB" in to_html(plan)
     assert plan.cost >= sum(step.seconds for step in steps) > 0
     assert plan.seconds == pytest.approx(plan.cost)
-    gathered = propagate(graph, mesh, HEAD | {LOSS: ([(None, None)], None)})
+    gathered = propagate(graph, mesh, HEAD | {LOSS: ([(None, None)], None)}, objective="redistribution")
     assert gathered.cost > 10 * plan.cost
     assert not gathered.op_collectives
 
@@ -69,7 +69,7 @@ def test_class_weights_and_probabilities_are_gathered():
         (Model(), torch.ones(ROWS, WORDS) / WORDS),
     ):
         with pytest.raises(StrategyError, match="cannot have"):
-            propagate(trace(model, (ids, given)), ProcessMesh([0, 1], ["mp"]), CUT)
+            propagate(trace(model, (ids, given)), ProcessMesh([0, 1], ["mp"]), CUT, objective="redistribution")
 
 
 def op_collective_event(model):
@@ -95,7 +95,7 @@ def same(group, shape, names, wanted, options):
         torch.manual_seed(0)
         models.append(Model(**options).double())
     graph, eager, whole = models
-    plan = propagate(trace(graph, batch()), mesh, wanted)
+    plan = propagate(trace(graph, batch()), mesh, wanted, objective="redistribution")
     assert len(plan.op_collectives["cross_entropy_loss"]) % 2 == 0
     graph = parallelize(graph, plan, static=True)
     eager = parallelize(eager, plan)
@@ -129,11 +129,15 @@ def lost(group):
     """A target beyond the vocabulary is an error on every rank, and bf16 is computed in fp32."""
     torch.manual_seed(0)
     model, given = Model(), batch()
-    sharded = parallelize(model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT), static=True)
+    sharded = parallelize(
+        model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT, objective="redistribution"), static=True
+    )
     with pytest.raises(RuntimeError, match="a target is beyond the classes"):
         sharded(given[0], given[1] + WORDS)
     model = model.bfloat16()
-    sharded = parallelize(model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT), static=True)
+    sharded = parallelize(
+        model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT, objective="redistribution"), static=True
+    )
     loss = sharded(*given)
     assert loss.dtype == torch.bfloat16
     torch.testing.assert_close(loss, model(*given))

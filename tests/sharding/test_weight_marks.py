@@ -36,6 +36,7 @@ class Blocks(nn.Module):
 
 def planned(model, shape, count, **options):
     graph = trace(model, (torch.zeros(shape, dtype=torch.float64, requires_grad=True),))
+    options = {"objective": "redistribution", **options}
     return propagate(graph, mesh_of((count,)), MARKS, hardware="cpu-gloo", **options)
 
 

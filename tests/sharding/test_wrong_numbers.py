@@ -85,7 +85,12 @@ def equal(group, kind, strategies):
     for overlap in (False, True):
         torch.manual_seed(0)
         whole = kind().double()
-        sharded = parallelize(whole, propagate(trace(whole, (x,)), mesh, strategies), overlap=overlap, static=True)
+        sharded = parallelize(
+            whole,
+            propagate(trace(whole, (x,)), mesh, strategies, objective="redistribution"),
+            overlap=overlap,
+            static=True,
+        )
         found, expected = (trained(model, x) for model in (sharded, whole))
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(sharded.full_state_dict(), dict(whole.state_dict()))
@@ -161,7 +166,7 @@ def wrongly(group):
         with pytest.raises(TypeError, match=message):
             wrong()
     model = nn.Linear(4, 4)
-    plan = propagate(trace(model, (torch.zeros(2, 4),)), mesh)
+    plan = propagate(trace(model, (torch.zeros(2, 4),)), mesh, objective="redistribution")
     for static in (True, False):
         with pytest.raises(TypeError, match=r"settings=\{\}: give ascend_parallel.Settings"):
             parallelize(model, plan, static=static, settings={})
@@ -218,7 +223,9 @@ def arguments(group):
     model = Flexible()
     x, a, one, two = torch.randn(4, 4, 4, dtype=torch.float64)
     sharded = parallelize(
-        model, propagate(trace(model, (x,), {"a": a, "b": {"one": one, "two": two}}), mesh), static=True
+        model,
+        propagate(trace(model, (x,), {"a": a, "b": {"one": one, "two": two}}), mesh, objective="redistribution"),
+        static=True,
     )
     expected = model(x, {"one": one, "two": two}, a)
     torch.testing.assert_close(sharded(x, {"one": one, "two": two}, a), expected)
@@ -252,7 +259,7 @@ def test_arguments_are_those_that_were_traced(ranks):
 def other_seed(group):
     torch.manual_seed(group.rank())
     model = nn.Linear(4, 4)
-    plan = propagate(trace(model, (torch.zeros(2, 4),)), ProcessMesh([0, 1], ["mp"]))
+    plan = propagate(trace(model, (torch.zeros(2, 4),)), ProcessMesh([0, 1], ["mp"]), objective="redistribution")
     with pytest.raises(ascend_parallel.DisagreementError, match="the model's parameters is"):
         parallelize(model, plan, static=True)
     return True
@@ -268,7 +275,12 @@ def beyond(group):
     torch.manual_seed(0)
     nn.init.normal_(model.weight)
     ids = torch.zeros(3, dtype=torch.long)
-    plan = propagate(trace(model, (ids,)), ProcessMesh([0, 1], ["mp"]), {":embedding": ([("mp", 1), None], None)})
+    plan = propagate(
+        trace(model, (ids,)),
+        ProcessMesh([0, 1], ["mp"]),
+        {":embedding": ([("mp", 1), None], None)},
+        objective="redistribution",
+    )
     sharded = parallelize(model, plan, static=True)
     torch.testing.assert_close(sharded(ids), model(ids))
     with pytest.raises(RuntimeError, match="beyond the embedding's rows"):

@@ -145,7 +145,7 @@ def planned(name, graph, mesh, rows_cut=False, data_dim=None, row_dim=1):
         layout = tuple({0: data_dim, row_dim: "mp"}.get(dim) for dim in range(3))
         norms = "layers.*.norm?:mul" if name == "Llama" else "layers.*.norm?"
         chosen |= dict.fromkeys(("layers.*:add", norms), (None, (layout,)))
-    return propagate(graph, mesh, chosen, data_dim=data_dim)
+    return propagate(graph, mesh, chosen, data_dim=data_dim, objective="redistribution")
 
 
 def tokens_of(count, generator, length=16, vocabulary=64):

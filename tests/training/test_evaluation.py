@@ -224,7 +224,9 @@ def attending(_group):
             return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
 
     x, model = torch.ones(2, 2, 4, 4), Attending()
-    sharded = parallelize(model, propagate(trace(model, (x,)), ProcessMesh([0, 1], ["dp"])), static=True)
+    sharded = parallelize(
+        model, propagate(trace(model, (x,)), ProcessMesh([0, 1], ["dp"]), objective="redistribution"), static=True
+    )
     with pytest.raises(ValueError, match="was traced in training mode"):
         sharded.eval()
 

@@ -32,7 +32,13 @@ def prepared(name, mesh_shape, zero_stage):
         plan = planned(name, trace(whole, batch), mesh_of(mesh_shape))
     else:
         batch = [tokens_of(6, torch.Generator().manual_seed(7)) for _ in range(2)]
-        plan = propagate(trace(whole, batch), ProcessMesh(list(range(*mesh_shape)), ["dp"]), {}, semi_auto="dp")
+        plan = propagate(
+            trace(whole, batch),
+            ProcessMesh(list(range(*mesh_shape)), ["dp"]),
+            {},
+            semi_auto="dp",
+            objective="redistribution",
+        )
     return whole, batch, sharded_parameters(plan, "dp") if zero_stage == 3 else plan
 
 
@@ -122,10 +128,10 @@ def kept_for_backward(group, mesh_shape, frozen):
     graph, found, gradients = trace(model, (x,)), [], []
     if len(mesh_shape) == 2:
         columns = dict.fromkeys(("one.*", "two.*"), ((("dp", None), ("mp", None)), None))
-        plan = propagate(graph, mesh_of(mesh_shape), columns)
+        plan = propagate(graph, mesh_of(mesh_shape), columns, objective="redistribution")
     else:
         rows = dict.fromkeys(("one.*", "two.*"), ((("dp", None), (None, None)), None))
-        plan = propagate(graph, ProcessMesh(list(range(*mesh_shape)), ["dp"]), rows)
+        plan = propagate(graph, ProcessMesh(list(range(*mesh_shape)), ["dp"]), rows, objective="redistribution")
     model(x).backward()
     truth = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     for regather in (True, False):

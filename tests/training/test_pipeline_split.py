@@ -22,7 +22,7 @@ R = (REPLICATE,)
 def crossing(**plan):
     graph = trace(made(Crossing), crossing_batch(4, torch.Generator().manual_seed(1)))
     meshes = lines(6, 3)
-    made_plan = by_hand(graph, meshes[0], **plan) if plan else propagate(graph, meshes[0])
+    made_plan = by_hand(graph, meshes[0], **plan) if plan else propagate(graph, meshes[0], objective="redistribution")
     return split_into_stages(made_plan, assign(graph, Crossing(), STAGES), meshes)
 
 

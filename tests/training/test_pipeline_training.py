@@ -67,7 +67,7 @@ def train(group, name, case, mesh_shape, overlap):
     generator = torch.Generator().manual_seed(7)
     graph = trace(whole, (draw(ROWS, generator), draw(ROWS, generator)))
     meshes = meshes_of(group.size(), groups, mesh_shape)
-    plan = planned(name, graph, meshes[0]) if mesh_shape else propagate(graph, meshes[0])
+    plan = planned(name, graph, meshes[0]) if mesh_shape else propagate(graph, meshes[0], objective="redistribution")
     pipeline = Pipeline(
         whole,
         plan,
@@ -161,7 +161,7 @@ def crossing(group, schedule):
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))
     meshes = lines(group.size(), group.size())
-    plan = propagate(graph, meshes[0])
+    plan = propagate(graph, meshes[0], objective="redistribution")
     losses = []
     batch = crossing_batch(16, generator)
     for local in (False, True):
@@ -228,7 +228,7 @@ def weighted(group):
     x, weights = torch.randn(8, 4, 4, dtype=torch.float64, generator=generator), torch.linspace(1, 2, 4).double()
     power = torch.tensor(1.5, dtype=torch.float64)
     meshes = lines(2, 2)
-    plan = propagate(trace(whole, (x[:2], weights), {"power": power}), meshes[0])
+    plan = propagate(trace(whole, (x[:2], weights), {"power": power}), meshes[0], objective="redistribution")
     pipeline = Pipeline(whole, plan, 2, meshes, micro_batches=4, broadcast_inputs=["weights"])
     pipeline.factor = 0.5
     expected = whole(x, weights, power)
@@ -279,7 +279,13 @@ def peaks(group, schedule):
     meshes = meshes_of(group.size(), group.size(), ())
     stages = stages_of("GPT", group.size())
     pipeline = Pipeline(
-        whole, propagate(graph, meshes[0]), stages, meshes, schedule=schedule, micro_batches=8, local_inputs=False
+        whole,
+        propagate(graph, meshes[0], objective="redistribution"),
+        stages,
+        meshes,
+        schedule=schedule,
+        micro_batches=8,
+        local_inputs=False,
     )
     batch = draw(64), draw(64)
     pipeline.step(*batch)
@@ -302,15 +308,23 @@ def unlike(group):
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))
     meshes = lines(3, 3)
-    make = functools.partial(Pipeline, whole, propagate(graph, meshes[0]), STAGES, meshes, overlap=False)
+    make = functools.partial(
+        Pipeline, whole, propagate(graph, meshes[0], objective="redistribution"), STAGES, meshes, overlap=False
+    )
     with pytest.raises(ValueError, match="schedule='zero_bubble', overlap=True: an overlapped matmul computes"):
         make(schedule="zero_bubble", micro_batches=4, overlap=True)
     with pytest.raises(ValueError, match=r"schedule='zero_bubble' with recomputed modules \(second\)"):
         make(schedule="zero_bubble", micro_batches=4, recompute=Recompute(modules=["second"]))
     with pytest.raises(ValueError, match="3 stages on 2 meshes"):
-        Pipeline(whole, propagate(graph, meshes[0]), STAGES, meshes[:2], micro_batches=4)
+        Pipeline(whole, propagate(graph, meshes[0], objective="redistribution"), STAGES, meshes[:2], micro_batches=4)
     with pytest.raises(ValueError, match="rank 0 is in several meshes"):
-        Pipeline(whole, propagate(graph, meshes[0]), STAGES, [*meshes[:2], meshes[0]], micro_batches=4)
+        Pipeline(
+            whole,
+            propagate(graph, meshes[0], objective="redistribution"),
+            STAGES,
+            [*meshes[:2], meshes[0]],
+            micro_batches=4,
+        )
     with pytest.raises(ValueError, match="broadcast_inputs: 'mask' is no input; there are x, present, targets"):
         make(micro_batches=4, broadcast_inputs=["mask"])
     with pytest.raises(DisagreementError, match="micro_batches is 4 on rank 0, 4 on rank 1, 5 on rank 2"):
@@ -320,7 +334,9 @@ def unlike(group):
             whole.scale += group.rank()
         make(micro_batches=4)
     whole = made(Crossing)
-    pipeline = Pipeline(whole, propagate(graph, meshes[0]), STAGES, meshes, micro_batches=4, overlap=False)
+    pipeline = Pipeline(
+        whole, propagate(graph, meshes[0], objective="redistribution"), STAGES, meshes, micro_batches=4, overlap=False
+    )
     x, present, targets = crossing_batch(16, generator)
     with pytest.raises(
         ValueError, match=r"x is \[15, 8\] of torch.float64, which cannot be cut along dimension 0 into"
@@ -345,7 +361,7 @@ def late(group):
     generator = torch.Generator().manual_seed(3)
     graph = trace(whole, crossing_batch(4, generator))
     meshes = lines(3, 3)
-    plan = propagate(graph, meshes[0])
+    plan = propagate(graph, meshes[0], objective="redistribution")
     pipeline = Pipeline(whole, plan, STAGES, meshes, micro_batches=4, overlap=False, timeout=timedelta(seconds=3))
     batch = crossing_batch(16, generator)
     pipeline.step(*batch)
@@ -371,7 +387,12 @@ def measure(group):
     graph = trace(whole, (draw(ROWS), draw(ROWS)))
     meshes = meshes_of(2, 2, ())
     pipeline = Pipeline(
-        whole, propagate(graph, meshes[0]), stages_of("Llama", 2), meshes, micro_batches=4, local_inputs=False
+        whole,
+        propagate(graph, meshes[0], objective="redistribution"),
+        stages_of("Llama", 2),
+        meshes,
+        micro_batches=4,
+        local_inputs=False,
     )
     return pipeline.measure(draw(4 * ROWS), draw(4 * ROWS))
 

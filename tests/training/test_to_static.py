@@ -174,7 +174,7 @@ def planned(_group):
     assert {"shard_tensor(up.weight)", "shard_tensor(norm.bias)", "shard(_resharded)"} <= configured
     other = ProcessMesh([0, 1, 2, 3], dim_names=["mp"])
     with pytest.raises(StrategyError, match=r"up\.weight is placed on a mesh of {'dp': 2, 'mp': 2}"):
-        propagate(graph, other)
+        propagate(graph, other, objective="redistribution")
 
 
 def test_a_plan_keeps_the_marks(ranks):

@@ -131,6 +131,7 @@ def _match(requested: Sequence[TensorPlacements | None], layouts: Sequence[Layou
 def named_nodes(graph: Graph, pattern: str) -> list[Node]:
     """Return the nodes that a pattern names; "*" matches any part of a path between two dots, or some of its letters.
 
+    "layers.0-31.mlp" names the layers 0 to 31.
     "layers.*.mlp.up": in each module of that path the calls with weights, or the only call. A colon adds the operator:
     "layers.*.attn:scaled_dot_product_attention", or "layers.*.attn:*attention"; "layers.*.attn:matmul#1" is the second
     of each module's matmuls; "inputs:tokens" is an input, "weights:layers.*.up.weight" a parameter.
@@ -178,9 +179,16 @@ def _calls(graph: Graph, path: str) -> list[Node]:
 
 
 def path_matches(path: str, pattern: str) -> bool:
-    """Tell whether a pattern names a path; "*" matches within a part between two dots."""
+    """Tell whether a pattern names a path; "*" matches within a part between two dots, "0-31" the numbers 0 to 31."""
     parts, patterns = path.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    return len(parts) == len(patterns) and all(map(_part_matches, parts, patterns))
+
+
+def _part_matches(part: str, pattern: str) -> bool:
+    first, dash, last = pattern.partition("-")
+    if dash and part.isdecimal() and first.isdecimal() and last.isdecimal():
+        return int(first) <= int(part) <= int(last)
+    return fnmatchcase(part, pattern)
 
 
 def _main_calls(graph: Graph, path: str) -> list[Node]:

@@ -26,12 +26,13 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
 from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 
 log = logging.getLogger("ascend_parallel")
 
 OBJECTIVES = ("redistribution", "time")
-HARDWARE = "910b"
+# What the command and Python plan with if nothing else is asked for.
+OBJECTIVE = "time"
 # Prices of a byte to try until a plan keeps the memory limit, each ten times the last; then steps of bisection.
 FIRST_PRICE = 1e-15
 PRICES = 12
@@ -49,14 +50,14 @@ def propagate(
     mesh: ProcessMesh,
     strategies: Mapping[str, object] | None = None,
     *,
-    objective: str = "redistribution",
+    objective: str = OBJECTIVE,
     semi_auto: str | None = None,
     data_dim: str | None = None,
     sequence_dim: str | None = None,
     only_data_cuts_batch: bool = False,
     memory_limit: float | None = None,
     batch_norm: str = "sync",
-    hardware: str = HARDWARE,
+    hardware: str = DEFAULT_HARDWARE,
     costs: MeshCosts | None = None,
 ) -> ShardingPlan:
     """Return a plan with a layout for every tensor of `graph` on `mesh`.
@@ -68,9 +69,9 @@ def propagate(
         Calls that no pattern names keep the strategy that `shard` gave their function, if any.
         No strategies with the objective "time" is the fully automatic mode.
     objective
-        "redistribution": the least cost of conversions, as in MindSpore's Sharding Propagation. Configure all operators
-        with weights, because running them whole on every rank costs no conversion. "time": adds each rank's computing
-        time; the default of the command ``ascend-parallel propagate``, which has to find a plan for any model.
+        "time": the least time of a step, of conversions and of each rank's computation; finds a plan for any model
+        without strategies. "redistribution": the least cost of conversions alone, as in MindSpore's Sharding
+        Propagation. Configure all operators with weights, because running them whole on every rank costs no conversion.
     semi_auto
         The mesh dimension of data parallelism. Tensors that are not configured are sharded along it or not at all, as
         in MindSpore's semi-automatic mode; inputs are sharded there along their first dimension. Parameters of

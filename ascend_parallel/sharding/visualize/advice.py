@@ -1,30 +1,34 @@
-"""Advises which operators to configure before propagation, with a strategy, a reason and the cost of leaving it out."""
+"""Advises which operators to configure before propagation: the fewest that reach the least step time."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
 
-from ascend_parallel.sharding.graph import CALL, Graph, Node
-from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
-from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes, operator_name, ordinals_of
-from ascend_parallel.sharding.planner.options import Option, signature
-from ascend_parallel.sharding.planner.propagate import HARDWARE, propagate
+from ascend_parallel.sharding.planner.options import Option
+from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.tracing.trace import trace
-from ascend_parallel.sharding.visualize.principles import TITLES, Reasons, principles
-from ascend_parallel.sharding.visualize.repeated_layers import layer_of, repeated
+from ascend_parallel.sharding.visualize.principles import TITLES
+from ascend_parallel.sharding.visualize.proposals import Advised, Proposal, in_strategy, proposals
+from ascend_parallel.sharding.visualize.smallest_set import smallest_set
 from ascend_parallel.text import some_of
 from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 
-Entry = Any
+# Step times that differ by less than this share are equal.
+EQUAL = 1e-6
+# The propagations to make for the smallest set.
+MOST = 300
+# What an operator weighs in the search: of sets of the same size that with the most operators with weights, then that
+# with the most operators that a principle names.
+WITH_WEIGHTS, NAMED, OTHER = 1.0, 1.0001, 1.01
 
 
 class Data(TypedDict):
@@ -34,57 +38,34 @@ class Data(TypedDict):
     only_data_cuts_batch: bool
 
 
-InStrategy = tuple[Entry, ...]
-"""For each input a tuple of cuts per dimension, or a list of placements if the input is a partial sum."""
-
-
-@dataclass(frozen=True)
-class Advised:
-    """An operator, or the same operator of every repeated layer.
-
-    pattern
-        The operator's name for `propagate`.
-    count
-        How many operators the pattern names.
-    principles, reason
-        The published principles that name the operator, and why, in a sentence.
-    in_strategy
-        The proposed strategy, from the automatic plan.
-    seconds
-        How much longer a step takes, computing and communicating, if this strategy alone is left out.
-    """
-
-    pattern: str
-    operator: str
-    count: int
-    principles: tuple[int, ...]
-    reason: str
-    in_strategy: InStrategy
-    seconds: float = 0.0
-
-    @property
-    def row(self) -> tuple[str, str, str, str]:
-        """The cells of a table: pattern, operators, strategy, cost."""
-        strategy = ", ".join(map(_text, self.in_strategy))
-        return self.pattern, f"{self.count} x {self.operator}", strategy, f"{1e3 * self.seconds:+.3f} ms"
-
-
 @dataclass(frozen=True)
 class Advice:
-    """The operators to configure.
+    """The operators to configure for the objective "redistribution".
 
+    advised
+        The smallest set of operators whose strategies, given to propagation, reach the least step time; empty if
+        nothing needs configuring.
+    smallest
+        Whether no smaller set does; otherwise too many propagations would have been needed to tell.
     seconds
-        Predicted time of a step, computing and communicating, with all proposed strategies.
-    savings
-        By principle, how much longer a step takes without any of the strategies that it proposes.
-    notes
-        Operators that should be configured but that no pattern names alone.
+        Predicted time of a step, computing and communicating, with these strategies.
+    least
+        The least time of a step: that of the plan with the objective "time", which needs no configuration.
+    alone
+        The time of a step if nothing is configured.
+    named
+        All operators that the published principles name, with the strategies of the plan of least time.
+    plan
+        The plan that propagation finds with the strategies, and the objective "redistribution".
     """
 
     advised: tuple[Advised, ...]
     seconds: float
-    notes: tuple[str, ...] = ()
-    savings: Mapping[int, float] = field(default_factory=dict)
+    least: float
+    alone: float
+    plan: ShardingPlan
+    named: tuple[Advised, ...] = ()
+    smallest: bool = True
 
     @property
     def strategies(self) -> dict[str, object]:
@@ -92,28 +73,72 @@ class Advice:
         return {advised.pattern: (advised.in_strategy, None) for advised in self.advised}
 
     def __str__(self) -> str:
-        """Return a text table, with times in ms; operators with equal strategies and reasons share their reason."""
-        heads = ("configure", "operators", "proposed strategy", "left out")
-        folded: dict[tuple[object, ...], list[Advised]] = {}
-        for advised in self.advised:
-            folded.setdefault((advised.operator, repr(advised.in_strategy), advised.reason), []).append(advised)
-        rows = [[advised.row for advised in same] for same in folded.values()]
-        widths = [max(map(len, column)) for column in zip(heads, *(row for each in rows for row in each), strict=True)]
-        lines = ["  ".join(map(str.ljust, heads, widths)).rstrip()]
-        for same, each in zip(folded.values(), rows, strict=True):
-            lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in each]
-            lines.append(f"    {same[0].reason}")
-        end = f"a step takes {1e3 * self.seconds:.3f} ms with all strategies, 'left out' longer without that strategy"
-        by_principle = [self._principle(number, title) for number, title in TITLES.items()]
-        return "\n".join([*lines, end, *by_principle, *(f"no pattern names it alone: {note}" for note in self.notes)])
+        """Return a text table, with times in ms."""
+        return self.text()
 
-    def _principle(self, number: int, title: str) -> str:
-        """Return what a principle names, and what its strategies save together."""
-        patterns = [advised.pattern for advised in self.advised if number in advised.principles]
-        if not patterns:
-            return f"({number}) {title}: none"
-        saved = f": without them {1e3 * self.savings[number]:+.3f} ms" if number in self.savings else ""
-        return f"({number}) {title}: {some_of(patterns, 6)}{saved}"
+    def text(self, *, full: bool = False) -> str:
+        """Return a text table, with times in ms; `full` adds all operators that the principles name."""
+        lines = [*self.headlines, *_table(self.advised, costs=True)]
+        return "\n".join([*lines, "", *self._principles()] if full else lines)
+
+    @property
+    def headlines(self) -> list[str]:
+        """What has to be configured for each objective, a line each."""
+        least = f"{1e3 * self.least:.3f} ms a step"
+        if not self.advised:
+            return [f"nothing needs configuring: propagation alone reaches {least}, the least, with both objectives"]
+        count = f"{len(self.advised)} operator{'s' if len(self.advised) > 1 else ''}"
+        no_fewer = "no fewer" if self.smallest else "fewer may"
+        return [
+            f"objective time: nothing needs configuring, propagation alone reaches {least}, the least",
+            f"objective redistribution: propagation alone reaches {1e3 * self.alone:.3f} ms a step; with {count} "
+            f"configured {1e3 * self.seconds:.3f} ms, and {no_fewer} reach it",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the advice as plain values for JSON, with times in seconds."""
+        return {
+            "nothing_needs_configuring": not self.advised,
+            "seconds": self.seconds,
+            "least_seconds": self.least,
+            "alone_seconds": self.alone,
+            "smallest": self.smallest,
+            "advised": [_plain(each) for each in self.advised],
+            "named": [_plain(each) for each in self.named],
+        }
+
+    def _principles(self) -> list[str]:
+        """Return lines with what the principles name."""
+        lines = ["The published principles name these operators:", *_table(self.named, costs=False)]
+        for number, title in TITLES.items():
+            patterns = [advised.pattern for advised in self.named if number in advised.principles]
+            lines.append(f"({number}) {title}: {some_of(patterns, 6) or 'none'}")
+        return lines
+
+
+def _plain(advised: Advised) -> dict[str, Any]:
+    """Return an operator's advice as plain values; a partial sum's placements are texts."""
+    cuts = [[str(each) for each in entry] if isinstance(entry, list) else entry for entry in advised.in_strategy]
+    return {**vars(advised), "in_strategy": cuts, "strategy": advised.strategy}
+
+
+def _table(advised: Sequence[Advised], *, costs: bool) -> list[str]:
+    """Return the lines of a table; operators with equal strategies and reasons share their reason."""
+    heads = ("configure", "operators", "proposed strategy", *(("left out",) if costs else ()))
+    folded: dict[tuple[object, ...], list[tuple[str, ...]]] = {}
+    for each in advised:
+        cells = (each.pattern, f"{each.count} x {each.operator}", each.strategy)
+        row = (*cells, f"{1e3 * each.seconds:+.3f} ms") if costs else cells
+        folded.setdefault((each.operator, each.strategy, each.reason), []).append(row)
+    rows = [row for same in folded.values() for row in same]
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, heads, widths)).rstrip()]
+    for (_, _, reason), same in folded.items():
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in same]
+        lines.append(f"    {reason}")
+    return lines
 
 
 def advise(
@@ -121,36 +146,90 @@ def advise(
     args: Sequence[Any],
     mesh: ProcessMesh,
     kwargs: Mapping[str, Any] | None = None,
-    hardware: str = HARDWARE,
+    hardware: str = DEFAULT_HARDWARE,
     data_dim: str | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Advice:
-    """Return which operators of ``model(*args, **kwargs)`` to configure, after the four published principles.
+    """Return the fewest operators of ``model(*args, **kwargs)`` to configure so that a step takes the least time.
 
-    The cost of leaving out a strategy is the difference between the step times of two plans, with all strategies and
-    without this strategy. Both plans come from propagation with the objective "redistribution", as published. A step
-    time includes all collectives and each rank's computation. Every line of advice takes a propagation.
+    Propagation with the objective "time" finds the plan of the least step time without any strategy. With the objective
+    "redistribution" it needs strategies. They come from that plan; the smallest set of operators is searched for by
+    propagating with some of them, from a few to hundreds of times. A step time includes all collectives and each rank's
+    computation. Of sets of the same size the search prefers operators with weights, then operators that one of the four
+    published principles names.
 
     data_dim
         The mesh dimension of data parallelism, as for `propagate`: it alone cuts the batch, and no weight.
+    progress
+        Called before each propagation with a line that says how far the search is.
     """
     graph = trace(model, args, kwargs)
     data: Data = {"data_dim": data_dim, "only_data_cuts_batch": data_dim is not None}
     automatic = propagate(graph, mesh, objective="time", hardware=hardware, **data)
-    proposals, notes = _proposals(automatic)
-    strategies = {advised.pattern: (advised.in_strategy, None) for advised in proposals}
-
-    def step(*without: str) -> float:
-        others = {pattern: strategy for pattern, strategy in strategies.items() if pattern not in without}
-        return step_seconds(propagate(graph, mesh, others, hardware=hardware, **data), hardware)
-
-    with_all = step()
-    advised = tuple(replace(proposal, seconds=step(proposal.pattern) - with_all) for proposal in proposals)
-    named = {number: [each.pattern for each in advised if number in each.principles] for number in TITLES}
-    savings = {number: step(*patterns) - with_all for number, patterns in named.items() if patterns}
-    return Advice(advised, with_all, tuple(notes), savings)
+    return _Search(graph, automatic, hardware, data, progress).advice()
 
 
-def step_seconds(plan: ShardingPlan, hardware: str = HARDWARE) -> float:
+class _Search:
+    """Propagations of a graph with some of the strategies of its plan of least time."""
+
+    def __init__(
+        self, graph: Graph, automatic: ShardingPlan, hardware: str, data: Data, progress: Callable[[str], None] | None
+    ) -> None:
+        self.graph, self.automatic, self.hardware, self.data, self.progress = graph, automatic, hardware, data, progress
+        self.least, self.proposals, self.tries = step_seconds(automatic, hardware), proposals(automatic), 0
+
+    def advice(self) -> Advice:
+        named = tuple(each.advised for each in self.proposals if each.advised.principles)
+        unconfigured = self.plan(frozenset())
+        alone = self.seconds(unconfigured)
+        if alone <= self.least * (1 + EQUAL):
+            return Advice((), alone, self.least, alone, unconfigured, named)
+        everything = frozenset(range(len(self.proposals)))
+        # The operators that no pattern names alone, and the layouts of results, are free: the least time that can be
+        # reached may be above that of the automatic plan.
+        goal = max(self.least, self.seconds(self.plan(everything)))
+        weights = [_weight(each.advised) for each in self.proposals]
+        chosen, smallest = smallest_set(weights, lambda some: self.attempt(some, goal), MOST)
+        plan = self.plan(chosen)
+        reached = self.seconds(plan)
+        advised = tuple(
+            replace(self.proposals[each].advised, seconds=self.seconds(self.plan(chosen - {each})) - reached)
+            for each in sorted(chosen)
+        )
+        return Advice(advised, reached, self.least, alone, plan, named, smallest)
+
+    def plan(self, chosen: frozenset[int]) -> ShardingPlan:
+        """Return the plan of propagation with the strategies of some proposals."""
+        self.tries += 1
+        if self.progress is not None:
+            self.progress(f"searching the fewest operators to configure: propagation {self.tries}")
+        advised = [self.proposals[each].advised for each in sorted(chosen)]
+        strategies = {each.pattern: (each.in_strategy, None) for each in advised}
+        return propagate(
+            self.graph, self.automatic.mesh, strategies, objective="redistribution", hardware=self.hardware, **self.data
+        )
+
+    def seconds(self, plan: ShardingPlan) -> float:
+        return step_seconds(plan, self.hardware)
+
+    def attempt(self, chosen: frozenset[int], goal: float) -> frozenset[int] | None:
+        """Return None if the chosen strategies reach the goal, else the proposals that the plan has anyway."""
+        plan = self.plan(chosen)
+        if self.seconds(plan) <= goal * (1 + EQUAL):
+            return None
+        return chosen | {index for index, each in enumerate(self.proposals) if _has(plan, each)}
+
+
+def _has(plan: ShardingPlan, proposal: Proposal) -> bool:
+    """Tell whether a plan gives a proposal's operators the proposed strategy."""
+    return all(in_strategy(plan, node) == proposal.advised.in_strategy for node in proposal.nodes)
+
+
+def _weight(advised: Advised) -> float:
+    return WITH_WEIGHTS if 1 in advised.principles else NAMED if advised.principles else OTHER
+
+
+def step_seconds(plan: ShardingPlan, hardware: str = DEFAULT_HARDWARE) -> float:
     """Return the predicted step time of a plan with any objective: its collectives and a rank's computation."""
     shape, model = tuple(plan.mesh.shape), CostModel(find_hardware(hardware))
     computing = 0.0
@@ -159,112 +238,3 @@ def step_seconds(plan: ShardingPlan, hardware: str = HARDWARE) -> float:
             option = Option(plan.inputs[node.name], plan.output_layouts(node))
             computing += seconds_of(node.call, option, shape, model)
     return plan.seconds + computing
-
-
-def _proposals(plan: ShardingPlan) -> tuple[list[Advised], list[str]]:
-    """Return the advice without costs, and notes on operators that no pattern names alone."""
-    reasons = principles(plan)
-    groups: dict[tuple[str, str], list[Node]] = {}
-    for name in reasons:
-        node = plan.graph.nodes[name]
-        groups.setdefault((repeated(node.module), operator_name(node)), []).append(node)
-    found: list[Advised] = []
-    notes: dict[str, None] = {}
-    for path, nodes in _alike(plan.graph, groups):
-        modules = list(dict.fromkeys(node.module for node in nodes))
-        # A layer from the middle stands for all layers, so that the strategies of its operators fit together.
-        chosen = [node for node in nodes if node.module == modules[len(modules) // 2]]
-        strategies = {repr(_in_strategy(plan, node)) for node in chosen}
-        pattern, operator = _pattern(plan.graph, path, nodes), operator_name(chosen[0])
-        why = {number: why for node in reversed(chosen) for number, why in reasons[node.name].items()}
-        reason = "; ".join(f"({number}) {why[number]}" for number in sorted(why))
-        if pattern is None or len(strategies) > 1:
-            numbered = _numbered(plan, path, nodes, reasons)
-            if numbered:
-                found += numbered
-                continue
-            notes[f"{operator} in {path or 'the model'}: {reason}; give each call its own module"] = None
-            continue
-        strategy = _in_strategy(plan, chosen[0])
-        found.append(Advised(pattern, operator, len(nodes), tuple(sorted(why)), reason, strategy))
-    return found, list(notes)
-
-
-def _numbered(plan: ShardingPlan, path: str, nodes: Sequence[Node], reasons: Mapping[str, Reasons]) -> list[Advised]:
-    """Return advice for each of a module's calls of one operator by its number; [] if numbers do not name them alone.
-
-    So functional matmuls that share a module have names: "layers.*.attention:matmul#0".
-    """
-    operator, ordinals = operator_name(nodes[0]), _ordinals(plan.graph, nodes)
-    found = []
-    for number in sorted({ordinals[node.name] for node in nodes}):
-        members = [node for node in nodes if ordinals[node.name] == number]
-        pattern = f"{path}:{operator}#{number}"
-        node = members[len(members) // 2]
-        if {each.name for each in named_nodes(plan.graph, pattern)} != {each.name for each in members}:
-            return []
-        why = reasons[node.name]
-        reason = "; ".join(f"({principle}) {why[principle]}" for principle in sorted(why))
-        strategy = _in_strategy(plan, node)
-        found.append(Advised(pattern, operator, len(members), tuple(sorted(why)), reason, strategy))
-    return found
-
-
-def _ordinals(graph: Graph, nodes: Sequence[Node]) -> dict[str, int]:
-    """Return which of its module's calls of the operator each node is, by name."""
-    modules, operator = {node.module for node in nodes}, operator_name(nodes[0])
-    calls = [node for node in graph.nodes.values() if node.kind == CALL and node.module in modules]
-    return ordinals_of([call for call in calls if operator_name(call) == operator])
-
-
-def _alike(graph: Graph, groups: Mapping[tuple[str, str], list[Node]]) -> Iterator[tuple[str, list[Node]]]:
-    """Yield paths and their operators: a common path for equal repeated layers, separate paths for unequal layers.
-
-    A layer has several operators. So the numbered modules of an nn.Sequential, of an operator each, are not layers.
-    """
-    sizes = Counter(layer_of(node.module) for node in graph.nodes.values() if node.kind == CALL)
-    for (path, _), nodes in groups.items():
-        modules: dict[str, list[Node]] = {}
-        for node in nodes:
-            modules.setdefault(node.module, []).append(node)
-        kinds = {tuple(map(signature, members)) for members in modules.values()}
-        alike = len(modules) == 1 or (len(kinds) == 1 and all(sizes[layer_of(module)] > 1 for module in modules))
-        yield from [(path, nodes)] if alike else modules.items()
-
-
-def _pattern(graph: Graph, path: str, nodes: Sequence[Node]) -> str | None:
-    """Return the shortest pattern that names these operators and no others; None if there is none."""
-    names = {node.name for node in nodes}
-    for pattern in (path, f"{path}:{operator_name(nodes[0])}"):
-        try:
-            named = {node.name for node in named_nodes(graph, pattern)} if pattern else set()
-        except StrategyError:  # the path alone is ambiguous: the module has several operators
-            continue
-        if named == names:
-            return pattern
-    return None
-
-
-def _in_strategy(plan: ShardingPlan, node: Node) -> InStrategy:
-    """Return the layouts of an operator's inputs as a strategy that `propagate` takes."""
-    assert node.call is not None
-    pairs = zip(node.call.inputs, plan.inputs[node.name], strict=True)
-    return tuple(_cuts(len(meta.shape), layout, plan.mesh.dim_names) for meta, layout in pairs)
-
-
-def _cuts(dims: int, layout: Layout, names: Sequence[str]) -> Entry:
-    if any(placement.kind == "partial" for placement in layout):
-        return [placement.placement for placement in layout]
-    cut: list[tuple[str, ...]] = [()] * dims
-    for placement, name in zip(layout, names, strict=True):
-        if placement.kind == "shard":
-            cut[placement.dim] = (*cut[placement.dim], name)
-    return tuple(1 if not by else by[0] if len(by) == 1 else by for by in cut)
-
-
-def _text(entry: Entry) -> str:
-    """Return a tensor's strategy without quotes, such as "(dp, 1, mp)"."""
-    if isinstance(entry, list):
-        return " ".join(map(str, entry))
-    parts = ["*".join(cut) if isinstance(cut, tuple) else str(cut) for cut in entry]
-    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"

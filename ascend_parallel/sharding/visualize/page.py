@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.visualize.advice import Advice
 from ascend_parallel.sharding.visualize.explain import summary, text
 from ascend_parallel.sharding.visualize.graph_drawing import Point, draw
 from ascend_parallel.sharding.visualize.picture import NodeBox, Picture, layout_text, picture, step_texts
@@ -24,14 +25,19 @@ TEMPLATE = Path(__file__).with_name("page.html.jinja")
 Row = tuple[str, str, str, tuple[str, ...], tuple[str, ...]]
 
 
-def to_html(plan: ShardingPlan) -> str:
-    """Return the page. Of equal repeated layers two are drawn; the others are counted."""
+def to_html(plan: ShardingPlan, advice: Advice | None = None) -> str:
+    """Return the page. Of equal repeated layers two are drawn; the others are counted.
+
+    advice
+        Is shown below the summary.
+    """
     drawn = picture(plan)
     colours = _colours(plan, drawn)
     memory = plan.memory()
     return render(
         TEMPLATE,
         summary=summary(plan),
+        advice=advice,
         legend=_legend(colours),
         drawn=drawn,
         drawing=draw({name: _size(box) for name, box in drawn.boxes.items()}, drawn.arrows),

@@ -23,7 +23,7 @@ from ascend_parallel.training.degrees.rescaling import Rescaled
 from ascend_parallel.training.degrees.space import Degrees, choices, meshes, sizes
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions
-from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 
 # Results that a search returns.
 BEST = 10
@@ -99,7 +99,7 @@ def search_degrees(
     *,
     ranks: int,
     memory: float,
-    hardware: str = "910b",
+    hardware: str = DEFAULT_HARDWARE,
     loss: Loss = mean_loss,
     amp: AmpOptions | None = None,
     progress: Progress | None = None,

@@ -25,6 +25,8 @@ from ascend_parallel.tuning.cost_model.tables import (
     sourced_numbers,
 )
 
+# The hardware of every prediction and plan, in Python and of the commands, if none is named.
+DEFAULT_HARDWARE = "910b"
 TOPOLOGIES = ("mesh", "ring")
 MOST_BITS = 1e15
 Steps = tuple[tuple[float, ...], ...]
