@@ -162,7 +162,8 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
         with torch.device("meta"):
             returned = getattr(module, name)()
     except Exception as error:  # the user's own function
-        raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
+        why = "the function is called on torch's device 'meta', whose tensors have shapes alone: it cannot load weights"
+        raise ValueError(f"{text} raised {type(error).__name__}: {error}\n{why}") from error
     fits = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
     expected = "(model, batch) or (model, batch, loss)" if with_loss else "(model, args) or (model, args, kwargs)"
     if not fits:
