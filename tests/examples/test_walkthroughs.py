@@ -5,6 +5,8 @@ import re
 import pytest
 from walkthrough import losses, missing, walk
 
+from ascend_parallel.training import Strategy
+
 
 def test_a_line_that_is_not_printed_is_missing():
     printed = "layer   1.5 ms\nfast  (0.99x)"
@@ -43,3 +45,21 @@ def test_a_hugging_face_user_gets_the_same_losses_overlapped_and_planned(tmp_pat
 
 def as_numbers(printed):
     return [float(loss) for loss in losses(printed)]
+
+
+@pytest.mark.slow
+def test_a_planner_gets_strategies_for_64_and_1024_ranks_and_a_page(tmp_path):
+    gains, *plans, _ = walk("examples/for_cluster_planners/README.md", tmp_path)
+    assert "predictions of a model, not measurements" in gains
+    for ranks, name, printed in zip((64, 1024), ("llama2-7b", "llama2-70b"), plans, strict=True):
+        file = tmp_path / f"{name}-{ranks}.toml"
+        assert Strategy.from_toml(file).ranks == ranks
+        gigabytes = float(re.search(r"a step, ([\d.]+) GB a rank", file.read_text())[1])
+        assert 5 < gigabytes <= 60
+        rows = re.findall(r"^\d+ +(\d+) +(\d+) +(\d+) .* (\d[\d.]*) +[\d.]+ GB", printed, re.MULTILINE)
+        assert len(rows) == 10
+        assert {int(dp) * int(tp) * int(pp) for dp, tp, pp, _ in rows} == {ranks}
+        seconds = [float(row[3]) for row in rows]
+        assert seconds == sorted(seconds)
+    for page in ("llama2-7b-64.html", "llama2-7b-64.svg"):
+        assert "</svg>" in (tmp_path / page).read_text()
