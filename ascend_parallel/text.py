@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import reprlib
 import sys
@@ -48,6 +49,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean ...?``, or a full stop if no name is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else "."
+
+
+def equal_runs(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each text after its place, as "3"; three or more equal ones in a row as one, with "3 to 9"."""
+    found: list[tuple[str, str]] = []
+    for text, places in itertools.groupby(range(len(texts)), key=lambda place: texts[place]):
+        first, *others = places
+        if len(others) > 1:
+            found.append((f"{first} to {others[-1]}", text))
+        else:
+            found.extend((str(place), text) for place in (first, *others))
+    return found
 
 
 def shown(value: object) -> str:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ascend_parallel.cli.output import errors
-from ascend_parallel.cli.propagate import build_model, bytes_of
+from ascend_parallel.cli.propagate import build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 from ascend_parallel.tuning.cost_model.models import find_model
@@ -95,9 +95,7 @@ def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None)
     from ascend_parallel.training.degrees.search import Found, search_degrees
     from ascend_parallel.training.loss import mean_loss
 
-    for option, value in (("--batch", batch), ("--seq", seq)):
-        if value is not None:
-            raise ValueError(f"{option} {value}: {text} returns its batch; leave the option out")
+    refuse_sizes(text, batch, seq)
     model, data, loss = build_model(text, with_loss=True)
 
     def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[Found, Planned]:

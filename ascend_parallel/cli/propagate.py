@@ -18,6 +18,7 @@ import typer
 from ascend_parallel.cli.output import errors, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
+from ascend_parallel.tuning.cost_model.models import find_model
 
 MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
 
@@ -168,7 +169,8 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
         with torch.device("meta"):
             returned = getattr(module, name)()
     except Exception as error:  # the user's own function
-        raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
+        why = "the function is called on torch's device 'meta', whose tensors have shapes alone: it cannot load weights"
+        raise ValueError(f"{text} raised {type(error).__name__}: {error}\n{why}") from error
     fits = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
     expected = "(model, batch) or (model, batch, loss)" if with_loss else "(model, args) or (model, args, kwargs)"
     if not fits:
@@ -179,6 +181,25 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
     if isinstance(args, torch.Tensor):
         raise ValueError(f"{text} returned a tensor as the arguments: give a tuple, such as (x,)")
     return model, tuple(args), rest[0] if rest else None
+
+
+def refuse_sizes(text: str, batch: int | None, seq: int | None) -> None:
+    """Refuse the options of presets beside a function."""
+    for option, value in (("--batch", batch), ("--seq", seq)):
+        if value is not None:
+            raise ValueError(f"{option} {value}: {text} returns its batch; leave the option out")
+
+
+def _built(text: str, ranks: int, batch: int | None, seq: int | None) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:
+    """Return model, batch and loss of a function, or of a preset as plan-training plans it for so many ranks."""
+    from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch
+
+    if ":" in text:
+        refuse_sizes(text, batch, seq)
+        return build_model(text, with_loss=True)
+    preset = find_model(text)
+    length = seq or preset.sequence or SEQUENCE
+    return *built_preset(preset, length, batch or default_batch(ranks, length)), None
 
 
 def _import(where: str) -> ModuleType:
@@ -197,8 +218,18 @@ def _import(where: str) -> ModuleType:
 
 
 def strategy(
-    model: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns (model, batch).")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Function that returns (model, batch[, loss]), or a preset (predict --list).",
+        ),
+    ],
     config: Annotated[Path, typer.Option(help="TOML file with the strategy.")],
+    rows: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Presets: sequences of a step; default: as plan-training.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Presets: sequence length; default: as plan-training.")] = None,
     operators: Annotated[bool, typer.Option("--operators", help="Also print the layout of every operator.")] = False,
     schedule: Annotated[Path | None, typer.Option(help="Write the pipeline schedule as SVG.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
@@ -214,6 +245,8 @@ def strategy(
       ascend-parallel strategy examples/strategy/train.py:planned --config examples/strategy/gpt.toml
 
       ascend-parallel strategy my_models:llama_70b --config 8192.toml --schedule schedule.svg
+
+      ascend-parallel strategy llama2-70b --config llama2-70b-1024.toml --html plan.html
     """
     from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
@@ -227,7 +260,7 @@ def strategy(
         requested = Strategy.from_toml(config)
         if schedule is not None and requested.pipeline.degree == 1:
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
-        built, batch, loss = build_model(model, with_loss=True)
+        built, batch, loss = _built(model, requested.ranks, rows, seq)
         planned = plan_training(requested, built, batch, loss or mean_loss)
         text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators)
     if schedule is not None:

@@ -14,7 +14,7 @@ from ascend_parallel.overlap.choices import chunks_in_words
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.graph import PARAMETER, Value
-from ascend_parallel.sharding.layout import local_shape, local_size
+from ascend_parallel.sharding.layout import local_shape
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets
@@ -24,10 +24,11 @@ from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
 from ascend_parallel.sharding.visualize.explain import summary, warnings
-from ascend_parallel.text import size_of
+from ascend_parallel.text import equal_runs, size_of
 from ascend_parallel.training.autocast import is_cast
+from ascend_parallel.training.held_memory import Held, held_by_groups, held_by_stage, table
 from ascend_parallel.training.optimizer.partition import OptimizerMemory, predicted_memory
-from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
+from ascend_parallel.training.pipeline.schedule import SPLIT, most_held, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.training_plan import TrainingPlan
 
@@ -43,7 +44,7 @@ def explain(planned: TrainingPlan, operators: bool = False, settings: Settings |
     explained = _Explained(planned, settings)
     lines = [f"{name}: {text}" for name, text in explained.lines()]
     lines += [f"warning: {text}" for text in explained.warnings()]
-    lines += ["", *explained.table()]
+    lines += ["", *table(explained.held)]
     if operators:
         lines += ["", explain_plan(planned.plan)]
     return "\n".join(lines)
@@ -68,6 +69,7 @@ def as_dict(planned: TrainingPlan) -> dict[str, Any]:
         "stages": [
             vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in explained.stages
         ],
+        "groups": [vars(held) for held in explained.held],
         "options": dict(explained.lines()),
         "warnings": list(explained.warnings()),
     }
@@ -111,12 +113,11 @@ class _Explained:
         if not self.parts:
             return [self._stage("all", self._planned.plan, 1.0)]
         options = self._strategy.pipeline
-        live, stages_per_rank = options.simulated().live, options.count / options.degree
-        mesh_of_stage = stages_of(options.schedule, options.degree, options.count)
-        return [
-            self._stage(str(part.stage), part.plan, live[mesh_of_stage[part.stage]] * stages_per_rank)
-            for part in self.parts
+        actions = [slot.action for slots in options.simulated().slots for slot in slots]
+        live = [
+            most_held([one for one in actions if one.stage == part.stage], {part.stage: 1.0}) for part in self.parts
         ]
+        return [self._stage(str(part.stage), part.plan, live[part.stage]) for part in self.parts]
 
     @property
     def bubble(self) -> float:
@@ -141,16 +142,16 @@ class _Explained:
         yield from self._overlap()
 
     def warnings(self) -> Iterator[str]:
-        """Yield the warnings; memory counts for the stage that holds the most."""
-        most = max(stage.memory.total + stage.activations for stage in self.stages)
-        yield from warnings(self._planned.plan, most)
+        """Yield the warnings; memory counts for the rank that holds the most."""
+        yield from warnings(self._planned.plan, max(held.total for held in self.held))
 
-    def table(self) -> Iterator[str]:
-        """Yield a table of the bytes that a rank of each stage holds."""
-        yield f"{'stage':6}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>12}{'total':>12}"
-        for stage in self.stages:
-            held = stage.memory.parameters, stage.memory.gradients, stage.memory.optimizer, stage.activations
-            yield f"{stage.name:6}" + "".join(f"{size_of(size):>12}" for size in (*held, sum(held)))
+    @cached_property
+    def held(self) -> list[Held]:
+        """What a rank of each group holds."""
+        if not self.parts:
+            return [held_by_stage(stage.name, stage.memory, stage.activations) for stage in self.stages]
+        saved = {place: stage.saved[1] for place, stage in enumerate(self.stages)}
+        return held_by_groups([stage.memory for stage in self.stages], saved, self._strategy.pipeline.simulated())
 
     def _pipeline(self) -> Iterator[tuple[str, str]]:
         options = self._strategy.pipeline
@@ -159,16 +160,10 @@ class _Explained:
                 yield "pipeline", f"none; the gradients of {options.micro_batches} micro-batches are accumulated"
             return
         yield "pipeline", f"{options.count} stages on {options.degree} groups of ranks; {options.headline()}"
-        for part in self.parts[:-1]:
-            metas = {value: part.plan.graph.meta(value) for value in part.plan.returned}
-            sent = sum(
-                local_size(meta.shape, part.plan.returned[value], part.plan.mesh.shape) * meta.dtype.itemsize
-                for value, meta in metas.items()
-            )
-            yield (
-                "pipeline",
-                f"stage {part.stage} sends {size_of(sent)} a rank and micro-batch, and receives as much back",
-            )
+        for place, sent in equal_runs([size_of(part.sent_bytes) for part in self.parts[:-1]]):
+            who = f"stages {place} each send" if " " in place else f"stage {place} sends"
+            receive = "receive" if " " in place else "receives"
+            yield "pipeline", f"{who} {sent} a rank and micro-batch, and {receive} as much back"
 
     def _recompute(self) -> Iterator[tuple[str, str]]:
         recompute = self.recompute

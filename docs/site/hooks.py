@@ -26,7 +26,7 @@ ELSEWHERE = {
             "CONTRIBUTING.md",
             "SECURITY.md",
             "benchmarks/README.md",
-            *(f"examples/{folder}/README.md" for folder in ("frameworks", "gpt", "sharding", "strategy")),
+            *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "examples").rglob("README.md"))),
         )
     },
 }

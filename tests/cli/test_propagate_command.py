@@ -50,6 +50,7 @@ def test_the_command_says_what_is_wrong(monkeypatch):
         (("nowhere.py:small", "--mesh", "mp=2"), "nowhere.py"),
         (("small", "--mesh", "mp=2"), "give a module or a .py file and a function"),
         (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "train raised TypeError"),
+        (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "it cannot load weights"),
         (("examples/sharding/llama.py:small", "--mesh", "mp=2", "--html", "none/p.html"), "there is no folder"),
     ):
         ended = CliRunner().invoke(app, ["propagate", *arguments])

@@ -115,3 +115,19 @@ def test_what_the_call_says_wrongly_is_one_line(told, options, function, message
     found = told("[mesh]\ndp = 2", *options, function=function)
     assert (found.exit_code, found.stdout) == (2, "")
     assert message in found.stderr
+
+
+@pytest.mark.slow
+def test_a_preset_is_explained_as_plan_training_planned_it(tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text('[mesh]\ndp = 2\ntp = 2\n\n[amp]\ndtype = "bfloat16"\n')
+    ended = CliRunner().invoke(app, ["strategy", "llama2-7b", "--config", str(file), "--batch", "8", "--seq", "128"])
+    assert ended.exit_code == 0, ended.output
+    assert "mode: auto, 4 ranks" in ended.output
+    for given, message in (
+        (("llama2-7", "--config", str(file)), "did you mean llama2-7b?"),
+        (("a.py:planned", "--config", str(file), "--seq", "8"), "--seq 8: a.py:planned returns its batch"),
+    ):
+        ended = CliRunner().invoke(app, ["strategy", *given])
+        assert ended.exit_code != 0
+        assert message in " ".join(ended.output.split())

@@ -119,6 +119,9 @@ def test_text():
     ]
     several = text(simulate("zbv", 2, 4, 4))
     assert "F0a" in several and "W3b" in several
+    *_, long, last = text(simulate("1f1b", 2, 2, 64)).splitlines()
+    assert [len(long), len(last)] == [240, 240]
+    assert last.startswith("rank 1  .   F0- B0----- F1- B1-----") and long.endswith(" ...")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -9,6 +9,7 @@ import torch
 
 from ascend_parallel import Settings
 from ascend_parallel.sharding import explain as explain_plan
+from ascend_parallel.text import equal_runs
 from ascend_parallel.training import (
     AmpOptions,
     CommFusion,
@@ -58,6 +59,20 @@ def planned(**options):
 )
 def test_an_option_says_what_it_does(options, message):
     assert re.search(message, explain(planned(**options)))
+
+
+def test_equal_stages_in_a_row_are_told_once():
+    assert equal_runs(["a", "b", "b", "b", "b", "c", "c"]) == [("0", "a"), ("1 to 4", "b"), ("5", "c"), ("6", "c")]
+    stages = {f"layers.{layer}": layer for layer in range(6)}
+    deep = Strategy(**BASE, pipeline=PipelineOptions(degree=6, micro_batches=4, schedule="gpipe", stages=stages))
+    lines = explain(plan_training(deep, gpt.GPT(layers=6), gpt.batch_of(0))).splitlines()
+    (sends,) = [line for line in lines if " send" in line]
+    assert re.fullmatch(
+        r"pipeline: stages 0 to 4 each send \S+ KB a rank and micro-batch, and receive as much back", sends
+    )
+    table = lines[lines.index("") + 1 :]
+    assert [line.split("  ")[0] for line in table] == ["stage", "0", "1 to 4", "5"]
+    assert len({len(line) for line in table}) == 1
 
 
 @pytest.mark.parametrize(
@@ -154,3 +169,20 @@ def test_thousands_of_ranks_need_no_memory():
     found = plan_training(strategy, model, (tokens, tokens))
     assert strategy.ranks == 8192
     assert len(as_dict(found)["stages"]) == 8
+
+
+def test_a_rank_with_several_stages_holds_the_sum_of_them():
+    """Of stages 0 and 2 on the first group, as many micro-batches of each are held as the schedule keeps at once."""
+    options = PipelineOptions(degree=2, micro_batches=4, schedule="interleaved_1f1b", virtual_stages=2)
+    deep = plan_training(Strategy(**BASE, pipeline=options), gpt.GPT(), gpt.batch_of(0))
+    found = as_dict(deep)
+    assert [group["stages"] for group in found["groups"]] == [("0", "2"), ("1", "3")]
+    for group in found["groups"]:
+        own = [stage for stage in found["stages"] if stage["stage"] in group["stages"]]
+        assert group["parameters"] == sum(stage["parameters"] for stage in own)
+        assert max(stage["activations"] for stage in own) < group["activations"]
+        assert group["activations"] <= sum(stage["activations"] for stage in own)
+    first = found["groups"][0]
+    begin, middle = (stage["activations"] / most for stage, most in zip(found["stages"][::2], (4, 2), strict=True))
+    assert first["activations"] == pytest.approx(max(4 * begin + middle, 3 * begin + 2 * middle))
+    assert explain(deep).splitlines()[-2].startswith("0, 2  ")

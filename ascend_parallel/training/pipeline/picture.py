@@ -25,13 +25,15 @@ from ascend_parallel.training.pipeline.schedule import (
 )
 
 WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
+MOST_COLUMNS = 240  # of a row of the text; the picture shows all
 TEMPLATE = Path(__file__).with_name("picture.svg.jinja")
 
 
 def text(simulated: Simulated) -> str:
     """Return the schedule as text: "F3" is the forward of micro-batch 3, dots are bubbles.
 
-    If ranks have several stages, a letter tells the stage: a for a rank's first, b for its second.
+    If ranks have several stages, a letter tells the stage: a for a rank's first, b for its second. A row longer than
+    `MOST_COLUMNS` shows its beginning.
     """
     unit = min(slot.stop - slot.start for slots in simulated.slots for slot in slots)
     cells = round(simulated.seconds / unit)
@@ -45,7 +47,8 @@ def text(simulated: Simulated) -> str:
             filled = label.ljust((last - first) * width - 1, "-") + " "
             for place in range(first, last):
                 line[place] = filled[(place - first) * width :][:width]
-        rows.append(f"rank {rank}  " + "".join(line).rstrip())
+        row = f"rank {rank}  " + "".join(line).rstrip()
+        rows.append(row if len(row) <= MOST_COLUMNS else f"{row[: MOST_COLUMNS - 4]} ...")
     return "\n".join((title(simulated), _held(simulated), *rows))
 
 

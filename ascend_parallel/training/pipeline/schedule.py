@@ -249,8 +249,13 @@ def _ready(
 
 def live_of(actions: Sequence[Action], part: float) -> float:
     """Return the most micro-batches whose activations a rank holds at once; a stage's count as `part` of one."""
-    live = most = 0.0
+    return most_held(actions, {action.stage: part for action in actions})
+
+
+def most_held(actions: Sequence[Action], saved: Mapping[int, float]) -> float:
+    """Return the most that a rank holds at once, if a stage's forward of a micro-batch adds ``saved[stage]``."""
+    held = most = 0.0
     for action in actions:
-        live += {FORWARD: part, INPUT: 0.0}.get(action.kind, -part)
-        most = max(most, live)
+        held += {FORWARD: 1, INPUT: 0}.get(action.kind, -1) * saved[action.stage]
+        most = max(most, held)
     return most

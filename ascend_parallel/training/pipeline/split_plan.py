@@ -40,6 +40,15 @@ class StagePlan:
     inputs: tuple[str, ...]
 
     @property
+    def sent_bytes(self) -> int:
+        """The bytes that a rank sends to the next stage in the forward of a micro-batch."""
+        metas = {value: self.plan.graph.meta(value) for value in self.plan.returned}
+        return sum(
+            local_size(meta.shape, self.plan.returned[value], self.plan.mesh.shape) * meta.dtype.itemsize
+            for value, meta in metas.items()
+        )
+
+    @property
     def parameters(self) -> frozenset[str]:
         """Names, in the model, of the parameters that the stage reads."""
         return frozenset(node.source for node in self.plan.graph.nodes.values() if node.kind == PARAMETER)

@@ -1,0 +1,65 @@
+"""examples/for_*: every command of the page prints what the page shows; losses agree, layers are verified."""
+
+import re
+
+import pytest
+from walkthrough import losses, missing, walk
+
+from ascend_parallel.training import Strategy
+
+
+def test_a_line_that_is_not_printed_is_missing():
+    printed = "layer   1.5 ms\nfast  (0.99x)"
+    assert missing(["layer 2.75 ms", "fast ..."], printed) == []
+    assert missing(["layers 2.75 ms", "fast (0.99)"], printed) == ["layers 2.75 ms", "fast (0.99)"]
+
+
+@pytest.mark.slow
+def test_a_megatron_user_gets_the_same_losses_overlapped_and_verified(tmp_path):
+    plain, status, overlapped, verified, seen = walk("examples/for_megatron_users/README.md", tmp_path)
+    assert len(losses(plain)) == 4
+    assert float(losses(plain)[-1]) < float(losses(plain)[0]) - 1
+    assert losses(plain) == losses(overlapped) == losses(verified) == losses(seen)
+    assert "overlap is on" not in plain
+    assert "2 of 2 methods of megatron-core" in status
+    assert "9 of 9 linear layers covered" in overlapped
+    assert "72 checks of 9 layers, 0 over the limit" in verified
+    assert "matmul" in (tmp_path / "records" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_hugging_face_user_gets_the_same_losses_overlapped_and_planned(tmp_path):
+    printed = walk("examples/for_hugging_face_users/README.md", tmp_path)
+    _, alone, plain, overlapped, verified, _, planned, _ = printed
+    assert len(losses(alone)) == 4
+    assert losses(plain) == losses(overlapped) == losses(verified)
+    assert "overlap is on" not in plain
+    assert "15 of 15 linear layers covered" in overlapped
+    assert "120 checks of 15 layers, 0 over the limit" in verified
+    for parallel in (plain, planned):
+        assert as_numbers(parallel) == pytest.approx(as_numbers(alone), rel=1e-5)
+    assert re.search(r"overlap: ([1-9]\d*) of \1 matmuls next to a collective can overlap; 4 chunks", planned)
+    assert "matmul" in (tmp_path / "records" / "report.html").read_text()
+    assert "</svg>" in (tmp_path / "plan.html").read_text()
+
+
+def as_numbers(printed):
+    return [float(loss) for loss in losses(printed)]
+
+
+@pytest.mark.slow
+def test_a_planner_gets_strategies_for_64_and_1024_ranks_and_a_page(tmp_path):
+    gains, *plans, _ = walk("examples/for_cluster_planners/README.md", tmp_path)
+    assert "predictions of a model, not measurements" in gains
+    for ranks, name, printed in zip((64, 1024), ("llama2-7b", "llama2-70b"), plans, strict=True):
+        file = tmp_path / f"{name}-{ranks}.toml"
+        assert Strategy.from_toml(file).ranks == ranks
+        gigabytes = float(re.search(r"a step, ([\d.]+) GB a rank", file.read_text())[1])
+        assert 5 < gigabytes <= 60
+        rows = re.findall(r"^\d+ +(\d+) +(\d+) +(\d+) .* (\d[\d.]*) +[\d.]+ GB", printed, re.MULTILINE)
+        assert len(rows) == 10
+        assert {int(dp) * int(tp) * int(pp) for dp, tp, pp, _ in rows} == {ranks}
+        seconds = [float(row[3]) for row in rows]
+        assert seconds == sorted(seconds)
+    for page in ("llama2-7b-64.html", "llama2-7b-64.svg"):
+        assert "</svg>" in (tmp_path / page).read_text()

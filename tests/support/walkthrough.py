@@ -1,0 +1,65 @@
+"""A page of commands, run as a reader does who copies them one after another; what it shows is what they print."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+
+
+def steps(page):
+    """The commands of a page, each with the lines that the page shows below it."""
+    found = []
+    for kind, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+        if kind == "sh":
+            found.append((text, []))
+        else:
+            found[-1][1].extend(text.splitlines())
+    return found
+
+
+def run(command, folder):
+    """Run a block of commands as in the root of the repository, what they write in `folder`; return their output."""
+    for name in ("examples", "docs"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    kept = {name: value for name, value in os.environ.items() if "COC_" not in name}
+    kept |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", "PYTHONWARNINGS": "ignore"}
+    kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    kept["XDG_CACHE_HOME"] = str(folder / "cache")
+    words = ["bash", "-euo", "pipefail", "-c", command]
+    ended = subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, f"{command}{ended.stdout}{ended.stderr}"
+    return ended.stdout + ended.stderr
+
+
+def missing(shown, printed):
+    """The lines of a page that no line of the output is like: other numbers and spaces are alike, "..." is any text."""
+    lines = [_plain(line) for line in printed.splitlines()]
+    return [line for line in shown if not any(re.fullmatch(_pattern(line), each) for each in lines)]
+
+
+def _pattern(line):
+    return ".*" if line.strip() == "..." else ".*".join(re.escape(part) for part in _plain(line).split("..."))
+
+
+def _plain(line):
+    return re.sub(r"[\s─━]+", " ", NUMBER.sub("#", line)).strip()
+
+
+def walk(page, folder):
+    """Run all commands of a page, see that they print what it shows, and return each one's output."""
+    printed = []
+    for command, shown in steps(page):
+        printed.append(run(command, folder))
+        assert missing(shown, printed[-1]) == [], printed[-1]
+    return printed
+
+
+def losses(printed):
+    """The losses of a run's output, as they were printed: every digit."""
+    return re.findall(r"^step +\d+ +loss (\S+)", printed, re.MULTILINE)
