@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.sharding.graph import Value
-from ascend_parallel.sharding.mesh import default_device
+from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.text import some_of
 from ascend_parallel.training.strategy import Strategy
@@ -73,24 +73,30 @@ class _Part:
 class BatchComparison:
     """Compares digests of the ranks' batches: of each of the first 8 batches, then of every N-th batch."""
 
-    def __init__(self, strategy: Strategy, plan: ShardingPlan | None, local_batches: bool, every: int) -> None:
+    def __init__(self, strategy: Strategy, plans: Sequence[ShardingPlan], local_batches: bool, every: int) -> None:
         """Determine which ranks must get the same.
 
-        plan
-            The plan of the model; None in mode "hybrid": ranks at the same place along the data dimension must.
+        plans
+            The plan of the model on each mesh; () in mode "hybrid": ranks at the same place along the data dimension
+            must.
         local_batches
             Every rank gives its part of the batch: ranks with the same part must. False: all ranks must.
         every
             N; 0: nothing is compared.
         """
         self._strategy, self._every, self._seen = strategy, every, 0
-        if plan is None:
+        meshes = strategy.meshes()
+        if not plans:
             dims = () if strategy.data_dim is None else (strategy.data_dim,)
-            self._parts = [_Part(dims, None, _replicas(strategy, dims))]
+            self._parts = [_Part(dims, None, _replicas(meshes, dims))]
         elif local_batches:
-            self._parts = _local_parts(strategy, plan)
+            by_plan: dict[int, list[ProcessMesh]] = {}
+            for plan, mesh in zip(plans, meshes, strict=True):
+                by_plan.setdefault(id(plan), []).append(mesh)
+            plan_of = {id(plan): plan for plan in plans}
+            self._parts = [part for key, some in by_plan.items() for part in _local_parts(some, plan_of[key])]
         else:
-            self._parts = [_Part((), None, _replicas(strategy, ()))]
+            self._parts = [_Part((), None, _replicas(meshes, ()))]
 
     def difference(self, batch: Sequence[Any], problem: str) -> str:
         """Return a message, the same on all ranks, if the batch differs on ranks that must get the same, else "".
@@ -146,17 +152,17 @@ class BatchComparison:
             )
         if strategy.data_dim is not None:
             cure += (
-                f"; of a DataLoader by DistributedSampler(dataset, num_replicas={strategy.mesh[strategy.data_dim]}, "
+                f"; of a DataLoader by DistributedSampler(dataset, num_replicas={strategy.data_ranks(ranks[0])}, "
                 f"rank=strategy.data_rank(rank)), which is {strategy.data_rank(ranks[0])} on rank {ranks[0]}, and not "
                 "by the global rank"
             )
         return cure + ". check_batches=0 compares no batches"
 
 
-def _replicas(strategy: Strategy, dims: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of all stages, grouped by their place along the mesh dimensions `dims`."""
+def _replicas(meshes: Sequence[ProcessMesh], dims: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of these meshes, grouped by their place along the mesh dimensions `dims`."""
     ranks_by_place: dict[tuple[int, ...], list[int]] = {}
-    for mesh in strategy.meshes():
+    for mesh in meshes:
         for rank in mesh.process_ids:
             place = mesh.coordinate(rank)
             assert place is not None
@@ -164,14 +170,14 @@ def _replicas(strategy: Strategy, dims: Sequence[str]) -> tuple[tuple[int, ...],
     return tuple(tuple(sorted(ranks)) for ranks in ranks_by_place.values())
 
 
-def _local_parts(strategy: Strategy, plan: ShardingPlan) -> list[_Part]:
-    """Return a plan's inputs, grouped by the mesh dimensions along which they are cut."""
+def _local_parts(meshes: Sequence[ProcessMesh], plan: ShardingPlan) -> list[_Part]:
+    """Return the inputs of the plan of these meshes, grouped by the mesh dimensions along which they are cut."""
     names, by_dims = plan.mesh.dim_names, dict[tuple[str, ...], list[int]]()
     for index, node in enumerate(plan.graph.inputs):
         layout = plan.layouts[Value(node.name)]
         dims = tuple(name for name, placement in zip(names, layout, strict=True) if placement.kind == "shard")
         by_dims.setdefault(dims, []).append(index)
-    return [_Part(dims, frozenset(indices), _replicas(strategy, dims)) for dims, indices in by_dims.items()]
+    return [_Part(dims, frozenset(indices), _replicas(meshes, dims)) for dims, indices in by_dims.items()]
 
 
 def _leaves(batch: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,7 @@ def explain(planned: TrainingPlan, operators: bool = False, settings: Settings |
     lines += [f"warning: {text}" for text in explained.warnings()]
     lines += ["", *table(explained.held)]
     if operators:
-        lines += ["", explain_plan(planned.plan)]
+        lines += [line for plan in planned.different_plans for line in ("", explain_plan(plan))]
     return "\n".join(lines)
 
 
@@ -62,6 +62,7 @@ def as_dict(planned: TrainingPlan) -> dict[str, Any]:
         "mode": planned.strategy.mode,
         "ranks": planned.strategy.ranks,
         "mesh": dict(planned.strategy.mesh),
+        "meshes": [dict(mesh) for mesh in planned.strategy.stage_meshes],
         "collectives": planned.plan.collectives(),
         "communication": planned.plan.seconds,
         "ops_fused": dict(planned.ops_fused),
@@ -106,7 +107,8 @@ class _Explained:
         options, meshes = self._strategy.pipeline, self._planned.meshes
         mesh_of_stage = stages_of(options.schedule, options.degree, options.count)
         stage_meshes = [meshes[index] for index in mesh_of_stage]
-        return split_into_stages(self._planned.plan, self._planned.stages, stage_meshes)
+        plans = [self._planned.plans[index] for index in mesh_of_stage]
+        return split_into_stages(plans, self._planned.stages, stage_meshes)
 
     @cached_property
     def stages(self) -> list[_Stage]:
@@ -125,14 +127,14 @@ class _Explained:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         strategy = self._strategy
-        mesh = ", ".join(f"{name}={size}" for name, size in strategy.mesh.items())
-        where = "each stage on a mesh" if self.parts else "a mesh"
-        yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, {where} of {mesh}"
+        each = "stages on meshes" if strategy.pipeline.meshes else "each stage on a mesh"
+        yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, {each if self.parts else 'a mesh'} of {strategy.sizes}"
         micro_batches = strategy.pipeline.micro_batches
-        for line in summary(self._planned.plan)[:2]:
-            if micro_batches > 1:  # the plan is for 1 micro-batch
-                line = line.replace("collectives of a step", f"collectives of one of {micro_batches} micro-batches")
-            yield "plan", line
+        for plan in self._planned.different_plans:
+            for line in summary(plan)[:2]:
+                if micro_batches > 1:  # the plan is for 1 micro-batch
+                    line = line.replace("collectives of a step", f"collectives of one of {micro_batches} micro-batches")
+                yield "plan", line
         for name, count in self._planned.ops_fused.items():
             yield "fused_passes", f"{name}: {count} operators and the tensors between them fused away"
         yield from self._pipeline()
@@ -256,13 +258,13 @@ class _Explained:
         )
 
     def _memory(self, plan: ShardingPlan, zero_stage: int) -> OptimizerMemory:
-        amp, sizes, wide = self._strategy.amp, self._strategy.mesh, self._strategy.wide_gradients
+        amp, wide, first = self._strategy.amp, self._strategy.wide_gradients, (0,) * plan.mesh.ndim
         memories = []
         for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
             nodes = [node for node in plan.graph.nodes.values() if node.kind == PARAMETER]
             mine = [node for node in nodes if self._replicas(plan, node.name) == replicas]
             shapes = [
-                local_shape(node.outputs[0].shape, plan.layouts[Value(node.name)], plan.mesh.shape, (0,) * len(sizes))
+                local_shape(node.outputs[0].shape, plan.layouts[Value(node.name)], plan.mesh.shape, first)
                 for node in mine
             ]
             if mine:
@@ -291,4 +293,4 @@ class _Explained:
         if not options.zero_stage or plan.graph.nodes[name].kind != PARAMETER:
             return 1
         cut_there = plan.layouts[Value(name)][plan.mesh.dim(options.dim)].kind == "shard"
-        return 1 if cut_there else self._strategy.mesh[options.dim]
+        return 1 if cut_there else plan.mesh.size(options.dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ascend_parallel.training.optimizer.partition import PARTITIONS
@@ -148,6 +149,13 @@ class CommFusion:
     def bucket_bytes(self) -> int:
         """The bucket's size; 1 if each gradient is summed alone."""
         return max(1, int(self.bucket_mb * 1e6))
+
+
+def check_mesh(name: str, mesh: object) -> None:
+    """Raise `StrategyOptionError` unless `mesh` gives sizes of 1 or more by name."""
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else {}
+    if not sizes or not all(isinstance(dim, str) and type(size) is int and size >= 1 for dim, size in sizes.items()):
+        raise StrategyOptionError(f'{name}={mesh!r}: give sizes by name, such as {{"dp": 2, "tp": 2}}')
 
 
 def check_count(name: str, value: object) -> None:

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.consistency import confirm_same
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
 from ascend_parallel.sharding.planner.batch_norms import CHOICES
@@ -27,6 +24,7 @@ from ascend_parallel.training.options import (
     OverlapOptions,
     ShardingOptions,
     StrategyOptionError,
+    check_mesh,
     check_one_of,
 )
 from ascend_parallel.training.pipeline.options import PipelineOptions
@@ -39,6 +37,10 @@ MODES = ("data", "semi_auto", "auto", "hybrid")
 OF_PLANS = ("operators", "pipeline", "recompute", "fused_passes", "batch_norm")
 
 
+def _default_mesh() -> dict[str, int]:
+    return {"dp": 1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How a model is trained on many ranks.
@@ -49,7 +51,8 @@ class Strategy:
         is searched. "hybrid": the model runs as written, with its own collectives and overlapped operators; gradients
         are summed over `data_dim`.
     mesh
-        Sizes by name of the mesh of one pipeline stage, such as {"dp": 2, "tp": 2}.
+        Sizes by name of the mesh of one pipeline stage, such as {"dp": 2, "tp": 2}. With `pipeline.meshes` it is the
+        first of those: leave it out.
     data_dim
         The mesh dimension along which data differ; None if there is none (modes auto and hybrid).
     sequence_dim
@@ -69,7 +72,7 @@ class Strategy:
     """
 
     mode: str = "auto"
-    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 1})
+    mesh: Mapping[str, int] = field(default_factory=_default_mesh)
     data_dim: str | None = "dp"
     sequence_dim: str | None = None
     operators: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +141,18 @@ class Strategy:
     @property
     def ranks(self) -> int:
         """The number of ranks of the job."""
-        return prod(self.mesh.values()) * self.pipeline.degree
+        return sum(prod(mesh.values()) for mesh in self.stage_meshes)
+
+    @property
+    def stage_meshes(self) -> tuple[Mapping[str, int], ...]:
+        """The sizes by name of the mesh of each pipeline stage's group of ranks."""
+        return tuple(self.pipeline.meshes) or (self.mesh,) * self.pipeline.degree
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of the mesh, or of the meshes of `pipeline.meshes`, in words."""
+        meshes = self.pipeline.meshes or (self.mesh,)
+        return "; ".join(", ".join(f"{name}={size}" for name, size in mesh.items()) for mesh in meshes)
 
     @property
     def backwards(self) -> int:
@@ -152,24 +166,37 @@ class Strategy:
 
     def meshes(self) -> tuple[ProcessMesh, ...]:
         """Return the mesh of each pipeline stage's group of ranks; ranks in ascending order, stage by stage."""
-        size, shape = prod(self.mesh.values()), tuple(self.mesh.values())
-        ranks = np.arange(self.ranks)
-        firsts = range(0, self.ranks, size)
-        return tuple(ProcessMesh(ranks[first : first + size].reshape(shape), list(self.mesh)) for first in firsts)
+        made, first = [], 0
+        for sizes in self.stage_meshes:
+            ranks = np.arange(first, first + prod(sizes.values()))
+            made.append(ProcessMesh(ranks.reshape(tuple(sizes.values())), list(sizes)))
+            first += len(ranks)
+        return tuple(made)
+
+    def mesh_of(self, rank: int) -> ProcessMesh:
+        """Return the mesh of a global rank. Raises `ValueError` for a rank that the job does not have."""
+        for mesh in self.meshes():
+            if mesh.coordinate(rank) is not None:
+                return mesh
+        raise ValueError(f"rank={rank!r}: the strategy is for {self.ranks} ranks, 0 to {self.ranks - 1}")
+
+    def data_ranks(self, rank: int) -> int:
+        """Return into how many parts the batch is cut on the mesh of a global rank, for a sampler of local batches.
+
+        Raises `ValueError` for a rank that the job does not have.
+        """
+        mesh = self.mesh_of(rank)
+        return 1 if self.data_dim is None else mesh.size(self.data_dim)
 
     def data_rank(self, rank: int) -> int:
         """Return a global rank's place along `data_dim` (0 without it), for a sampler of local batches.
 
         Raises `ValueError` for a rank that the job does not have.
         """
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank={rank!r}: the strategy is for {self.ranks} ranks, 0 to {self.ranks - 1}")
-        if self.data_dim is None:
-            return 0
-        mesh = self.meshes()[rank // prod(self.mesh.values())]
+        mesh = self.mesh_of(rank)
         place = mesh.coordinate(rank)
         assert place is not None
-        return place[mesh.dim(self.data_dim)]
+        return 0 if self.data_dim is None else place[mesh.dim(self.data_dim)]
 
     def _check_types(self) -> None:
         for name, kind in PARTS.items():
@@ -186,9 +213,14 @@ class Strategy:
                 raise StrategyOptionError(f"{name}={value!r}: give a number above 0")
 
     def _check_mesh(self) -> None:
-        is_mapping = isinstance(self.mesh, Mapping) and self.mesh
-        if not is_mapping or not all(type(size) is int and size >= 1 for size in self.mesh.values()):
-            raise StrategyOptionError(f'mesh={self.mesh!r}: give sizes by name, such as {{"dp": 2, "tp": 2}}')
+        check_mesh("mesh", self.mesh)
+        if self.pipeline.meshes:
+            first = dict(self.pipeline.meshes[0])
+            if dict(self.mesh) not in (_default_mesh(), first):
+                raise StrategyOptionError(
+                    f"mesh={dict(self.mesh)} with pipeline.meshes, whose first is {first}: leave mesh out"
+                )
+            object.__setattr__(self, "mesh", first)
         names = ", ".join(self.mesh)
         if self.data_dim is not None and self.data_dim not in self.mesh:
             raise StrategyOptionError(
@@ -209,7 +241,8 @@ class Strategy:
         if self.mode in ("data", "semi_auto") and self.data_dim is None:
             raise StrategyOptionError(f"mode={self.mode!r} needs data_dim: the mesh dimension along which data differ")
         if self.mode == "data":
-            others = [name for name, size in self.mesh.items() if size > 1 and name != self.data_dim]
+            sizes = [item for mesh in self.stage_meshes for item in mesh.items()]
+            others = [name for name, size in sizes if size > 1 and name != self.data_dim]
             if others:
                 raise StrategyOptionError(
                     f'mode="data" with the mesh dimension {others[0]}: data parallelism has {self.data_dim} alone; '
@@ -261,38 +294,3 @@ def _known(kind: type[Any], table: Mapping[str, Any], place: str) -> Mapping[str
                 f"{place}: there is no {name!r}{nearest(name, names)} There are {', '.join(names)}"
             )
     return table
-
-
-def confirm_same_strategy(strategy: Strategy, batch: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise `DisagreementError` on every rank unless all have the same strategy, options and batch shapes.
-
-    In mode "hybrid" shapes may differ.
-    """
-    mine = {field.name: repr(getattr(strategy, field.name)) for field in fields(strategy)}
-    mine |= {name: repr(value) for name, value in options.items()}
-    if strategy.mode != "hybrid":
-        mine["batch"] = ", ".join(
-            f"{list(item.shape)} of {item.dtype}" if isinstance(item, torch.Tensor) else repr(item) for item in batch
-        )
-    problem = "ranks call train_step differently"
-    confirm_same(dist.group.WORLD, "train_step", mine, problem, "Give all ranks the same")
-
-
-def check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """Raise an error for arguments that `train_step` cannot take, on every rank if they differ between ranks."""
-    if isinstance(batch, (torch.Tensor, Mapping)):
-        raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise StrategyOptionError(
-            "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
-            "checkpoint afterwards (plan_training takes it as it is)"
-        )
-    check_batches = options["check_batches"]
-    if type(check_batches) is not int or check_batches < 0:
-        raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
-    confirm_same_strategy(strategy, batch, options)
-    if dist.get_world_size() != strategy.ranks:
-        raise StrategyOptionError(
-            f"the strategy is for {strategy.ranks} ranks (mesh {dict(strategy.mesh)}, pipeline.degree="
-            f"{strategy.pipeline.degree}), and the job has {dist.get_world_size()}"
-        )

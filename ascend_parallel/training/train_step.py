@@ -36,7 +36,8 @@ from ascend_parallel.training.stale_optimizer import (
     check_training_mode,
     preserve_random_state,
 )
-from ascend_parallel.training.strategy import Strategy, check_arguments
+from ascend_parallel.training.step_arguments import check_arguments
+from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import TrainingPlan, cast, plan_training
 
 log = logging.getLogger("ascend_parallel")
@@ -106,7 +107,7 @@ def train_step(
             runner = GraphRunner(planned, settings, local_batches)
     parallel = _parallel_optimizer(runner, factory, strategy)
     shapes = BatchShapes(batch, whole=planned is not None and not local_batches)
-    comparison = BatchComparison(strategy, None if planned is None else planned.plan, local_batches, check_batches)
+    comparison = BatchComparison(strategy, planned.plans if planned else (), local_batches, check_batches)
     guard, args = StaleOptimizerGuard(optimizer), (strategy, planned, runner, parallel)
     return TrainStep(*args, shapes=shapes, comparison=comparison, guard=guard, settings=settings)
 
@@ -255,7 +256,13 @@ class TrainStep:
             )
         mine = {"batches": self.batches, "optimizer": self.optimizer.plain_state(), "user": dict(values or {})}
         mine["random"] = randomness.plain_state(self.modules)
-        shards = {"model": self.tensor_shards(), "optimizer": self.optimizer.tensor_shards()}
+        others = self._runner.unsaved
+        held = {name: shard for name, shard in self.tensor_shards().items() if name not in others}
+        state = self.optimizer.tensor_shards().items()
+        shards = {
+            "model": held,
+            "optimizer": {key: shard for key, shard in state if key.rpartition(".")[0] not in others},
+        }
         self._saving = save(path, step=self.batches, values=mine, asynchronous=asynchronous, keep=keep, **shards)
         return self._saving
 

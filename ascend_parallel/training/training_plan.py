@@ -37,7 +37,9 @@ class TrainingPlan:
     model
         The model to train, in the strategy's dtype, on the meta device or not.
     plan
-        The plan of one micro-batch, on the mesh of the first stage; the other stages' meshes are in `meshes`.
+        The plan of one micro-batch, on the mesh of the first stage.
+    meshes, plans
+        The mesh of each group of ranks, and the plan on it: `plan` itself, or one for each shape of the meshes.
     stages
         The stage of every node; empty without a pipeline.
     ops_fused
@@ -50,10 +52,16 @@ class TrainingPlan:
     model: nn.Module
     plan: ShardingPlan
     meshes: tuple[ProcessMesh, ...]
+    plans: tuple[ShardingPlan, ...] = ()
     stages: Mapping[str, int] = field(default_factory=dict)
     ops_fused: Mapping[str, int] = field(default_factory=dict)
     loss: Loss = mean_loss
     batch: tuple[Any, ...] = ()
+
+    @property
+    def different_plans(self) -> tuple[ShardingPlan, ...]:
+        """The plans, each once."""
+        return tuple({id(plan): plan for plan in self.plans}.values())
 
     def check_evaluation(self) -> None:
         """Trace the model in evaluation mode.
@@ -99,9 +107,11 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     check_recompute(graph, strategy.recompute)
     _check_loss_dtype(autocast(graph, strategy.amp)[0])
     meshes = strategy.meshes()
-    plan = with_casts(_sharded(strategy, graph, meshes[0], {**marked, **strategy.operators}), strategy.amp)
-    if strategy.sharding.zero_stage == 3:
-        plan = sharded_parameters(plan, strategy.sharding.dim)
+    by_shape: dict[tuple[int, ...], ShardingPlan] = {}
+    for mesh in meshes:
+        if mesh.shape not in by_shape:
+            by_shape[mesh.shape] = _sharded(strategy, graph, mesh, {**marked, **strategy.operators})
+    plan = by_shape[meshes[0].shape]
     stages: Mapping[str, int] = {}
     if strategy.pipeline.degree > 1:
         patterns, count = strategy.pipeline.stages, strategy.pipeline.count
@@ -113,6 +123,7 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
         model=model,
         plan=plan,
         meshes=meshes,
+        plans=tuple(by_shape[mesh.shape] for mesh in meshes),
         stages=stages,
         ops_fused=ops_fused,
         loss=loss,
@@ -164,6 +175,13 @@ def meta_part(value: Any, strategy: Strategy) -> Any:
         return value
     rows = rows_of_part(value, strategy.pipeline.micro_batches)
     replicas = 1 if strategy.data_dim is None else strategy.mesh[strategy.data_dim]
+    for place, mesh in enumerate(strategy.pipeline.meshes):
+        if strategy.data_dim is not None and rows % mesh[strategy.data_dim]:
+            raise StrategyOptionError(
+                f"pipeline.meshes[{place}]={dict(mesh)}: a micro-batch has {rows} rows ({list(value.shape)} in "
+                f"pipeline.micro_batches={strategy.pipeline.micro_batches} parts), which {strategy.data_dim}="
+                f"{mesh[strategy.data_dim]} does not divide: give a batch of a multiple of rows, or other micro_batches"
+            )
     if rows % replicas:
         log.warning("%s rows of a micro-batch on %s replicas: what does not divide is not cut", rows, replicas)
     return cast(value.detach()[:rows], strategy)
@@ -182,8 +200,8 @@ def rows_of_part(tensor: torch.Tensor, parts: int) -> int:
 def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Mapping[str, Any]) -> ShardingPlan:
     auto = strategy.mode == "auto"
     # Along a dimension of one rank nothing is sharded; to ask for it would only take shardings from the others.
-    replicated = auto and strategy.data_dim is not None and strategy.mesh[strategy.data_dim] > 1
-    return propagate(
+    replicated = auto and strategy.data_dim is not None and mesh.size(strategy.data_dim) > 1
+    plan = propagate(
         graph,
         mesh,
         operators,
@@ -195,3 +213,5 @@ def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Map
         batch_norm=strategy.batch_norm,
         hardware=strategy.hardware,
     )
+    plan = with_casts(plan, strategy.amp)
+    return sharded_parameters(plan, strategy.sharding.dim) if strategy.sharding.zero_stage == 3 else plan

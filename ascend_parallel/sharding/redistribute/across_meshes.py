@@ -48,13 +48,13 @@ def transfers(
     """
     owners: dict[Bounds, list[int]] = {}
     for rank in sorted(source_mesh.process_ids):
-        owners.setdefault(_bounds(shape, source_mesh, source, rank), []).append(rank)
+        owners.setdefault(rank_bounds(shape, source_mesh, source, rank), []).append(rank)
     load = dict.fromkeys(source_mesh.process_ids, 0)
     planned = []
     for receiver in sorted(target_mesh.process_ids):
         if not _receives(target_mesh, target, receiver):
             continue
-        needed = _bounds(shape, target_mesh, target, receiver)
+        needed = rank_bounds(shape, target_mesh, target, receiver)
         for held, ranks in owners.items():
             block = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, needed, strict=True))
             if any(start >= stop for start, stop in block):
@@ -73,12 +73,15 @@ def exchange(
     source: Layout,
     target_mesh: ProcessMesh,
     target: Layout,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Redistribute a tensor to another mesh, point to point, and return this rank's local tensor on the target mesh.
 
     local
         This rank's local tensor on the source mesh; on a rank outside the source mesh, any tensor of the right dtype
         and device.
+    group
+        A group with all ranks of both meshes; None: the default group.
 
     A rank outside the target mesh gets an empty tensor. Every rank of both meshes must call this function. Not
     differentiable.
@@ -90,7 +93,9 @@ def exchange(
         if rank not in (transfer.sender, transfer.receiver):
             continue
         if transfer.sender == rank:
-            blocks[transfer] = _part(local, transfer.bounds, _bounds(whole, source_mesh, source, rank)).contiguous()
+            blocks[transfer] = block_of(
+                local, transfer.bounds, rank_bounds(whole, source_mesh, source, rank)
+            ).contiguous()
         else:
             blocks[transfer] = local.new_empty([stop - start for start, stop in transfer.bounds])
         if transfer.sender == transfer.receiver:
@@ -99,16 +104,16 @@ def exchange(
         if sends:
             note(SEND, -1, transfer.elements * local.element_size())
         operation, peer = (dist.isend, transfer.receiver) if sends else (dist.irecv, transfer.sender)
-        operations.append(dist.P2POp(operation, blocks[transfer], peer, tag=TAG))
+        operations.append(dist.P2POp(operation, blocks[transfer], peer, group, tag=TAG))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     if target_mesh.coordinate(rank) is None:
         return empty_local(local, len(whole))
-    own = _bounds(whole, target_mesh, target, rank)
+    own = rank_bounds(whole, target_mesh, target, rank)
     result = local.new_zeros([stop - start for start, stop in own])
     for transfer, block in blocks.items():
         if transfer.receiver == rank:
-            _part(result, transfer.bounds, own).copy_(block)
+            block_of(result, transfer.bounds, own).copy_(block)
     return result
 
 
@@ -118,7 +123,8 @@ def empty_local(like: torch.Tensor, dims: int) -> torch.Tensor:
     return like.new_zeros((0,) * dims)
 
 
-def _bounds(shape: Shape, mesh: ProcessMesh, layout: Layout, rank: int) -> Bounds:
+def rank_bounds(shape: Shape, mesh: ProcessMesh, layout: Layout, rank: int) -> Bounds:
+    """Return the [start, stop) of every tensor dimension that a global rank of the mesh holds."""
     place = mesh.coordinate(rank)
     assert place is not None
     return tuple(bounds(shape, layout, mesh.shape, place))
@@ -131,7 +137,7 @@ def _receives(mesh: ProcessMesh, layout: Layout, rank: int) -> bool:
     return not any(index for index, placement in zip(place, layout, strict=True) if placement.op == "sum")
 
 
-def _part(x: torch.Tensor, block: Bounds, within: Bounds) -> torch.Tensor:
+def block_of(x: torch.Tensor, block: Bounds, within: Bounds) -> torch.Tensor:
     """Return the view of `x` that covers `block`, where `x` covers `within`."""
     for dim, ((start, stop), (first, _)) in enumerate(zip(block, within, strict=True)):
         x = x.narrow(dim, start - first, stop - start)

@@ -6,5 +6,7 @@ schedule           the order in which ranks run micro-batches, simulated
 picture            a simulated schedule as text and as a picture; a step's measured times
 groups             meshes and process groups; parameters that several stages read
 stage              a batch's parts, and a rank's part of a stage, run by torch.distributed.pipelining
+cross_mesh         a stage that exchanges blocks with stages on meshes of other shapes
+cross_mesh_sums    sums of gradients that such meshes share
 pipeline           the pipeline
 """

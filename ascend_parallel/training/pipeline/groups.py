@@ -1,7 +1,8 @@
 """The meshes and process groups of a pipeline, and the parameters that several stages read.
 
 Such a parameter is an embedding tied to the head. The gradients of its copies are summed: all terms are gathered and
-added in the order of the meshes, so the copies stay bitwise equal.
+added in the order of the meshes, so the copies stay bitwise equal. Between meshes of different shapes each rank
+receives the part of the other meshes' gradients that it holds itself.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import nn
 
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.local_parameters import parameters_of
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
-from ascend_parallel.training.pipeline.split_plan import StagePlan, shared_parameters
+from ascend_parallel.training.pipeline.cross_mesh_sums import CrossMeshSums
+from ascend_parallel.training.pipeline.split_plan import StagePlan, is_mixed, shared_parameters
 from ascend_parallel.training.pipeline.stage_assignment import StageError
 
 
@@ -31,13 +34,20 @@ class Groups:
         The index of the rank's mesh among the pipeline's meshes.
     along
         The ranks at the same place of all meshes, in the order of the meshes.
+        If meshes have different shapes: one rank of each mesh, this rank of its own; only for stages to find theirs.
     mesh
         All ranks of the rank's mesh.
+    everybody
+        The ranks of all meshes, if meshes have different shapes; else None.
+    timed
+        A group, and ranks of it, one of each mesh, whose times a measured step reports.
     """
 
     index: int
     along: dist.ProcessGroup
     mesh: dist.ProcessGroup
+    everybody: dist.ProcessGroup | None
+    timed: tuple[dist.ProcessGroup, tuple[int, ...]]
 
 
 def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
@@ -53,6 +63,16 @@ def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
         )
 
 
+def plan_of_each(
+    plan: ShardingPlan | Sequence[ShardingPlan], meshes: Sequence[ProcessMesh]
+) -> tuple[ShardingPlan, ...]:
+    """Return the plan of each mesh; raise `StageError` unless there is one plan, or one for each."""
+    plans = (plan,) * len(meshes) if isinstance(plan, ShardingPlan) else tuple(plan)
+    if len(plans) != len(meshes):
+        raise StageError(f"{len(plans)} plans for {len(meshes)} meshes: give one plan, or a plan for each mesh")
+    return plans
+
+
 def make_groups(meshes: Sequence[ProcessMesh], timeout: timedelta) -> Groups:
     """Return this rank's groups, with timeout `timeout`. Every rank of the default group must call it.
 
@@ -62,11 +82,32 @@ def make_groups(meshes: Sequence[ProcessMesh], timeout: timedelta) -> Groups:
     for mesh in meshes:
         mesh.device_mesh()
         group_of_mesh.append(dist.new_group(mesh.process_ids, timeout=timeout))
-    along = make_shared_groups([everywhere], meshes, timeout).get(everywhere)
+    mixed = is_mixed(meshes)
+    along = _lines(meshes, timeout) if mixed else make_shared_groups([everywhere], meshes, timeout).get(everywhere)
+    together = (
+        dist.new_group([each for mesh in meshes for each in mesh.process_ids], timeout=timeout) if mixed else None
+    )
     if along is None:
         raise ValueError(f"rank {rank} is in none of {', '.join(map(str, meshes))}, so it has no part of the pipeline")
     index = next(index for index in everywhere if rank in meshes[index].process_ids)
-    return Groups(index, along, group_of_mesh[index])
+    if together is None:
+        return Groups(index, along, group_of_mesh[index], None, (along, tuple(dist.get_process_group_ranks(along))))
+    firsts = tuple(mesh.process_ids[0] for mesh in meshes)
+    return Groups(index, along, group_of_mesh[index], together, (together, firsts))
+
+
+def _lines(meshes: Sequence[ProcessMesh], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return, of groups with a rank of each mesh, the one of this rank's place; a smaller mesh's ranks are in several.
+
+    Every rank of the default group must call it.
+    """
+    found, rank = None, dist.get_rank()
+    for place in range(max(len(mesh.process_ids) for mesh in meshes)):
+        ranks = [mesh.process_ids[place % len(mesh.process_ids)] for mesh in meshes]
+        group = dist.new_group(ranks, timeout=timeout, sort_ranks=False)
+        if found is None and rank in ranks:  # a rank's own place comes before the places that repeat it
+            found = group
+    return found
 
 
 def make_shared_groups(
@@ -104,14 +145,21 @@ class SharedGradients:
         modules: Sequence[ShardedModule],
         meshes: Sequence[ProcessMesh],
         timeout: timedelta,
+        everybody: dist.ProcessGroup | None = None,
     ) -> None:
-        """Take all stages, the index of each stage's mesh, and this rank's modules. Every rank must call it."""
+        """Take all stages, the index of each stage's mesh, and this rank's modules. Every rank must call it.
+
+        everybody
+            The ranks of all meshes, if meshes have different shapes.
+        """
         stages_by_name = shared_parameters(parts)
         self._holders = {
             name: tuple(sorted({mesh_of_stage[stage] for stage in stages})) for name, stages in stages_by_name.items()
         }
         several = [holders for holders in self._holders.values() if len(holders) > 1]
-        self._groups = make_shared_groups(several, meshes, timeout)
+        self._groups = {} if everybody is not None else make_shared_groups(several, meshes, timeout)
+        across = CrossMeshSums(parts, mesh_of_stage, everybody) if everybody is not None else None
+        self._across = across
         self._copies = {
             name: [module.get_parameter(name) for module in modules if name in module.held] for name in stages_by_name
         }
@@ -133,14 +181,20 @@ class SharedGradients:
                 )
         self._summed = False
 
-    def sum(self) -> None:
-        """Give a rank's first copy the sum of all copies' gradients. Every rank must call it, after a step."""
+    def sum(self, unsummed: Sequence[str] = ()) -> None:
+        """Give a rank's first copy the sum of all copies' gradients. Every rank must call it, after a step.
+
+        unsummed
+            The mesh dimensions over which the caller sums gradients later.
+        """
         for name, copies in self._copies.items() if self.due else ():
             if not copies or not copies[0].requires_grad:
                 continue
             own = _sum([_gradient(copy) for copy in copies])
             group = self._groups.get(self._holders[name])
-            if group is not None:
+            if self._across is not None and len(self._holders[name]) > 1:
+                own = self._across.sum(name, own, self._holders[name], unsummed)
+            elif group is not None:
                 by_mesh = [torch.empty_like(own) for _ in range(group.size())]
                 dist.all_gather(by_mesh, own.contiguous(), group=group)
                 own = _sum(by_mesh)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ascend_parallel.training.options import StrategyOptionError, check_count, check_one_of
+from ascend_parallel.training.options import StrategyOptionError, check_count, check_mesh, check_one_of
 from ascend_parallel.training.pipeline.picture import svg, text
 from ascend_parallel.training.pipeline.schedule import SCHEDULES, Simulated, Times, check, closed_bubble, simulate
 
@@ -25,6 +25,9 @@ class PipelineOptions:
         "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble" or "zbv".
     micro_batches
         The number of parts that a batch is cut into; without a pipeline their gradients are accumulated.
+    meshes
+        The mesh of each group of ranks, such as ({"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}), in place of the strategy's
+        `mesh`. All name the same dimensions; sizes, and the number of ranks, may differ.
     virtual_stages
         Stages of each group of ranks; more than 1 with interleaved_1f1b, zero_bubble and zbv.
     """
@@ -34,6 +37,7 @@ class PipelineOptions:
     schedule: str = "1f1b"
     micro_batches: int = 1
     virtual_stages: int = 1
+    meshes: Sequence[Mapping[str, int]] = ()
 
     def __post_init__(self) -> None:
         """Check each option, and that they fit together."""
@@ -63,6 +67,29 @@ class PipelineOptions:
         for pattern, stage in self.stages.items():
             if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < self.count:
                 raise StrategyOptionError(f"pipeline.stages, {pattern!r}: {stage!r}; give 0 to {self.count - 1}")
+
+        self._check_meshes()
+
+    def _check_meshes(self) -> None:
+        if not isinstance(self.meshes, (tuple, list)):
+            raise StrategyOptionError(
+                f"pipeline.meshes={self.meshes!r}: give a list of meshes, such as "
+                "[{'dp': 2, 'tp': 2}, {'dp': 4, 'tp': 1}]"
+            )
+        for place, mesh in enumerate(self.meshes):
+            check_mesh(f"pipeline.meshes[{place}]", mesh)
+            if list(mesh) != list(self.meshes[0]):
+                raise StrategyOptionError(
+                    f"pipeline.meshes[{place}]={dict(mesh)}: name the dimensions of the first, "
+                    f"{', '.join(self.meshes[0])}, in the same order; of size 1 where this group of ranks has none"
+                )
+        if self.meshes and len(self.meshes) != self.degree:
+            raise StrategyOptionError(
+                f"pipeline.meshes has {len(self.meshes)} meshes, and pipeline.degree={self.degree}: give a mesh for "
+                "each group of ranks"
+            )
+        if len(self.meshes) == 1:
+            raise StrategyOptionError("pipeline.meshes with one mesh: give it as mesh")
 
     @property
     def count(self) -> int:

@@ -113,12 +113,19 @@ class Measured:
 
 
 def measure_step(
-    group: dist.ProcessGroup, schedule: str, stages: int, micro_batches: int, executed: Sequence[Slot], seconds: float
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    executed: Sequence[Slot],
+    seconds: float,
 ) -> Measured:
-    """Return the times that the ranks of `group`, in the order of the meshes, measured. All of them must call it."""
+    """Return the times that `ranks` of `group`, one of each mesh in order, measured. All ranks of it must call it."""
     busy = sum(slot.stop - slot.start for slot in executed)
     mine = {"seconds": seconds, "busy": busy, "medians": _medians(executed)}
-    by_rank = list(exchange(group, "Pipeline.measure", mine, RuntimeError).values())
+    everything = exchange(group, "Pipeline.measure", mine, RuntimeError)
+    by_rank = [everything[rank] for rank in ranks]
     times = Times(measured={_key(name): value for times in by_rank for name, value in times["medians"].items()})
     simulated = simulate(schedule, len(by_rank), stages, micro_batches, times)
     seconds_by_rank = tuple(times["seconds"] for times in by_rank)

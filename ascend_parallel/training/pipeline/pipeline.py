@@ -25,11 +25,13 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
-from ascend_parallel.training.pipeline.groups import SharedGradients, check_meshes, make_groups
+from ascend_parallel.training.pipeline.cross_mesh import make_stage
+from ascend_parallel.training.pipeline.cross_mesh_sums import held_by_earlier_meshes
+from ascend_parallel.training.pipeline.groups import SharedGradients, check_meshes, make_groups, plan_of_each
 from ascend_parallel.training.pipeline.picture import Measured, measure_step
 from ascend_parallel.training.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, forward_only, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
-from ascend_parallel.training.pipeline.stage import Batch, RankStage, StageModule
+from ascend_parallel.training.pipeline.stage import Batch, StageModule
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
 
 
@@ -41,7 +43,7 @@ class Pipeline:
     """This rank's part of a pipeline-parallel model.
 
     plan, parts
-        The plan of the whole model, and of each stage.
+        The plan of the whole model for this rank's mesh, and that of each stage.
     meshes
         The mesh of each group of ranks.
     stages, modules
@@ -58,7 +60,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        plan: ShardingPlan,
+        plan: ShardingPlan | Sequence[ShardingPlan],
         stages: Mapping[str, int] | int | None,
         meshes: Sequence[ProcessMesh],
         *,
@@ -77,11 +79,12 @@ class Pipeline:
             The traced model, with the same values on every rank; it is not changed.
         plan
             The plan of the model with its loss, a mean over the batch, for one micro-batch of all ranks of one mesh.
+            For meshes of different shapes: such a plan, of the same graph, for each of `meshes`.
         stages
             The stage of every operator (`assign`, `balanced`), of modules by pattern, or a number of stages of about
             the same work; None: the modules' `pipeline_stage`.
         meshes
-            A mesh for each group of ranks, of the plan's shape, in the order of the stages; `stages_of` tells which
+            A mesh for each group of ranks, of its plan's shape, in the order of the stages; `stages_of` tells which
             stages lie on which mesh.
         schedule
             "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble" or "zbv".
@@ -101,18 +104,20 @@ class Pipeline:
             raise RuntimeError("a pipeline needs torch.distributed.init_process_group, on every rank")
         check_meshes(meshes)
         self.meshes = tuple(meshes)
-        assignment = _assignment(model, plan, stages)
+        plans = plan_of_each(plan, meshes)
+        assignment = _assignment(model, plans[0], stages)
         count = max(assignment.values()) + 1
         check(schedule, len(meshes), count, micro_batches)
         _check_split(schedule, overlap, sharded.get("recompute") or Recompute.of(model))
         self._mesh_of_stage = stages_of(schedule, len(meshes), count)
         stage_meshes = [meshes[index] for index in self._mesh_of_stage]
-        self.plan, self.parts = plan, split_into_stages(plan, assignment, stage_meshes)
+        self.parts = split_into_stages([plans[index] for index in self._mesh_of_stage], assignment, stage_meshes)
         self.schedule, self.micro_batches, self.factor = schedule, micro_batches, 1.0
         batch = {"local_inputs": str(local_inputs), "broadcast_inputs": ", ".join(sorted(broadcast_inputs))}
         seed = _confirm(self, model, {**batch, "overlap": str(overlap), "assignment": _digest(assignment)})
         limit = timeout or group_timeout(dist.group.WORLD) or dist.distributed_c10d.default_pg_timeout
         self._groups = make_groups(meshes, limit)
+        self.plan = plans[self._groups.index]
         self.stages = tuple(stage for stage, index in enumerate(self._mesh_of_stage) if index == self._groups.index)
         common = {"overlap": overlap, "settings": settings, "local_inputs": True, "group": self._groups.mesh, **sharded}
         common["prefetch"] = schedule not in SPLIT
@@ -121,8 +126,10 @@ class Pipeline:
             module.randomness.restart(seed)
         own = [self.parts[stage] for stage in self.stages]
         self._wrapped = [StageModule(part, module) for part, module in zip(own, self.modules, strict=True)]
-        self._batch = Batch(plan, micro_batches, local_inputs, broadcast_inputs, self.modules[0].coordinate)
-        self.shared = SharedGradients(self.parts, self._mesh_of_stage, self.modules, meshes, limit)
+        self._batch = Batch(self.plan, micro_batches, local_inputs, broadcast_inputs, self.modules[0].coordinate)
+        self.shared = SharedGradients(
+            self.parts, self._mesh_of_stage, self.modules, meshes, limit, self._groups.everybody
+        )
         self._executed: list[Slot] = []
         self._losses = Losses(micro_batches)
         self.count: torch.Tensor | None = None
@@ -163,7 +170,7 @@ class Pipeline:
         chosen = [dim for dim in dims or self.meshes[0].dim_names if dim not in but]
         for module in self.modules if chosen else ():
             module.reduce_gradients(*chosen)
-        self.shared.sum()
+        self.shared.sum([dim for dim in self.meshes[0].dim_names if dim not in chosen])
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return this rank's shards of all its stages' parameters; a parameter that several stages read, once."""
@@ -180,18 +187,18 @@ class Pipeline:
         """Return this rank's shards of parameters and persistent buffers, by the model's names."""
         return {name: shard for module in reversed(self.modules) for name, shard in module.tensor_shards().items()}
 
+    @property
+    def held_elsewhere(self) -> frozenset[str]:
+        """Names of state that an earlier mesh of another shape holds too, perhaps cut in another way."""
+        known = self.parts, self._mesh_of_stage, self._groups.index
+        return frozenset() if self._groups.everybody is None else held_by_earlier_meshes(*known)
+
     def measure(self, *args: Any, **kwargs: Any) -> Measured:
         """Run a step that all ranks begin together; return its measured times. Every rank must call it."""
-        dist.barrier(self._groups.along)
+        dist.barrier(self._groups.timed[0])
         self.step(*args, **kwargs)
-        return measure_step(
-            self._groups.along,
-            self.schedule,
-            len(self.parts),
-            self.micro_batches,
-            self._executed,
-            self._seconds,
-        )
+        numbers = len(self.parts), self.micro_batches
+        return measure_step(*self._groups.timed, self.schedule, *numbers, self._executed, self._seconds)
 
     @property
     def executed(self) -> tuple[Slot, ...]:
@@ -218,8 +225,7 @@ class Pipeline:
 
     def _make_schedule(self) -> Any:
         """Return torch's schedule of this rank's stages."""
-        device, count = torch.device(default_device()), len(self.parts)
-        stages = [RankStage(wrapped, count, device, self._groups.along, self._executed) for wrapped in self._wrapped]
+        stages = [make_stage(wrapped, self.parts, self._groups, self._executed) for wrapped in self._wrapped]
         argument = stages[0] if self.schedule in SINGLE else stages
         return SCHEDULES[self.schedule](argument, self.micro_batches, loss_fn=self._weighted, scale_grads=False)
 
@@ -229,10 +235,12 @@ class Pipeline:
 
     def _broadcast_loss(self) -> BatchLoss:
         """Return the mean loss, and the count if the model returns it, broadcast from the last stage to all stages."""
-        last = self.parts[-1]
+        last, everybody = self.parts[-1], self._groups.everybody
         loss = self._losses.batch() if last.stage in self.stages else self._empty(last)
         for tensor in (loss.total, loss.count):
-            if tensor is not None:
+            if tensor is not None and everybody is not None:
+                dist.broadcast(tensor, last.plan.mesh.process_ids[0], everybody)
+            elif tensor is not None:
                 dist.broadcast(tensor, group=self._groups.along, group_src=self._mesh_of_stage[-1])
         return loss
 

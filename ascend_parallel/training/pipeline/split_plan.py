@@ -3,6 +3,9 @@
 A tensor sent from a stage to the next is an output of the first, in its layout, and an input of the second: each rank
 sends its shard to the rank at the same place of the next stage's mesh. A tensor that a later stage reads is passed
 through the stages between. Gradients return along the same ranks.
+
+Meshes of different shapes have a plan each. A tensor that is sent then has a layout on either side, without sums, and
+ranks send each other the blocks that the receivers lack (`cross_mesh`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, PARAMETER, Graph, Node, Value
-from ascend_parallel.sharding.layout import Layout, local_size
+from ascend_parallel.sharding.layout import REPLICATE, Layout, local_size
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.training.pipeline.stage_assignment import StageError
@@ -55,26 +58,37 @@ class StagePlan:
 
 
 def split_into_stages(
-    plan: ShardingPlan, assignment: Mapping[str, int], meshes: Sequence[ProcessMesh]
+    plan: ShardingPlan | Sequence[ShardingPlan], assignment: Mapping[str, int], meshes: Sequence[ProcessMesh]
 ) -> tuple[StagePlan, ...]:
     """Return the plan of each stage.
 
     plan
-        The plan of a model that returns its loss, a mean over the batch; traced with one micro-batch.
+        The plan of a model that returns its loss, a mean over the batch; traced with one micro-batch. Or such a plan
+        for each stage, all of one graph, if their meshes have different shapes.
     assignment
         The stage of every operator (`assign`, `balanced`).
     meshes
-        A mesh for each stage, with the shape and dimension names of the plan's mesh.
+        A mesh for each stage, with the shape and dimension names of its plan's mesh.
 
     The model may also return a sum and a count (`Losses`). Raises `StageError` for meshes of another shape, a model
     that returns something else, inputs that require gradients, and a buffer that one stage writes and another reads.
     """
-    _check_meshes(plan.mesh, meshes, max(assignment.values()) + 1)
-    loss = _loss(plan, assignment, len(meshes))
-    _check_inputs(plan)
-    _check_buffers(plan.graph, assignment)
-    splitter = _Splitter(plan, assignment, loss)
-    return tuple(splitter.stage(stage, mesh) for stage, mesh in enumerate(meshes))
+    plans = (plan,) * len(meshes) if isinstance(plan, ShardingPlan) else tuple(plan)
+    _check_meshes(plans, meshes, max(assignment.values()) + 1)
+    first = plans[0]
+    loss = _loss(first, assignment, len(meshes))
+    _check_inputs(first)
+    _check_buffers(first.graph, assignment)
+    mixed = is_mixed(meshes)
+    splitters = {id(each): _Splitter(each, assignment, loss, mixed) for each in plans}
+    return tuple(
+        splitters[id(each)].stage(stage, mesh) for stage, (each, mesh) in enumerate(zip(plans, meshes, strict=True))
+    )
+
+
+def is_mixed(meshes: Sequence[ProcessMesh]) -> bool:
+    """Tell whether the meshes have different shapes."""
+    return len({mesh.shape for mesh in meshes}) > 1
 
 
 def shared_parameters(parts: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
@@ -87,8 +101,8 @@ def shared_parameters(parts: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
 class _Splitter:
     """The whole plan, and the stages between which each tensor is sent."""
 
-    def __init__(self, plan: ShardingPlan, assignment: Mapping[str, int], loss: Value) -> None:
-        self._plan, self._graph, self._assignment = plan, plan.graph, assignment
+    def __init__(self, plan: ShardingPlan, assignment: Mapping[str, int], loss: Value, mixed: bool) -> None:
+        self._plan, self._graph, self._assignment, self._mixed = plan, plan.graph, assignment, mixed
         self._readers = self._graph.readers()
         self._last = assignment[loss.node]
         self._returned = self._graph.returned
@@ -165,29 +179,41 @@ class _Splitter:
         """Return the layout in which a tensor is sent.
 
         It is the layout in which the tensor is made. It is the layout that all readers need if the tensor is made as
-        partial sums, or if that is fewer bytes to send.
+        partial sums, or if that is fewer bytes to send. Between meshes of different shapes, sums are added up before.
         """
         plan, own = self._plan, self._plan.layouts[value]
         needed = {plan.inputs[name][index] for name, index in self._readers[value]}
         target = plan.shared_layouts.get(value) or (needed.pop() if len(needed) == 1 else own)
         shape, mesh_shape = self._graph.meta(value).shape, plan.mesh.shape
         is_less = local_size(shape, target, mesh_shape) < local_size(shape, own, mesh_shape)
-        return target if is_less or any(placement.kind == "partial" for placement in own) else own
+        chosen = target if is_less or any(placement.kind == "partial" for placement in own) else own
+        if not self._mixed:
+            return chosen
+        return tuple(placement if placement.kind == "shard" else REPLICATE for placement in chosen)
 
 
 def _name(value: Value) -> str:
     return f"{value.node}.{value.index}" if value.index else value.node
 
 
-def _check_meshes(whole: ProcessMesh, meshes: Sequence[ProcessMesh], stages: int) -> None:
+def _check_meshes(plans: Sequence[ShardingPlan], meshes: Sequence[ProcessMesh], stages: int) -> None:
     if len(meshes) != stages:
         raise StageError(f"{len(meshes)} meshes for {stages} stages: give a mesh for each")
-    for stage, mesh in enumerate(meshes):
-        if (mesh.shape, mesh.dim_names) != (whole.shape, whole.dim_names):
+    if len(plans) != stages:
+        raise StageError(f"{len(plans)} plans for {stages} stages: give one plan, or a plan for each")
+    for stage, (plan, mesh) in enumerate(zip(plans, meshes, strict=True)):
+        if (mesh.shape, mesh.dim_names) != (plan.mesh.shape, plan.mesh.dim_names):
             raise StageError(
-                f"the mesh of stage {stage} is {_shape(mesh)}, the plan's is {_shape(whole)}: each rank sends to the "
-                "rank at the same place, so give all stages meshes of the plan's shape"
+                f"the mesh of stage {stage} is {_shape(mesh)}, the plan's is {_shape(plan.mesh)}: give a mesh of the "
+                "plan's shape or, for meshes of different shapes, a plan for each"
             )
+        if mesh.dim_names != meshes[0].dim_names:
+            raise StageError(
+                f"the mesh of stage {stage} is {_shape(mesh)}, that of stage 0 {_shape(meshes[0])}: sizes may differ; "
+                "name the same dimensions in the same order, of size 1 where a stage has none"
+            )
+        if list(plan.graph.nodes) != list(plans[0].graph.nodes):
+            raise StageError(f"the plan of stage {stage} is of another graph than that of stage 0: plan one graph")
 
 
 def _shape(mesh: ProcessMesh) -> str:

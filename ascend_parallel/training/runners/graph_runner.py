@@ -95,7 +95,7 @@ class PipelineRunner(Runner):
         strategy = planned.strategy
         self.pipeline = Pipeline(
             planned.model,
-            planned.plan,
+            planned.plans,
             planned.stages,
             planned.meshes,
             schedule=strategy.pipeline.schedule,
@@ -110,6 +110,7 @@ class PipelineRunner(Runner):
         nodes = [node for part in self.pipeline.parts for node in part.plan.graph.nodes.values()]
         read = {node.source for node in nodes if node.kind in (PARAMETER, BUFFER)}
         self._unread = unread_state(planned.model, read)
+        self.unsaved = names_of(planned.model, self.pipeline.held_elsewhere)
         self._means = MaskedMeans(planned.plan, planned.strategy.pipeline.micro_batches)
         accumulate_in_fp32((param for module in self.pipeline.modules for param in module.parameters()), strategy)
         self.modules, self.unreduced = self.pipeline.modules, strategy.sharding.zero_stage == 2
@@ -154,3 +155,10 @@ def unread_state(model: nn.Module, read: Set[str]) -> dict[str, TensorShard]:
     tensors = {id(tensor) for name, tensor in state.items() if name in read}
     rest = ((name, tensor) for name, tensor in state.items() if id(tensor) not in tensors)
     return {name: TensorShard.whole(tensor.detach().clone()) for name, tensor in rest}
+
+
+def names_of(model: nn.Module, sources: Set[str]) -> Set[str]:
+    """Return all names of the state that `sources` name."""
+    state = model.state_dict(keep_vars=True)
+    tensors = {id(tensor) for name, tensor in state.items() if name in sources}
+    return frozenset(name for name, tensor in state.items() if id(tensor) in tensors)

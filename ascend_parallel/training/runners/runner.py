@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ class Runner(ABC):
         This rank's part of the model.
     unreduced
         Whether the optimizer sums gradients over its replicas itself.
+    unsaved
+        Names in the model of state that other ranks save, cut in another way.
     """
 
     modules: Sequence[nn.Module]
     unreduced: bool
+    unsaved: Set[str] = frozenset()
 
     @abstractmethod
     def accumulate(self, batch: Sequence[Any], factor: float, last: bool) -> BatchLoss:
