@@ -147,18 +147,24 @@ def described(value: Any, places: Mapping[int, int] | None = None, depth: int = 
     if type(value) in (tuple, list, torch.Size):
         return (type(value), tuple(map(inner, value)))
     if isinstance(value, dict):
-        items = tuple((inner(key), inner(item)) for key, item in value.items())
+        items = tuple((inner(key), inner(item)) for key, item in list(value.items()))
         return (type(value), items, () if type(value) is dict else inner(dict(getattr(value, "__dict__", {}))))
     if type(value) in (set, frozenset):
         return (type(value), frozenset(map(inner, value)))
     if not hasattr(value, "__dict__") or hasattr(value, "__next__") or _is_native(type(value)):
         raise UnknownValueError(f"a {type(value).__name__}")
-    return (type(value), id(value), tuple((name, inner(item)) for name, item in vars(value).items()))
+    return (
+        *key_of_class(type(value)),
+        id(value),
+        tuple((name, inner(item)) for name, item in list(vars(value).items())),
+    )
 
 
 def _is_native(kind: type) -> bool:
     """Tell whether objects of a class can hold a state besides their attributes: bases in C, slots."""
-    return any("__slots__" in vars(base) or not base.__flags__ & 1 << 9 for base in kind.__mro__ if base is not object)
+    return any(
+        vars(base).get("__slots__") or not base.__flags__ & 1 << 9 for base in kind.__mro__ if base is not object
+    )
 
 
 def key_of_class(kind: type) -> tuple[Any, ...]:
@@ -225,9 +231,15 @@ def _written(code: CodeType) -> frozenset[str]:
     return frozenset(step.opname for step in steps if step.opname == "STORE_GLOBAL" or step.argval in code.co_freevars)
 
 
+@cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    loads = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(dict.fromkeys(loads))
+
+
 def _globals_of(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the global variables that a function names, also those of modules."""
-    for name in code.co_names:
+    for name in _global_names(code):
         if name in names:
             value = names[name]
             if isinstance(value, ModuleType):

@@ -106,7 +106,7 @@ class CallsOfBlocks:
         """Return nothing: all that counts is known."""
         return ()
 
-    def begin(self) -> int:
+    def begin(self, call: BlockCall) -> int:
         """Return the number of calls so far."""
         return len(self.calls)
 

@@ -56,7 +56,7 @@ class BlockRecorder(Protocol):
     def key_of(self, call: BlockCall) -> Any:
         """Return what the recorder needs to be equal besides; raise `UnknownValueError` where it cannot repeat."""
 
-    def begin(self) -> Any:
+    def begin(self, call: BlockCall) -> Any:
         """Return where the record of a call begins."""
 
     def end(self, begun: Any, call: BlockCall, returned: Any) -> Any:
@@ -103,7 +103,7 @@ class RepeatedBlocks:
                 is_other = key in self._kinds and (kind is None or kind.executed.state() != kind.state)
                 if not is_other and kind is not None and kind.is_confirmed:
                     return self.recorder.replay(kind.record, call)
-                begun = self.recorder.begin()
+                begun = self.recorder.begin(call)
             except UnknownValueError:
                 is_other = True
         if is_other:

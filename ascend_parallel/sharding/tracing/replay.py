@@ -37,6 +37,8 @@ class _Record:
 
     numbers
         {node of a parameter, buffer or argument: its number}.
+    moved
+        The nodes of parameters, buffers and arguments after the block, by number, where an operator returned its input.
     returned, outputs
         The result, and where each of its leaves comes from.
     calls, origins
@@ -49,6 +51,7 @@ class _Record:
 
     nodes: tuple[Node, ...]
     numbers: Mapping[Node, int]
+    moved: Mapping[int, Node]
     returned: Any
     outputs: tuple[Output, ...]
     calls: tuple[RecordedCall, ...]
@@ -82,34 +85,45 @@ class NodeRecorder:
         nodes: dict[Node, int] = {}
         return tuple(nodes.setdefault(_node(tensor), len(nodes)) for tensor in call.tensors), tuple(map(type, origins))
 
-    def begin(self) -> Any:
-        """Return the number of the tracer's nodes, calls and so on."""
+    def begin(self, call: BlockCall) -> Any:
+        """Return the number of the tracer's nodes, calls and so on, and the nodes of the block's tensors."""
         tracer = _tracer()
-        return len(tracer.graph.nodes), len(self.recording.calls), Counts.of(tracer)
+        origins = {self._origin(tensor): number for number, tensor in reversed(list(enumerate(call.tensors)))}
+        own = tuple(map(_node, call.tensors))
+        return (len(tracer.graph.nodes), len(self.recording.calls), Counts.of(tracer)), own, origins
 
     def end(self, begun: Any, call: BlockCall, returned: Any) -> _Record:
         """Return the record; raise `UnknownValueError` for a block that cannot be repeated."""
-        tracer, (before, first_call, counts_before) = _tracer(), begun
+        tracer, ((before, first_call, counts_before), own, origins) = _tracer(), begun
         around, counts = Surroundings.of(tracer, counts_before), Counts.of(tracer).since(counts_before)
         nodes = tuple(islice(reversed(tracer.graph.nodes), len(tracer.graph.nodes) - before))[::-1]
         numbers: dict[Node, int] = {}
-        for number, tensor in enumerate(call.tensors):
-            numbers.setdefault(_node(tensor), number)
+        for number, node in enumerate(own):
+            numbers.setdefault(node, number)
         check_nodes(nodes, numbers, around, counts)
         leaves: list[Any] = []
         structure = flattened(returned, leaves)
         made = {node: number for number, node in enumerate(nodes)}
         outputs = outputs_of(leaves, call.tensors, lambda leaf: made.get(_node(leaf)))
         calls = tuple(self.recording.calls[first_call:])
-        origins = {self._origin(tensor): number for number, tensor in reversed(list(enumerate(call.tensors)))}
+        moved = {
+            number: _node(tensor) for number, tensor in enumerate(call.tensors) if _node(tensor) is not own[number]
+        }
         metas = tuple(key_of_tensor(leaf, {}) for leaf in leaves if isinstance(leaf, torch.Tensor))
         form = (
             form_of(nodes, numbers, around),
             [_form_of_call(entry, origins, nodes) for entry in calls],
-            (structure, outputs, metas, counts.functions, counts.below(around.prefix)),
+            (
+                {number: made.get(node) for number, node in moved.items()},
+                structure,
+                outputs,
+                metas,
+                counts.functions,
+                counts.below(around.prefix),
+            ),
         )
         last = tracer.torch_fn_metadata
-        return _Record(nodes, numbers, returned, outputs, calls, origins, around, counts, last, form)
+        return _Record(nodes, numbers, moved, returned, outputs, calls, origins, around, counts, last, form)
 
     def replay(self, record: _Record, call: BlockCall) -> Any:
         """Add the nodes and calls of a block to the tracer's graph and the recording; return the block's result."""
@@ -127,9 +141,10 @@ class NodeRecorder:
             nodes[node] = copied(node, nodes, tracer, memory, (record.around, around))
         around.advance(tracer, record.counts, record.around)
         tracer.torch_fn_metadata = record.last_function
-        for number, tensor in live.items():
-            track_tensor(tensor, Proxy(nodes[record.nodes[number]], tracer), constant=None, tracer=tracer)
         origins = {origin: self._origin(call.tensors[number]) for origin, number in record.origins.items()}
+        live_nodes = [(live[number], record.nodes[number]) for number in live]
+        for tensor, node in (*live_nodes, *((call.tensors[number], node) for number, node in record.moved.items())):
+            track_tensor(tensor, Proxy(nodes[node], tracer), constant=None, tracer=tracer)
         origins |= {UntracedTensor(node.name): UntracedTensor(nodes[node].name) for node in record.nodes}
         self.recording.calls.extend(_moved(entry, origins) for entry in record.calls)
         leaves = [live[output.number] if output.is_made else output.leaf(call.tensors) for output in record.outputs]

@@ -91,8 +91,10 @@ def check_nodes(nodes: Sequence[Node], inputs: Mapping[Node, int], around: Surro
         writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
             raise UnknownValueError(f"{node.target}, which is no operator")
-        if writes or not known.issuperset(node.all_input_nodes) or not {*node.meta} <= {*KNOWN_META}:
+        if writes or not known.issuperset(node.all_input_nodes):
             raise UnknownValueError(f"{node.target} that writes, or reads from outside of the block")
+        if unknown := {*node.meta} - {*KNOWN_META}:
+            raise UnknownValueError(f"{node.target} with {unknown}")
         if own[: len(around.stack)] != list(around.stack.items()) or any("@" in key for key, _ in own):
             raise UnknownValueError("a module that runs twice, or from outside of the block")
         for value in pytree.tree_leaves(node.meta.get("val")):
