@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import get_current_meta
 
 from ascend_parallel.sharding.tracing.model_files import is_model_file
+from ascend_parallel.sharding.tracing.strategy_marks import KEY
 
 MAX_DEPTH = 6
 PLAIN = (bool, int, str, bytes, type(None))
@@ -96,7 +97,7 @@ def key_of_modes() -> tuple[Any, ...]:
     """Return torch's modes that decide which operators run, and the marks that they get."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     stacks = (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
-    custom = repr(get_current_meta().get("custom"))
+    custom = repr((get_current_meta().get("custom") or {}).get(KEY))
     grad = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
     return (*grad, *autocast, torch.get_default_dtype(), *stacks, custom)
 

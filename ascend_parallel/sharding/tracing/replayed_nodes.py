@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.tracing.block_keys import UnknownValueError, key_of_tensor
 from ascend_parallel.sharding.tracing.block_results import Memory
+from ascend_parallel.sharding.tracing.strategy_marks import KEY
 
 STACK = "nn_module_stack"
 # Metadata that a copy gets anew. `seq_nr` counts autograd's operators, and nothing here reads it.
@@ -137,7 +138,8 @@ def form_of(nodes: Sequence[Node], inputs: Mapping[Node, int], around: Surroundi
         own = list(node.meta[STACK].items())[len(around.stack) :]
         stack = [(key.removeprefix(around.prefix), path.removeprefix(around.prefix), kind) for key, (path, kind) in own]
         values = [key_of_tensor(value, known)[:-2] for value in pytree.tree_leaves(node.meta["val"])]
-        others = [repr(node.meta.get(key)) for key in ("stack_trace", "custom", "tensor_meta", "original_aten")]
+        others = [repr(node.meta.get(key)) for key in ("stack_trace", "tensor_meta", "original_aten")]
+        others.append(repr((node.meta.get("custom") or {}).get(KEY)))
         arguments = repr(map_arg((node.args, dict(node.kwargs)), places.__getitem__))
         function = node.meta.get("torch_fn") and _counted(node.meta["torch_fn"], around, None)
         forms.append((node.target, arguments, stack, values, others, function))
