@@ -13,7 +13,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.sharding.tracing.block_results import CallsOfBlocks
 from ascend_parallel.sharding.tracing.function_calls import name_of
+from ascend_parallel.sharding.tracing.model_files import is_model_file
+from ascend_parallel.sharding.tracing.repeated_blocks import RepeatedBlocks
 
 log = logging.getLogger("ascend_parallel")
 
@@ -33,10 +36,7 @@ log = logging.getLogger("ascend_parallel")
 MODULE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 MAX_DEPTH = 4
-# Paths of code that is not the model's: torch and Python's own library.
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(copy.__file__).parent), "<")
 FAKE_TENSORS = str(Path(torch.__file__).parent / "_subclasses")
-SITE = str(Path(torch.__file__).parent.parent)
 REMEDY = "compute it with tensors, give it as an argument, or take it out of the forward"
 
 
@@ -96,9 +96,10 @@ class _RepeatedForward:
         hooked = next((place for function, _, place in second if function in HOOKS), None)
         return "" if hooked is None else f"sets a hook on a tensor ({hooked})"
 
-    def _run(self) -> list[_Call]:
+    def _run(self, is_repeating: bool = True) -> list[_Call]:
         (args, kwargs), recorder = self._arguments, _CallRecorder()
-        with self._fake, recorder:
+        blocks = RepeatedBlocks(CallsOfBlocks(recorder.calls)).repeating(self._model) if is_repeating else nullcontext()
+        with self._fake, recorder, blocks:
             self._model(*args, **kwargs)
         return recorder.calls
 
@@ -125,7 +126,7 @@ class _RepeatedForward:
         tracing = sys.gettrace()
         sys.settrace(lambda frame, _event, _argument: look if _is_model_code(frame) else None)
         try:
-            self._run()
+            self._run(is_repeating=False)
         finally:
             sys.settrace(tracing)
         return f" ({changing})" if changing else ""
@@ -154,11 +155,6 @@ class _CallRecorder(TorchFunctionMode):
             frame = frame.f_back
         self.calls.append((function, constants, "" if frame is None else _place(frame)))
         return function(*args, **(kwargs or {}))
-
-
-def is_model_file(name: str) -> bool:
-    """Tell whether a source file holds a model's code: it is not of torch or of Python's own library."""
-    return not (name.startswith(LIBRARIES) and (name.startswith(LIBRARIES[0]) or not name.startswith(SITE)))
 
 
 def _is_model_code(frame: FrameType) -> bool:

@@ -30,7 +30,7 @@ from ascend_parallel.sharding.tracing.regions import (
 # torch.library makes an autograd.Function of this name from the backward that register_autograd gave an operator.
 OF_CUSTOM_OPERATOR = "GeneratedBackwardFor_"
 
-_RecordedCall = tuple[Callable[..., Any], list[Any], pytree.TreeSpec, list[Any], pytree.TreeSpec, dict[int, int]]
+RecordedCall = tuple[Callable[..., Any], list[Any], pytree.TreeSpec, list[Any], pytree.TreeSpec, dict[int, int]]
 
 
 @dataclass
@@ -40,11 +40,14 @@ class Recording:
     calls
         The calls in order, with origins in place of tensors: a `ParameterRef`, a `Ref` to a tensor among the forward's
         arguments, or an `UntracedTensor` with the name of the tracer's node.
+    origins
+        The origins of the parameters, buffers and arguments of the forward, by id.
     refused
         The reason why an eager run cannot follow the calls; "": it can.
     """
 
-    calls: list[_RecordedCall] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
+    origins: dict[int, Any] = field(default_factory=dict)
     refused: str = ""
 
     @contextmanager
@@ -58,7 +61,7 @@ class Recording:
             self.calls.clear()
             self.refused = ""
             named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-            origins: dict[int, Any] = {id(tensor): ParameterRef(first[name]) for name, tensor in named}
+            origins = self.origins = {id(tensor): ParameterRef(first[name]) for name, tensor in named}
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             origins |= {id(tensor): Ref(place) for place, tensor in enumerate(tensors)}
             with autocast_switched_off(), _CallRecorder(self, origins):
@@ -181,7 +184,8 @@ def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> t
         call = FunctionCall(function, args, spec, outputs, results_spec, changed, tuple(rest[done:end]))
         if missing := _missing(call, graph):
             return f"{name_of(function)} works on {missing}, which is not among its arguments (an alias of one?)"
-        calls, done = [*calls, call], end
+        calls.append(call)
+        done = end
     return tuple(calls)
 
 

@@ -34,6 +34,8 @@ from ascend_parallel.sharding.tracing.determinism import ForwardChangesError, on
 from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
 from ascend_parallel.sharding.tracing.functionalize import FunctionalOp, functional_ops
 from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors
+from ascend_parallel.sharding.tracing.repeated_blocks import RepeatedBlocks
+from ascend_parallel.sharding.tracing.replay import NodeRecorder
 from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
 from ascend_parallel.sharding.tracing.untraceable import CONTROL_FLOW, SHAPES, VALUES, place_of, reason
 
@@ -75,7 +77,7 @@ def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         # node metadata carries the marks; where gradients are off is the model's own choice, not the caller's
         with torch.enable_grad(), preserve_node_meta(), _quiet(), random_states_kept():
-            with recording.noting(model):
+            with recording.noting(model), RepeatedBlocks(NodeRecorder(recording)).repeating(model):
                 program = torch.export.export(model, *_without_shared_tensors(args, kwargs), strict=False)
             replacements = functional_ops(program)
             if replacements is None:

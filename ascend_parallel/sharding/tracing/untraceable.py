@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from ascend_parallel.sharding.tracing.determinism import is_model_file
+from ascend_parallel.sharding.tracing.model_files import is_model_file
 
 OWN = str(Path(__file__).parent)
 VALUES = (
