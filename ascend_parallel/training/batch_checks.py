@@ -90,11 +90,7 @@ class BatchComparison:
             dims = () if strategy.data_dim is None else (strategy.data_dim,)
             self._parts = [_Part(dims, None, _replicas(meshes, dims))]
         elif local_batches:
-            by_plan: dict[int, list[ProcessMesh]] = {}
-            for plan, mesh in zip(plans, meshes, strict=True):
-                by_plan.setdefault(id(plan), []).append(mesh)
-            plan_of = {id(plan): plan for plan in plans}
-            self._parts = [part for key, some in by_plan.items() for part in _local_parts(some, plan_of[key])]
+            self._parts = _local_parts(meshes, plans)
         else:
             self._parts = [_Part((), None, _replicas(meshes, ()))]
 
@@ -152,7 +148,7 @@ class BatchComparison:
             )
         if strategy.data_dim is not None:
             cure += (
-                f"; of a DataLoader by DistributedSampler(dataset, num_replicas={strategy.data_ranks(ranks[0])}, "
+                f"; of a DataLoader by DistributedSampler(dataset, num_replicas={strategy.mesh[strategy.data_dim]}, "
                 f"rank=strategy.data_rank(rank)), which is {strategy.data_rank(ranks[0])} on rank {ranks[0]}, and not "
                 "by the global rank"
             )
@@ -170,14 +166,26 @@ def _replicas(meshes: Sequence[ProcessMesh], dims: Sequence[str]) -> tuple[tuple
     return tuple(tuple(sorted(ranks)) for ranks in ranks_by_place.values())
 
 
-def _local_parts(meshes: Sequence[ProcessMesh], plan: ShardingPlan) -> list[_Part]:
-    """Return the inputs of the plan of these meshes, grouped by the mesh dimensions along which they are cut."""
-    names, by_dims = plan.mesh.dim_names, dict[tuple[str, ...], list[int]]()
-    for index, node in enumerate(plan.graph.inputs):
-        layout = plan.layouts[Value(node.name)]
-        dims = tuple(name for name, placement in zip(names, layout, strict=True) if placement.kind == "shard")
-        by_dims.setdefault(dims, []).append(index)
-    return [_Part(dims, frozenset(indices), _replicas(meshes, dims)) for dims, indices in by_dims.items()]
+def _local_parts(meshes: Sequence[ProcessMesh], plans: Sequence[ShardingPlan]) -> list[_Part]:
+    """Return the inputs of the plans of these meshes, grouped by the mesh dimensions along which they are cut.
+
+    Meshes that cut an input along the same dimensions, into as many parts, must get the same parts.
+    """
+    by_cut: dict[tuple[tuple[str, int], ...], dict[int, list[ProcessMesh]]] = {}
+    for mesh, plan in zip(meshes, plans, strict=True):
+        for index, node in enumerate(plan.graph.inputs):
+            layout = plan.layouts[Value(node.name)]
+            dims = zip(mesh.dim_names, mesh.shape, layout, strict=True)
+            cut = tuple((name, size) for name, size, placement in dims if placement.kind == "shard" and size > 1)
+            by_cut.setdefault(cut, {}).setdefault(index, []).append(mesh)
+    parts: list[_Part] = []
+    for cut, held in by_cut.items():
+        by_meshes: dict[tuple[ProcessMesh, ...], list[int]] = {}
+        for index, some in held.items():
+            by_meshes.setdefault(tuple(some), []).append(index)
+        names = tuple(name for name, _ in cut)
+        parts += [_Part(names, frozenset(indices), _replicas(some, names)) for some, indices in by_meshes.items()]
+    return parts
 
 
 def _leaves(batch: Sequence[Any]) -> Iterator[tuple[str, Any]]:

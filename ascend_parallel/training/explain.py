@@ -107,8 +107,7 @@ class _Explained:
         options, meshes = self._strategy.pipeline, self._planned.meshes
         mesh_of_stage = stages_of(options.schedule, options.degree, options.count)
         stage_meshes = [meshes[index] for index in mesh_of_stage]
-        plans = [self._planned.plans[index] for index in mesh_of_stage]
-        return split_into_stages(plans, self._planned.stages, stage_meshes)
+        return split_into_stages([self._planned.plans[at] for at in mesh_of_stage], self._planned.stages, stage_meshes)
 
     @cached_property
     def stages(self) -> list[_Stage]:

@@ -43,6 +43,14 @@ def check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, 
     if type(check_batches) is not int or check_batches < 0:
         raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
     confirm_same_strategy(strategy, batch, options)
+    data = {mesh[strategy.data_dim] for mesh in strategy.stage_meshes if strategy.data_dim is not None}
+    if options["local_batches"] and len(data) > 1:
+        raise StrategyOptionError(
+            f"local_batches=True with pipeline.meshes {strategy.sizes}: a batch is cut into {strategy.data_dim}="
+            f"{' and '.join(map(str, sorted(data)))} parts, and samplers of different numbers of replicas draw other "
+            "rows; give every rank the whole batch (local_batches=False), or all meshes one size of "
+            f"{strategy.data_dim}"
+        )
     if dist.get_world_size() != strategy.ranks:
         which = f"mesh {dict(strategy.mesh)}, pipeline.degree={strategy.pipeline.degree}"
         which = f"pipeline.meshes {strategy.sizes}" if strategy.pipeline.meshes else which

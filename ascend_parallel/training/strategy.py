@@ -180,14 +180,6 @@ class Strategy:
                 return mesh
         raise ValueError(f"rank={rank!r}: the strategy is for {self.ranks} ranks, 0 to {self.ranks - 1}")
 
-    def data_ranks(self, rank: int) -> int:
-        """Return into how many parts the batch is cut on the mesh of a global rank, for a sampler of local batches.
-
-        Raises `ValueError` for a rank that the job does not have.
-        """
-        mesh = self.mesh_of(rank)
-        return 1 if self.data_dim is None else mesh.size(self.data_dim)
-
     def data_rank(self, rank: int) -> int:
         """Return a global rank's place along `data_dim` (0 without it), for a sampler of local batches.
 

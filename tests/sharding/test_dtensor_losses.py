@@ -52,3 +52,81 @@ def compared(group, name, shape):
                 torch.testing.assert_close(found.full_tensor(), loss.detach())
                 found.redistribute(placements=[Replicate()] * len(shape)).square().sum().backward()
                 torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
+
+
+def _cosine(x, target, **options):
+    return F.cosine_embedding_loss(x, target, target[:, 0].sign(), **options)
+
+
+def _nll(x, target, **options):
+    return F.nll_loss(x.log_softmax(-1), target, **options)
+
+
+# Losses of 12 classes: which are ignored or weighted makes the ranks' counts differ.
+BY_CLASS = {
+    "plain": (F.cross_entropy, {}),
+    "smoothed": (F.cross_entropy, {"label_smoothing": 0.1}),
+    "weighted": (F.cross_entropy, {"weight": torch.linspace(0.5, 2, 12, dtype=torch.float64)}),
+    "both": (F.cross_entropy, {"weight": torch.linspace(0.5, 2, 12, dtype=torch.float64), "label_smoothing": 0.1}),
+    "another class ignored": (F.cross_entropy, {"ignore_index": 3}),
+    "nll": (_nll, {"weight": torch.linspace(0.5, 2, 12, dtype=torch.float64)}),
+    "of places": (lambda x, target, **options: F.cross_entropy(x.unflatten(1, (6, 2)), target, **options), {}),
+    "of probabilities": (lambda x, target, **options: F.cross_entropy(x, target, **options), {}),
+    "cosine": (_cosine, {}),
+}
+
+
+def targets_of(name, rows, generator):
+    if name in ("of probabilities", "cosine"):
+        return torch.randn(rows, 12, dtype=torch.float64, generator=generator).softmax(-1)
+    shape, classes = ((rows, 2), 6) if name == "of places" else ((rows,), 12)
+    target = torch.randint(classes, shape, generator=generator)
+    target[: rows // 2] = 3 if name == "another class ignored" else -100  # most on the first ranks
+    return target
+
+
+def by_class(group, name):
+    mesh, (function, options) = ProcessMesh(list(range(group.size()))), BY_CLASS[name]
+    whole_options = {key: value for key, value in options.items() if not isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
+    sharded = {key: shard_tensor(value, mesh, [Replicate()]) for key, value in tensors.items()}
+    for rows in (12, 7):
+        generator = torch.Generator().manual_seed(rows)
+        x, target = torch.randn(rows, 12, dtype=torch.float64, generator=generator), targets_of(name, rows, generator)
+        for reduction in ("mean", "sum", "none"):
+            for cut in (0, 1):
+                if name == "of places" and cut == 1:
+                    continue
+                same = cut == 0 or target.ndim == 2
+                whole = x.clone().requires_grad_()
+                loss = function(whole, target, reduction=reduction, **options)
+                loss.square().sum().backward()
+                given = shard_tensor(x.clone(), mesh, [Shard(cut)]).detach().requires_grad_()
+                other = shard_tensor(target, mesh, [Shard(cut) if same else Replicate()])
+                found = function(given, other, reduction=reduction, **whole_options, **sharded)
+                torch.testing.assert_close(found.full_tensor(), loss.detach())
+                found.redistribute(placements=[Replicate()]).square().sum().backward()
+                torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", BY_CLASS)
+def test_losses_by_class_count_the_targets_of_all_ranks(ranks, count, name):
+    ranks(count).run(by_class, name)
+
+
+def filled(group):
+    mesh = ProcessMesh(list(range(group.size())))
+    x = shard_tensor(torch.ones(4, 6, dtype=torch.float64), mesh, [Shard(1)]).sum(1)
+    assert isinstance(x, DTensor) and x.placements[0].is_partial()
+    torch.testing.assert_close(torch.empty_like(x).fill_(1).full_tensor(), torch.ones(4, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"aten\.fill_\.Scalar: in-place operations that require placement changes"):
+        x.fill_(1)
+    cut = shard_tensor(torch.ones(4, 6), mesh, [Shard(1)])
+    assert torch.empty_like(cut).placements == cut.placements
+    assert cut.fill_(2).full_tensor().eq(2).all()
+
+
+def test_a_number_is_not_written_as_a_term_of_a_sum(ranks):
+    ranks(2).run(filled)

@@ -1,7 +1,10 @@
 """Stages on meshes of different shapes train as the whole model on one rank does: losses, norms, every parameter."""
 
+from pathlib import Path
+
 import gpt
 import pytest
+import stage_meshes
 import torch
 from decoders import check_step, decoder
 from hf_decoders import strategy_of
@@ -9,6 +12,7 @@ from staged import STAGES, Crossing, crossing_batch
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.tracing.trace import trace
@@ -165,21 +169,23 @@ def counted(model, x, y):
 
 def own_parts(strategy, group, batch):
     """Return this rank's rows of each micro-batch, joined."""
-    at, count = strategy.data_rank(group.rank()), strategy.data_ranks(group.rank())
-    parts = strategy.pipeline.micro_batches
-    return tuple(torch.cat([part.chunk(count)[at] for part in tensor.chunk(parts)]) for tensor in batch)
+    at, parts = strategy.data_rank(group.rank()), strategy.pipeline.micro_batches
+    return tuple(torch.cat([part.chunk(2)[at] for part in tensor.chunk(parts)]) for tensor in batch)
 
 
 def local(group, wrong):
     torch.manual_seed(0)
-    whole, strategy = Two().double(), Strategy(**SMALL)
+    meshes = {"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}
+    whole, strategy = Two().double(), Strategy(pipeline=pipeline(*meshes, micro_batches=3))
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     step = train_step(whole, rows_of(0), optimizer, strategy, loss=counted, local_batches=True)
     found = []
     for number in range(3):
-        own = own_parts(strategy, group, rows_of(number))
-        if wrong and group.rank() == wrong:
-            own = own_parts(strategy, group, rows_of(number + 7))
+        own = own_parts(strategy, group, rows_of(number + 7 * (group.rank() == wrong)))
+        if wrong is not None:
+            with pytest.raises(DisagreementError, match=r"ranks 0, 2, 3 are one replica|ranks 1, 4, 5 are one replica"):
+                step(*own)
+            continue
         ours = step(*own).item()
         total, count = counted(whole, *rows_of(number))
         whole.zero_grad()
@@ -188,14 +194,20 @@ def local(group, wrong):
             for parameter in whole.parameters():
                 parameter -= 0.1 * parameter.grad
         found.append((ours, (total / count).item()))
-    check_state(step, whole)
+    if wrong is None:
+        check_state(step, whole)
     step.close()
     return found
 
 
 def test_each_rank_gives_its_own_part_of_a_batch_and_the_loss_counts(ranks):
-    for found in ranks(3).run(local, 0):
+    for found in ranks(6).run(local, None):
         assert [ours for ours, _ in found] == pytest.approx([theirs for _, theirs in found], rel=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [0, 4])
+def test_another_part_of_the_batch_on_another_mesh_is_seen(ranks, wrong):
+    ranks(6).run(local, wrong)
 
 
 CHECKPOINTS = {
@@ -301,6 +313,18 @@ def test_decoders_of_transformers(ranks, name):
     assert set().union(*held) == set(dict(decoder(name, **TIED[name]).named_parameters()))
 
 
+def example(_group):
+    return stage_meshes.train(), stage_meshes.one_card()
+
+
+def test_the_published_example(ranks):
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    assert f"```toml\n{stage_meshes.FILE.read_text(encoding='utf-8')}```" in page
+    for losses, expected in ranks(8).run(example):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+        assert expected[-1] < expected[0]
+
+
 TOML = """
 [pipeline]
 degree = 2
@@ -321,7 +345,6 @@ def test_meshes_in_toml_and_the_ranks_of_each(tmp_path):
         ((4, 1), [4, 5, 6, 7]),
     ]
     assert [found.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 1, 2, 3]
-    assert [found.data_ranks(rank) for rank in (0, 3, 4, 7)] == [2, 2, 4, 4]
     with pytest.raises(ValueError, match="rank=8: the strategy is for 8 ranks"):
         found.data_rank(8)
     uneven = Strategy(pipeline=pipeline({"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}))
@@ -358,22 +381,33 @@ def test_what_cannot_be_is_refused_by_name(options, message):
         Strategy.from_dict(options)
 
 
-def refused(_group, strategy, rows):
+def refused(_group, strategy, rows, local):
     model = Two().double()
     batch = tuple(tensor[:rows] for tensor in rows_of(0))
     try:
-        train_step(model, batch, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+        train_step(model, batch, torch.optim.SGD(model.parameters(), lr=0.1), strategy, local_batches=local)
     except StrategyOptionError as error:
         return str(error)
     return ""
 
 
 def test_ranks_refuse_alike(ranks):
-    for strategy, rows, message in [
-        (Strategy(**SMALL), 9, "pipeline.meshes[0]={'dp': 2, 'tp': 1}: a micro-batch has 3 rows ([9, 6] in "),
-        (Strategy(pipeline=pipeline(SQUARE, LINE)), 12, "is for 8 ranks (pipeline.meshes dp=2, tp=2; dp=4, tp=1), and"),
+    for strategy, rows, local, message in [
+        (Strategy(**SMALL), 9, False, "pipeline.meshes[0]={'dp': 2, 'tp': 1}: a micro-batch has 3 rows ([9, 6] in "),
+        (
+            Strategy(**SMALL),
+            12,
+            True,
+            "local_batches=True with pipeline.meshes dp=2, tp=1; dp=1, tp=1: a batch is cut into ",
+        ),
+        (
+            Strategy(pipeline=pipeline(SQUARE, LINE)),
+            12,
+            False,
+            "is for 8 ranks (pipeline.meshes dp=2, tp=2; dp=4, tp=1), and",
+        ),
     ]:
-        (error,) = set(ranks(3).run(refused, strategy, rows))
+        (error,) = set(ranks(3).run(refused, strategy, rows, local))
         assert message in error
 
 

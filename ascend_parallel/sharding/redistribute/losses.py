@@ -3,8 +3,12 @@
 For mse_loss, huber_loss, smooth_l1_loss, binary_cross_entropy and soft_margin_loss on tensors sharded over R ranks,
 torch (2.13, `torch/distributed/tensor/_ops`) runs backward on the local part with ``reduction="mean"``: gradients are R
 times too large. With uneven shards, the mean of the local means also differs from the mean; this affects
-binary_cross_entropy_with_logits too. Here DTensor gathers the tensors for a mean; sums and unreduced losses stay
-sharded.
+binary_cross_entropy_with_logits too. A mean of cross_entropy and nll_loss over samples sharded over R ranks is the mean
+of the ranks' means: wrong where their counts differ (`ignore_index`, `weight`), and refused for uneven shards. Here
+DTensor gathers the tensors for a mean; sums and unreduced losses stay sharded.
+
+``1 - x`` of a partial sum x, as in cosine_embedding_loss, fills an ``empty_like(x)``: each of R ranks a term of 1, in
+all R. Here such a new tensor is whole on every rank, and to fill a partial sum in place is refused.
 """
 
 from __future__ import annotations
@@ -32,6 +36,11 @@ BACKWARDS = (
     aten.soft_margin_loss_backward.default,
     aten.binary_cross_entropy_backward.default,
 )
+# Forward and backward of losses by class: [samples, classes, ...] and a class for each sample.
+BY_CLASS = (
+    (aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+    (aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default),
+)
 NONE, MEAN = 0, 1  # at::Reduction
 Sharding = tuple[list[Placement | None], list[Placement | None]]
 
@@ -42,6 +51,11 @@ def register_loss_shardings() -> None:
     for operators, backward in ((LOSSES, False), (BACKWARDS, True)):
         for operator in operators:
             register_sharding(operator)(_shardings(operator, backward))
+    for ahead, back in BY_CLASS:
+        register_sharding(ahead)(_forward_by_class)
+        register_sharding(back)(_backward_by_class)
+    register_sharding(aten.empty_like.default)(_empty_like)
+    register_sharding(aten.fill_.Scalar)(_fill)
 
 
 def _shardings(operator: torch._ops.OpOverload, backward: bool) -> Any:
@@ -68,3 +82,39 @@ def _shardings(operator: torch._ops.OpOverload, backward: bool) -> Any:
         return accepted
 
     return shardings
+
+
+def _forward_by_class(x: Any, target: Any, weight: Any, reduction: int = MEAN, ignored: int = -100) -> list[Sharding]:
+    """Return the shardings of (loss, total weight) for x, target, weight, reduction and ignored class."""
+    given = None if weight is None else Replicate()
+    accepted: list[Sharding] = [([Replicate(), Replicate()], [Replicate(), Replicate(), given, None, None])]
+    if reduction != MEAN and len(x.shape) > 1:
+        results: list[Placement | None] = [Shard(0), Replicate()] if reduction == NONE else [Partial(), Partial()]
+        accepted.append((results, [Shard(0), Shard(0), given, None, None]))
+    return accepted
+
+
+def _backward_by_class(
+    gradient: Any, x: Any, target: Any, weight: Any, reduction: int, ignored: int, total: Any
+) -> list[Sharding]:
+    """Return the shardings of the gradient of x, for the arguments in this order."""
+    given = None if weight is None else Replicate()
+    whole: list[Placement | None] = [Replicate(), Replicate(), Replicate(), given, None, None, Replicate()]
+    accepted: list[Sharding] = [([Replicate()], whole)]
+    if reduction != MEAN and len(x.shape) > 1:
+        above = Shard(0) if reduction == NONE else Replicate()
+        accepted.append(([Shard(0)], [above, Shard(0), Shard(0), given, None, None, Replicate()]))
+    return accepted
+
+
+def _empty_like(x: Any, **_options: Any) -> list[Sharding]:
+    """Return the shardings of a new tensor for those of x: the same, but whole for a term of a sum."""
+    return [*_fill(x), ([Replicate()], [Partial()])]
+
+
+def _fill(x: Any, *_value: Any) -> list[Sharding]:
+    """Return the shardings in which every rank may write the same number."""
+    rest: list[Placement | None] = [None] * len(_value)
+    whole: list[Placement | None] = [Replicate()]
+    cuts: list[list[Placement | None]] = [[Shard(dim)] for dim in range(len(x.shape))]
+    return [(placement, [*placement, *rest]) for placement in (whole, *cuts)]
