@@ -16,15 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.tree import Tree
 
+from ascend_parallel.cli.commands import Commands
 from ascend_parallel.cli.output import console, errors, progress_console
 
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import CheckpointReader
 
 WIDTH = 120  # of output to a file
+FORMATS = ("safetensors", "torch", "dcp")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-app = typer.Typer(no_args_is_help=True, help="Show, compare and convert checkpoints.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compare and convert checkpoints.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Step = Annotated[int | None, typer.Option(min=0, help="Step in a folder of checkpoints; default: the latest.")]
@@ -77,6 +79,8 @@ def convert_command(
     from ascend_parallel.training.checkpoint.convert import convert, open_source
 
     with errors("checkpoint", CheckpointError):
+        if to not in FORMATS:
+            raise ValueError(f"--to {to}: give one of {', '.join(FORMATS)}")
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
         source = open_source(path, step, [megatron_format])

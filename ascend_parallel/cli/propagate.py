@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ascend_parallel.cli.output import errors, progress_console
+from ascend_parallel.cli.output import errors, needs_folder, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 
@@ -87,8 +87,8 @@ def propagate(
     from ascend_parallel.sharding.visualize.page import to_html
 
     with errors("propagate", ImportError), progress_console(as_json).status("tracing") as status:
-        if html is not None and not html.absolute().parent.is_dir():
-            raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
+        if html is not None:
+            needs_folder("--html", html)
         names, sizes = _mesh(mesh)
         limit = None if memory_limit is None else bytes_of(memory_limit)
         if advice and (semi_auto or limit or config or instructions):
@@ -222,8 +222,8 @@ def strategy(
 
     with errors("strategy", ImportError), progress_console(as_json).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
+            if file is not None:
+                needs_folder(option, file)
         requested = Strategy.from_toml(config)
         if schedule is not None and requested.pipeline.degree == 1:
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
