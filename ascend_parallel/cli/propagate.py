@@ -125,7 +125,7 @@ def propagate(
     elif instructions:
         typer.echo(instructions_as_text(listed))
     else:
-        typer.echo("\n".join(summary(plan)) if brief else explain(plan))
+        typer.echo("\n".join(summary(plan)) if brief else explain(plan, full=full))
 
 
 def _mesh(text: str) -> tuple[list[str], list[int]]:
@@ -200,6 +200,7 @@ def strategy(
     model: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns (model, batch).")],
     config: Annotated[Path, typer.Option(help="TOML file with the strategy.")],
     operators: Annotated[bool, typer.Option("--operators", help="Also print the layout of every operator.")] = False,
+    full: Annotated[bool, typer.Option(help="With --operators: show every repeated layer.")] = False,
     schedule: Annotated[Path | None, typer.Option(help="Write the pipeline schedule as SVG.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
@@ -229,7 +230,7 @@ def strategy(
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
         built, batch, loss = build_model(model, with_loss=True)
         planned = plan_training(requested, built, batch, loss or mean_loss)
-        text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators)
+        text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators, full=full)
     if schedule is not None:
         schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
     if html is not None:

@@ -34,9 +34,13 @@ from ascend_parallel.training.training_plan import TrainingPlan
 ITEMSIZE_OF_MASTERS = 4
 
 
-def explain(planned: TrainingPlan, operators: bool = False, settings: Settings | None = None) -> str:
+def explain(
+    planned: TrainingPlan, operators: bool = False, settings: Settings | None = None, *, full: bool = False
+) -> str:
     """Return a paragraph for each option that has an effect, and the memory of a rank in each stage.
 
+    operators, full
+        Also show the layout of every operator; of equal layers one, or with `full` all.
     settings
         Settings of the overlapped operators; None: the current settings.
     """
@@ -45,7 +49,7 @@ def explain(planned: TrainingPlan, operators: bool = False, settings: Settings |
     lines += [f"warning: {text}" for text in explained.warnings()]
     lines += ["", *explained.table()]
     if operators:
-        lines += ["", explain_plan(planned.plan)]
+        lines += ["", explain_plan(planned.plan, full=full)]
     return "\n".join(lines)
 
 
