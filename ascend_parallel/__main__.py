@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-HELP = (["-h"], ["--help"])
+HELP = (["-h"], ["--help"], ["--version"])
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         sys.stderr.write(f"ascend-parallel: {refused}\n")
         raise SystemExit(2)
     if sys.argv[1:2] in (["run"], ["verify"]) and sys.argv[2:3] in ([], *HELP):
-        _help()
+        _answer()
     if sys.argv[1:2] == ["run"]:
         run(sys.argv[2:])
     elif sys.argv[1:2] == ["verify"]:
@@ -38,13 +38,28 @@ def main() -> None:
         app(prog_name="ascend-parallel")
 
 
-def _help() -> NoReturn:
-    """Print the help of `run` or `verify` as the other commands print theirs; exit with 2 if it was not asked for."""
+def _answer() -> NoReturn:
+    """Print the help or version of `run` or `verify` as the other commands do; exit with 2 if none was asked for."""
     from ascend_parallel.cli.app import app
 
+    asked = "--version" if sys.argv[2:3] == ["--version"] else "--help"
     with contextlib.suppress(SystemExit):
-        app([sys.argv[1], "--help"], prog_name="ascend-parallel")
+        app([sys.argv[1], asked], prog_name="ascend-parallel")
     raise SystemExit(0 if sys.argv[2:] else 2)
+
+
+def _refuse(command: str, message: str) -> NoReturn:
+    """End with 2 and an error in one line, as the other commands do."""
+    sys.stderr.write(f"{command}: {message}\n")
+    raise SystemExit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser of the arguments of `verify` whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with 2 and the message."""
+        _refuse("verify", message)
 
 
 def run(arguments: list[str]) -> None:
@@ -52,8 +67,7 @@ def run(arguments: list[str]) -> None:
     as_module = arguments[:1] == ["-m"]
     script = arguments[1:2] if as_module else arguments[:1]
     if not script:
-        sys.stderr.write("python -m ascend_parallel run: give a script; --help shows how\n")
-        raise SystemExit(2)
+        _refuse("run", "give a script; --help shows how")
     import ascend_parallel  # noqa: F401  reads the environment and patches
 
     sys.argv = arguments[1:] if as_module else arguments
@@ -62,27 +76,27 @@ def run(arguments: list[str]) -> None:
         runpy.run_module(script[0], run_name="__main__", alter_sys=True)
         return
     if not Path(script[0]).is_file():
-        sys.stderr.write(f"python -m ascend_parallel run: no such file: {script[0]!r}\n")
-        raise SystemExit(2)
+        _refuse("run", f"no such file: {script[0]!r}")
     sys.path[0] = str(Path(script[0]).resolve().parent)
     runpy.run_path(script[0], run_name="__main__")
 
 
 def verify(arguments: list[str]) -> None:
     """Run ``[--every N] [--json] [-m] SCRIPT [ARGUMENT ...]`` as `run` does, verified; exit with 1 on failure."""
-    parser = argparse.ArgumentParser(
-        usage="python -m ascend_parallel verify [--help] [--every N] [--json] [-m] SCRIPT [ARGUMENT ...]",
-        add_help=False,
-    )
-    parser.add_argument("--every", metavar="N", help="check the first and then every N-th call (COC_VERIFY, or 1)")
-    parser.add_argument("--json", action="store_true", help="rank 0 prints the results as a last line of JSON")
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--every")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("-m", dest="module", action="store_true")
+    parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     if not options.script:
-        parser.error("give a script")
+        parser.error("give a script; --help shows how")
     import ascend_parallel
+    from ascend_parallel.settings import RAREST
+    from ascend_parallel.text import shown, whole
 
+    if options.every is not None and not 1 <= (whole(options.every) or 0) <= RAREST:
+        parser.error(f"--every {shown(options.every)}: give a whole number of calls from 1 to {RAREST}")
     os.environ["COC_VERIFY"] = options.every or os.environ.get("COC_VERIFY") or "1"
     try:
         settings = ascend_parallel.configure()
@@ -92,6 +106,8 @@ def verify(arguments: list[str]) -> None:
         parser.error(
             "nothing to verify: export COC_PARALLEL_NUM=4, for example, and give --every (COC_VERIFY) 1 or more"
         )
+    if not options.module and not Path(options.script[0]).is_file():
+        parser.error(f"no such file: {options.script[0]!r}")
     try:
         run(["-m", *options.script] if options.module else options.script)
     except SystemExit as end:

@@ -11,6 +11,7 @@ from rich.table import Table
 import ascend_parallel
 from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.checkpoint import app as checkpoint
+from ascend_parallel.cli.commands import Commands
 from ascend_parallel.cli.doctor import doctor
 from ascend_parallel.cli.explain import explain
 from ascend_parallel.cli.plan_training import plan_training
@@ -22,7 +23,9 @@ from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patch_control import Status
 from ascend_parallel.settings import RAREST
 
-app = typer.Typer(no_args_is_help=True, help="Overlap the matmul and the collective of tensor-parallel linear layers.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Overlap the matmul and the collective of tensor-parallel linear layers."
+)
 app.command()(doctor)
 app.command()(explain)
 app.command(help=EXAMPLES)(predict)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ascend_parallel.cli.output import console, errors, progress_console
+from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.results import Row, plot, regions_in_words, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
@@ -106,6 +106,8 @@ def bench(
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
     with errors("bench", LinkError):
+        if plot_file is not None:
+            needs_folder("--plot", plot_file)
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )

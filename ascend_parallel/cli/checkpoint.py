@@ -16,16 +16,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.tree import Tree
 
+from ascend_parallel.cli.commands import Commands
 from ascend_parallel.cli.output import console, errors, progress_console
+from ascend_parallel.folded_rows import fold
 
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import CheckpointReader
 
 WIDTH = 120  # of output to a file
+FORMATS = ("safetensors", "torch", "dcp")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-app = typer.Typer(no_args_is_help=True, help="Show, compare and convert checkpoints.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compare and convert checkpoints.")
 
+Full = Annotated[bool, typer.Option(help="Show every repeated layer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Step = Annotated[int | None, typer.Option(min=0, help="Step in a folder of checkpoints; default: the latest.")]
 
@@ -34,6 +38,7 @@ Step = Annotated[int | None, typer.Option(min=0, help="Step in a folder of check
 def show(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
     step: Step = None,
+    full: Full = False,
     as_json: AsJson = False,
 ) -> None:
     """Verify the checksums of a checkpoint's files, then show the checkpoint's step, values and tensors.
@@ -48,7 +53,7 @@ def show(
     if as_json:
         typer.echo(json.dumps(description, indent=1))
         return
-    console(WIDTH, highlight=False).print(_tree(description))
+    console(WIDTH, highlight=False).print(_tree(description, full))
 
 
 @app.command(name="convert")
@@ -77,6 +82,8 @@ def convert_command(
     from ascend_parallel.training.checkpoint.convert import convert, open_source
 
     with errors("checkpoint", CheckpointError):
+        if to not in FORMATS:
+            raise ValueError(f"--to {to}: give one of {', '.join(FORMATS)}")
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
         source = open_source(path, step, [megatron_format])
@@ -89,6 +96,7 @@ def convert_command(
 def diff(
     first: Annotated[Path, typer.Argument(help="A checkpoint, a Megatron-core directory, or a .safetensors file.")],
     second: Annotated[Path, typer.Argument(help="A second checkpoint of any of these formats.")],
+    full: Full = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare names, shapes, dtypes, elements and values of two checkpoints; exits with 1 if they differ.
@@ -110,8 +118,8 @@ def diff(
         typer.echo(f"{len(left.kinds)} tensors and all values are the same")
     else:
         table = Table("name", "differs", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for name, how in differences:
-            table.add_row(name, how)
+        for row in fold([name for name, _ in differences], [how for _, how in differences], full=full):
+            table.add_row(f"{row.label}{row.times}", differences[row.first][1])
         console(WIDTH, highlight=False).print(table)
     if differences:
         raise typer.Exit(1)
@@ -142,7 +150,7 @@ def _as_dict(saved: CheckpointReader, all_steps: list[int]) -> dict[str, Any]:
     return {"path": str(saved.path), **about, "steps": all_steps, "values": values, "tensors": tensors}
 
 
-def _tree(description: dict[str, Any]) -> Tree:
+def _tree(description: dict[str, Any], full: bool) -> Tree:
     from ascend_parallel.text import size_of
 
     total = sum(tensor["bytes"] for tensor in description["tensors"].values())
@@ -159,15 +167,20 @@ def _tree(description: dict[str, Any]) -> Tree:
         bytes_ = sum(description["tensors"][name]["bytes"] for name in names)
         branch = tree.add(f"{space}: {len(names)} tensors, {size_of(bytes_)}")
         table = Table("tensor", "shape", "dtype", "size", "written in", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for name in names:
-            tensor = description["tensors"][name]
-            shape = " x ".join(map(str, tensor["shape"])) or "scalar"
-            table.add_row(
-                name.removeprefix(f"{space}."), shape, tensor["dtype"], size_of(tensor["bytes"]), _cut(tensor["boxes"])
-            )
+        cells = [_cells(description["tensors"][name]) for name in names]
+        for row in fold([name.removeprefix(f"{space}.") for name in names], cells, full=full):
+            table.add_row(f"{row.label}{row.times}", *cells[row.first])
         if names:
             branch.add(table)
     return tree
+
+
+def _cells(tensor: dict[str, Any]) -> tuple[str, ...]:
+    """Return the shape, dtype, size and parts of a tensor."""
+    from ascend_parallel.text import size_of
+
+    shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+    return shape, tensor["dtype"], size_of(tensor["bytes"]), _cut(tensor["boxes"])
 
 
 def _cut(boxes: list[dict[str, list[int]]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -22,6 +23,12 @@ def console(width: int, *, highlight: bool = True) -> Console:
 def progress_console(as_json: bool) -> Console:
     """Return the console of progress lines, on stderr: silent without a terminal, and for output in JSON."""
     return Console(stderr=True, quiet=as_json)
+
+
+def needs_folder(option: str, file: Path) -> None:
+    """Raise `ValueError` if the folder of a file to write does not exist: before the work, not after it."""
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
 
 
 @contextmanager

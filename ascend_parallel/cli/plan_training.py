@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from ascend_parallel.cli.output import errors
+from ascend_parallel.cli.output import errors, needs_folder, progress_console
 from ascend_parallel.cli.propagate import build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
@@ -68,7 +67,7 @@ def plan_training(
     """
     from ascend_parallel.training.degrees.report import as_dict, text, toml_of
 
-    with errors("plan-training", ImportError), Console(stderr=True).status("planning") as status:
+    with errors("plan-training", ImportError), progress_console(as_json).status("planning") as status:
         limit = bytes_of(memory, "--memory")
         file = out or Path(f"{model.rpartition(':')[2]}-{ranks}.toml")
         _check_file(file)
@@ -135,7 +134,6 @@ def _check_file(file: Path) -> None:
     """Refuse a file that this command has not written, and a folder that there is not."""
     from ascend_parallel.training.degrees.report import HEADER
 
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"--out {file}: there is no folder {file.absolute().parent}")
+    needs_folder("--out", file)
     if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
         raise ValueError(f"--out {file}: the file exists and was not written by plan-training; give another name")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ascend_parallel.cli.output import errors, progress_console
+from ascend_parallel.cli.output import errors, needs_folder, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 from ascend_parallel.tuning.cost_model.models import find_model
@@ -88,8 +88,8 @@ def propagate(
     from ascend_parallel.sharding.visualize.page import to_html
 
     with errors("propagate", ImportError), progress_console(as_json).status("tracing") as status:
-        if html is not None and not html.absolute().parent.is_dir():
-            raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
+        if html is not None:
+            needs_folder("--html", html)
         names, sizes = _mesh(mesh)
         limit = None if memory_limit is None else bytes_of(memory_limit)
         if advice and (semi_auto or limit or config or instructions):
@@ -126,7 +126,7 @@ def propagate(
     elif instructions:
         typer.echo(instructions_as_text(listed))
     else:
-        typer.echo("\n".join(summary(plan)) if brief else explain(plan))
+        typer.echo("\n".join(summary(plan)) if brief else explain(plan, full=full))
 
 
 def _mesh(text: str) -> tuple[list[str], list[int]]:
@@ -231,6 +231,7 @@ def strategy(
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Presets: sequence length; default: as plan-training.")] = None,
     operators: Annotated[bool, typer.Option("--operators", help="Also print the layout of every operator.")] = False,
+    full: Annotated[bool, typer.Option(help="With --operators: show every repeated layer.")] = False,
     schedule: Annotated[Path | None, typer.Option(help="Write the pipeline schedule as SVG.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
@@ -255,14 +256,14 @@ def strategy(
 
     with errors("strategy", ImportError), progress_console(as_json).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
+            if file is not None:
+                needs_folder(option, file)
         requested = Strategy.from_toml(config)
         if schedule is not None and requested.pipeline.degree == 1:
             raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
         built, batch, loss = _built(model, requested.ranks, rows, seq)
         planned = plan_training(requested, built, batch, loss or mean_loss)
-        text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators)
+        text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators, full=full)
     if schedule is not None:
         schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
     if html is not None:

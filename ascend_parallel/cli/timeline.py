@@ -13,8 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from ascend_parallel.cli.output import console
-from ascend_parallel.diagnostics.timeline.files import TimelineError
+from ascend_parallel.cli.output import console, errors, progress_console
 from ascend_parallel.diagnostics.timeline.merge import Merged, cell, clock, columns, merge
 from ascend_parallel.diagnostics.timeline.table import Row
 
@@ -42,12 +41,9 @@ def timeline(
 
     Example: COC_PARALLEL_NUM=4 COC_TIMELINE=spans torchrun ... ; ascend-parallel timeline spans
     """
-    try:
+    with errors("timeline"), progress_console(as_json).status("merging the ranks' files"):
         merged = merge(folder, run, against)
         written, missing = merged.write(out or folder, png)
-    except (TimelineError, OSError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(_plain(merged, written), indent=2))
     else:

@@ -35,9 +35,13 @@ from ascend_parallel.training.training_plan import TrainingPlan
 ITEMSIZE_OF_MASTERS = 4
 
 
-def explain(planned: TrainingPlan, operators: bool = False, settings: Settings | None = None) -> str:
+def explain(
+    planned: TrainingPlan, operators: bool = False, settings: Settings | None = None, *, full: bool = False
+) -> str:
     """Return a paragraph for each option that has an effect, and the memory of a rank in each stage.
 
+    operators, full
+        Also show the layout of every operator; of equal layers one, or with `full` all.
     settings
         Settings of the overlapped operators; None: the current settings.
     """
@@ -46,7 +50,7 @@ def explain(planned: TrainingPlan, operators: bool = False, settings: Settings |
     lines += [f"warning: {text}" for text in explained.warnings()]
     lines += ["", *table(explained.held)]
     if operators:
-        lines += [line for plan in planned.different_plans for line in ("", explain_plan(plan))]
+        lines += [line for plan in planned.different_plans for line in ("", explain_plan(plan, full=full))]
     return "\n".join(lines)
 
 

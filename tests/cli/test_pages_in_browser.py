@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import typer
 from browser import chromium, look
 from timelines import made
 from typer.testing import CliRunner
@@ -16,13 +17,131 @@ MODEL = f"{ROOT}/examples/sharding/llama.py:small"
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no chromium: install one, or name it in CHROMIUM")
 
 
+ROOMY = """
+import torch
+from torch import nn
+
+WIDTH = 64
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a_rather_long_name_of_a_norm_before_the_network = nn.LayerNorm(WIDTH)
+        self.a_rather_long_name_of_a_projection_to_more_channels = nn.Linear(WIDTH, 4 * WIDTH)
+        self.a_rather_long_name_of_a_projection_to_fewer_channels = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        wide = self.a_rather_long_name_of_a_projection_to_more_channels(
+            self.a_rather_long_name_of_a_norm_before_the_network(x)
+        )
+        return x + self.a_rather_long_name_of_a_projection_to_fewer_channels(torch.relu(wide))
+
+class Encoder(nn.Module):
+    def __init__(self, layers=126):
+        super().__init__()
+        self.the_encoder_of_the_language_model = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        for block in self.the_encoder_of_the_language_model:
+            x = block(x)
+        return x
+
+def encoder():
+    return Encoder(), (torch.zeros(64, 32, WIDTH),)
+
+def few():
+    return Encoder(4), (torch.zeros(64, 32, WIDTH),)
+
+def trained():
+    return Encoder(), (torch.zeros(72, 32, WIDTH),), lambda model, x: model(x).square().mean()
+"""
+PIPELINE = """
+hardware = "cpu-gloo"
+[mesh]
+dp = 2
+tp = 2
+[operators]
+"*.*.a_rather_long_name_of_a_projection_to_more_channels" = { in = [["dp", 1, 1], ["tp", 1]] }
+[pipeline]
+degree = 9
+schedule = "zero_bubble"
+micro_batches = 36
+stages = { STAGES }
+"""
+
+
+def written(tmp_path, *words):
+    """Run a command that writes a page."""
+    (tmp_path / "roomy.py").write_text(ROOMY)
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
+def fits(page, picture):
+    """Check that a page fits the window, with its details closed and open; the pictures are written beside it."""
+    for opened in (False, True):
+        file = picture.with_stem(f"{picture.stem}-{'open' if opened else 'closed'}")
+        assert look(page, file, opened=opened) == {"width": 1280, "found": []}, file
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_page_of_the_package_is_looked_at_here():
+    """A new template, or a new option that writes a page or a picture, belongs into this file."""
+    templates = {file.name for file in (ROOT / "ascend_parallel").rglob("*.jinja")}
+    assert templates == {"page.html.jinja", "picture.svg.jinja", "report.html.jinja"}
+    commands = typer.main.get_command(app).commands
+    options = {
+        (name, option.opts[0])
+        for name, command in commands.items()
+        for option in command.params
+        if option.opts[0] in ("--html", "--schedule", "--plot", "--png", "--open")
+    }
+    # matplotlib draws --plot and timeline.png, and fits its text itself (layout="constrained").
+    charts = {("bench", "--plot"), ("timeline", "--png"), ("timeline", "--open")}
+    assert options - charts == {("propagate", "--html"), ("strategy", "--html"), ("strategy", "--schedule")}
+
+
+def test_the_page_of_126_layers_with_long_names_fits_the_window(tmp_path):
+    page = tmp_path / "plan.html"
+    written(tmp_path, "propagate", f"{tmp_path}/roomy.py:encoder", "--mesh", "dp=2,tp=4", "--html", page, "--brief")
+    fits(page, tmp_path / "plan.png")
+
+
+def test_the_page_of_advice_fits_the_window(tmp_path):
+    page = tmp_path / "advice.html"
+    written(tmp_path, "propagate", f"{tmp_path}/roomy.py:few", "--mesh", "dp=2,tp=4", "--html", page, "--advise")
+    assert "Which operators to configure" in page.read_text()
+    fits(page, tmp_path / "advice.png")
+
+
+def test_the_page_and_the_schedule_of_a_strategy_fit_the_window(tmp_path):
+    stages = ", ".join(f'"the_encoder_of_the_language_model.{layer}" = {layer // 14}' for layer in range(126))
+    config = tmp_path / "roomy.toml"
+    config.write_text(PIPELINE.replace("STAGES", stages))
+    page, schedule = tmp_path / "strategy.html", tmp_path / "schedule.svg"
+    words = ("strategy", f"{tmp_path}/roomy.py:trained", "--config", config, "--html", page, "--schedule", schedule)
+    written(tmp_path, *words)
+    fits(page, tmp_path / "strategy.png")
+    fits(schedule, tmp_path / "schedule.png")
+
+
+def test_a_timeline_of_126_layers_with_long_names_fits_the_window(tmp_path):
+    for rank in range(8):
+        header, passes = made(rank, steps=126, ranks=8)
+        for number, each in enumerate(passes):
+            name = f"the_encoder_of_the_language_model.{number}.a_rather_long_name_of_a_projection_to_fewer_channels"
+            each |= {"layer": name, "group": list(range(8))}
+        write(tmp_path, header, passes)
+    written(tmp_path, "timeline", tmp_path, "--no-png")
+    fits(tmp_path / "report.html", tmp_path / "report.png")
+
+
 @pytest.mark.parametrize("mesh", ["mp=2", "dp=2,mp=4"])
 def test_the_page_of_a_plan_fits_the_window(tmp_path, mesh):
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
     done = CliRunner().invoke(app, ["propagate", MODEL, "--mesh", mesh, "--html", str(page), "--brief"])
     assert done.exit_code == 0, done.output
-    assert look(page, picture) == {"width": 1280, "found": []}
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    fits(page, picture)
 
 
 def test_the_look_finds_what_sticks_out(tmp_path):
@@ -31,6 +150,13 @@ def test_the_look_finds_what_sticks_out(tmp_path):
     found = look(page, tmp_path / "wide.png")["found"]
     assert "outside: DIV" in found
     assert found[0].startswith("page: ")
+
+
+def test_the_look_finds_text_outside_its_picture(tmp_path):
+    picture = tmp_path / "cut.svg"
+    text = '<text x="90" y="15">cut off</text>'
+    picture.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 20">{text}</svg>')
+    assert "outside its picture: cut off" in look(picture, tmp_path / "cut.png")["found"]
 
 
 def test_the_report_of_a_timeline_fits_the_window(tmp_path):

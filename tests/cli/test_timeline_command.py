@@ -63,7 +63,7 @@ def test_without_matplotlib_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = run(folder, "--png")
-    assert code == 1
+    assert code == 2
     assert "pip install 'ascend_parallel[plot]'" in err
     assert not list(folder.glob("*.png"))
 
@@ -95,7 +95,7 @@ def test_damaged_files_are_named_and_kept(folder, damage, message):
     damaged = damage(path.read_text())
     path.write_text(damaged)
     code, _, err = run(folder)
-    assert code == 1
+    assert code == 2
     assert re.search(rf"rank1\.jsonl.*{message}", err)
     assert path.read_text() == damaged
     assert not list(folder.glob("*.html"))
@@ -103,7 +103,7 @@ def test_damaged_files_are_named_and_kept(folder, damage, message):
 
 def test_no_folder_and_an_empty_one(tmp_path):
     code, _, err = run(tmp_path / "none")
-    assert (code, "no such folder" in err) == (1, True)
+    assert (code, "no such folder" in err) == (2, True)
     code, _, err = run(tmp_path)
-    assert code == 1
+    assert code == 2
     assert f"run with COC_TIMELINE={tmp_path}" in err

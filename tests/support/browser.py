@@ -13,12 +13,22 @@ WIDTH, HEIGHT = 1280, 900
 PROBE = """<script>addEventListener('load', () => {
   const scrolls = node => node && (/auto|scroll/.test(getComputedStyle(node).overflowX) || scrolls(node.parentElement));
   const found = [];
+  for (const closed of document.querySelectorAll('details')) closed.open = OPEN;
   if (document.documentElement.scrollWidth > innerWidth) found.push('page: ' + document.documentElement.scrollWidth);
   for (const node of document.body.querySelectorAll('*')) {
     const box = node.getBoundingClientRect(), style = getComputedStyle(node);
     if (box.width && box.right > innerWidth + 1 && !scrolls(node)) found.push('outside: ' + node.tagName);
     if (/hidden|auto|scroll/.test(style.overflowX) && node.scrollWidth > node.clientWidth + 1)
       found.push('cut: ' + node.tagName + '.' + node.className + ' ' + node.scrollWidth);
+  }
+  for (const text of document.querySelectorAll('svg text')) {
+    // The label of a nested picture, a bar of a timeline, is cut by design; its title says it all.
+    const picture = text.closest('svg');
+    if (picture.parentElement.closest('svg') || getComputedStyle(picture).overflow == 'visible') continue;
+    const box = text.getBoundingClientRect(), frame = picture.getBoundingClientRect();
+    const across = box.left < frame.left - 1 || box.right > frame.right + 1;
+    if (across || box.top < frame.top - 1 || box.bottom > frame.bottom + 1)
+      found.push('outside its picture: ' + text.textContent.trim());
   }
   const note = document.createElement('pre');
   note.id = 'probe'; note.hidden = true; note.textContent = JSON.stringify({width: innerWidth, found});
@@ -31,10 +41,17 @@ def chromium():
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
-def look(page, picture):
-    """Write a screenshot of the page to `picture`; return the window's width and what is clipped."""
+def look(page, picture, *, opened=False):
+    """Write a screenshot of the page to `picture`; return the window's width and what is clipped.
+
+    opened: with all details open. A picture (.svg) stands alone on a page.
+    """
+    text = Path(page).read_text(encoding="utf-8")
+    if Path(page).suffix == ".svg":
+        text = f"<!DOCTYPE html><meta charset='utf-8'><body style='margin:0'>{text}</body>"
+    probe = PROBE.replace("OPEN", "true" if opened else "false")
     probed = Path(picture).with_suffix(".probed.html")
-    probed.write_text(Path(page).read_text(encoding="utf-8") + PROBE, encoding="utf-8")
+    probed.write_text(text + probe, encoding="utf-8")
     words = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     words += [f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={Path(picture).with_suffix('.profile')}"]
     done = []

@@ -157,7 +157,8 @@ def test_stages_hold_their_part_and_the_embedding_twice():
 def test_the_plan_is_json_and_says_the_operators_if_asked():
     found = planned(pipeline=PipelineOptions(degree=2, micro_batches=4))
     assert json.loads(json.dumps(as_dict(found)))["bubble"] == pytest.approx(0.2)
-    assert "layers.0.up linear" in explain(found, operators=True)
+    assert "layers.0.up linear" in explain(found, operators=True, full=True)
+    assert "layers.0-3.up linear x4" in explain(found, operators=True)
     assert "layers.0.up linear" not in explain(found)
 
 

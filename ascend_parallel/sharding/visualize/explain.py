@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from ascend_parallel.folded_rows import fold
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.operator_cost import amount
@@ -18,13 +20,15 @@ WIDTH = 34
 REPEATED = 0.5
 
 
-def explain(plan: ShardingPlan, *, memory: bool = False) -> str:
+def explain(plan: ShardingPlan, *, memory: bool = False, full: bool = False) -> str:
     """Return the plan as text, one line per node and one per conversion that communicates.
 
     memory
         Also list the instructions that the first rank runs, and the bytes of activations that each allocates and frees.
+    full
+        Show every repeated layer; otherwise nodes that are laid out alike in three or more layers share a line.
     """
-    lines = [*summary(plan), "", *_nodes(plan)]
+    lines = [*summary(plan), "", *_nodes(plan, full)]
     return "\n".join([*lines, "", instructions_as_text(list_instructions(plan))] if memory else lines)
 
 
@@ -108,16 +112,63 @@ def text(layout: Layout) -> str:
     return " ".join(map(str, layout))
 
 
-def _nodes(plan: ShardingPlan) -> Iterator[str]:
+@dataclass(frozen=True)
+class NodeRow:
+    """What the text and the page say of a node: before it its conversions, then its layouts."""
+
+    path: str
+    operator: str
+    is_call: bool
+    layouts: str
+    why: str
+    conversions: tuple[str, ...]
+    inside: str
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What equal nodes of repeated layers share; the names of converted tensors differ."""
+        changes = tuple(text.partition(": ")[2] for text in self.conversions)
+        return self.operator, self.layouts, self.why, changes, self.inside
+
+    def where(self, label: str) -> str:
+        """Return the label with the operator: "layers.0-31.mlp.up linear", or "parameter layers.0-31.up.weight"."""
+        return f"{label} {self.operator}".strip() if self.is_call else f"{self.operator} {label}"
+
+
+def node_rows(plan: ShardingPlan) -> list[NodeRow]:
+    """Return the rows of a plan's nodes, in running order."""
     into: dict[str, list[Conversion]] = {}
     for conversion in plan.conversions:
-        into.setdefault(conversion.reader.split(",")[0], []).append(conversion)
+        if conversion.communicates:
+            into.setdefault(conversion.reader.split(",")[0], []).append(conversion)
+    rows = []
     for node in plan.graph.nodes.values():
-        yield from (_arrow(conversion, plan) for conversion in into.get(node.name, []) if conversion.communicates)
-        yield f"{_where(node):{WIDTH}}  {_layouts(plan, node)}   [{plan.why(node)}]"
-        if node.name in plan.op_collectives:
-            yield f"    inside: {'; '.join(plan.texts_inside(node.name))}"
-    yield from (_arrow(conversion, plan) for conversion in into.get("", []) if conversion.communicates)
+        call = node.kind == CALL
+        rows.append(
+            NodeRow(
+                path=node.module if call else node.source,
+                operator=operator_name(node) if call else node.kind,
+                is_call=call,
+                layouts=_layouts(plan, node),
+                why=plan.why(node),
+                conversions=tuple(_arrow(conversion, plan) for conversion in into.get(node.name, [])),
+                inside="; ".join(plan.texts_inside(node.name)),
+            )
+        )
+    returned = tuple(_arrow(conversion, plan) for conversion in into.get("", []))
+    return [*rows, NodeRow("", "", False, "", "", returned, "")] if returned else rows
+
+
+def _nodes(plan: ShardingPlan, full: bool) -> Iterator[str]:
+    rows = node_rows(plan)
+    for folded in fold([row.path for row in rows], [row.kind for row in rows], full=full):
+        row = rows[folded.first]
+        yield from (f"    {conversion}{folded.times}" for conversion in row.conversions)
+        if row.operator:
+            where = f"{row.where(folded.label)}{folded.times}"
+            yield f"{where:{WIDTH}}  {row.layouts}   [{row.why}]"
+        if row.inside:
+            yield f"    inside: {row.inside}"
 
 
 def _where(node: Node) -> str:
@@ -135,7 +186,7 @@ def _layouts(plan: ShardingPlan, node: Node) -> str:
 
 def _arrow(conversion: Conversion, plan: ShardingPlan) -> str:
     names, layouts = plan.mesh.dim_names, f"{text(conversion.source)} -> {text(conversion.target)}"
-    line = f"    {conversion.value.node}: {layouts}   {conversion.ahead.text(names)}"
+    line = f"{conversion.value.node}: {layouts}   {conversion.ahead.text(names)}"
     return line if conversion.back is None else f"{line}; backward: {conversion.back.text(names)}"
 
 

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ascend_parallel.folded_rows import FoldedRow, fold
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.visualize.advice import Advice
-from ascend_parallel.sharding.visualize.explain import summary, text
+from ascend_parallel.sharding.visualize.explain import NodeRow, node_rows, summary, text
 from ascend_parallel.sharding.visualize.graph_drawing import Point, draw
 from ascend_parallel.sharding.visualize.picture import NodeBox, Picture, layout_text, picture, step_texts
 from ascend_parallel.sharding.visualize.repeated_layers import repeated
@@ -54,6 +55,7 @@ def to_html(plan: ShardingPlan, advice: Advice | None = None) -> str:
             "together": memory.total,
         },
         collectives=_collectives(plan),
+        operators=_operators(plan),
     )
 
 
@@ -91,6 +93,13 @@ def _path(points: Sequence[Point]) -> str:
             commands.append(f"C{x:.1f} {half:.1f} {next_x:.1f} {half:.1f} {next_x:.1f} {next_y:.1f}")
         x, y = next_x, next_y
     return "".join(commands)
+
+
+def _operators(plan: ShardingPlan) -> list[tuple[NodeRow, FoldedRow, list[str]]]:
+    """Return the rows of the nodes, folded as in the text, with the names of the nodes that a row stands for."""
+    rows = [row for row in node_rows(plan) if row.operator]
+    folded = fold([row.path for row in rows], [row.kind for row in rows])
+    return [(rows[each.first], each, [rows[row].where(rows[row].path) for row in each.rows]) for each in folded]
 
 
 def _collectives(plan: ShardingPlan) -> list[tuple[Row, tuple[int, float, float]]]:

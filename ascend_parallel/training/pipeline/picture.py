@@ -26,6 +26,8 @@ from ascend_parallel.training.pipeline.schedule import (
 
 WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
 MOST_COLUMNS = 240  # of a row of the text; the picture shows all
+# The most ranks of which each one's activations are listed.
+LISTED = 4
 TEMPLATE = Path(__file__).with_name("picture.svg.jinja")
 
 
@@ -62,7 +64,10 @@ def title(simulated: Simulated) -> str:
 
 
 def _held(simulated: Simulated) -> str:
+    """Return what each rank holds; of more ranks than a line has room for, the least and the most."""
     live = ", ".join(f"{count:g}" for count in simulated.live)
+    if len(simulated.live) > LISTED:
+        live = " to ".join(f"{count:g}" for count in sorted({min(simulated.live), max(simulated.live)}))
     return f"ranks hold the activations of at most {live} micro-batches"
 
 

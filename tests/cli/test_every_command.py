@@ -1,0 +1,241 @@
+"""Every command, as the parser knows it: help, version, JSON, and errors of one line that name option and value."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from timelines import made
+from typer.testing import CliRunner
+
+import ascend_parallel
+from ascend_parallel.cli.app import app
+from ascend_parallel.diagnostics.timeline.files import write
+from ascend_parallel.training.checkpoint import save
+
+ROOT = Path(__file__).parents[2]
+MODEL = f"{ROOT}/examples/sharding/llama.py:small"
+PLANNED = f"{ROOT}/examples/strategy/train.py:planned"
+GPT = f"{ROOT}/examples/strategy/gpt.toml"
+
+
+def commands(group, path=()):
+    """Yield the words and the command of every command of a group."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+# These start a script, whose own words follow: `ascend_parallel.__main__` reads them.
+STARTERS = [("run",), ("verify",)]
+OTHERS = [words for words in COMMANDS if words not in STARTERS]
+TIMED = ("--shape", "64,32,32", "--rounds", "3", "--chunks", "2", "--layer", "row")
+# A valid call of each command; {folder} is a temporary folder.
+CALLS = {
+    ("doctor",): (),
+    ("explain",): ("--shape", "64,64,64", "--tp", "2", "--device", "cpu"),
+    ("predict",): ("--model", "llama2-7b"),
+    ("bench",): TIMED,
+    ("tune",): (*TIMED, "--out", "{folder}/plan.json"),
+    ("timeline",): ("{folder}/spans", "--no-png"),
+    ("propagate",): (MODEL, "--mesh", "mp=2"),
+    ("strategy",): (PLANNED, "--config", GPT),
+    ("plan-training",): (
+        *("--model", "llama2-7b", "--ranks", "8", "--memory", "64GB", "--batch", "8"),
+        *("--out", "{folder}/strategy.toml"),
+    ),
+    ("status",): (),
+    ("checkpoint", "show"): ("{folder}/saved",),
+    ("checkpoint", "convert"): ("{folder}/saved", "{folder}/whole.pt", "--to", "torch"),
+    ("checkpoint", "diff"): ("{folder}/saved", "{folder}/saved"),
+}
+# Options that take any text: nothing is refused.
+FREE = {(("explain",), "--chip")}
+# What a value is called where the message has another name than the option.
+CALLED = {
+    "--hardware": "hardware ",
+    "--link": "'nonsense'",
+    "--run": "no run ",
+    "--semi-auto": "semi_auto",
+    "--data-dim": "data_dim",
+    "--objective": "objective",
+}
+
+
+def kind(option):
+    """Return the Python type of a parameter's value, of any version of typer."""
+    described = getattr(option, "type_descriptor", None)
+    if described is not None:
+        return described.annotation
+    names = {"integer": int, "integer range": int, "float": float, "float range": float, "path": Path}
+    return names.get(option.type.name, bool if option.is_flag else str)
+
+
+def of_kind(words, *kinds):
+    """Return the names of a command's options, and of its arguments, whose values are of these types."""
+    return [param.opts[0] for param in COMMANDS[words].params if kind(param) in kinds and param.name != "version"]
+
+
+def name_of(words):
+    return " ".join(words)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A temporary folder with a timeline and a checkpoint."""
+    (tmp_path / "spans").mkdir()
+    for rank in range(2):
+        write(tmp_path / "spans", *made(rank, steps=3))
+    save(tmp_path / "saved", step=12, model={}, optimizer={}, values={"position": 7})
+    return tmp_path
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def call_of(words, folder, without=()):
+    """Return the words of a valid call, without some options and their values."""
+    call = [word.replace("{folder}", str(folder)) for word in CALLS[words]]
+    for name in without:
+        if name in call:
+            del call[call.index(name) : call.index(name) + 2]
+    return [*words, *call]
+
+
+def refused(result, *parts):
+    """Check that a result is a refusal: 2, nothing on stdout, a line with these parts and no traceback on stderr."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert "Traceback" not in line
+    for part in parts:
+        assert str(part) in line, (part, line)
+
+
+def test_every_command_has_a_call():
+    assert set(CALLS) == set(OTHERS)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=name_of)
+def test_help_names_every_option_and_has_an_example(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = invoke(*words, "--help")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Example" in result.stdout
+    for param in COMMANDS[words].params:
+        assert param.help, f"{param.opts} of {words} has no help"
+        if param.param_type_name == "option":
+            assert param.opts[0] in result.stdout
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=name_of)
+def test_version_is_the_same_of_every_command(words):
+    result = invoke(*words, "--version")
+    assert (result.exit_code, result.stdout) == (0, f"ascend_parallel {ascend_parallel.__version__}\n")
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=name_of)
+def test_an_unknown_option_is_named(words, folder):
+    refused(invoke(*call_of(words, folder), "--nonsense"), f"{name_of(words)}: ", "--nonsense")
+    refused(invoke(*call_of(words, folder), "--json", "--nonsense"), "--nonsense")
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=name_of)
+def test_json_is_an_object_and_nothing_else(words, folder):
+    result = invoke(*call_of(words, folder), "--json")
+    states = (("doctor",), ("status",))  # the exit code is what they found
+    assert result.exit_code in ((0, 1) if words in states else (0,)), result.output
+    assert isinstance(json.loads(result.stdout), dict)
+    assert result.stderr == "" or words in states
+
+
+NUMBERS = [(words, name) for words in OTHERS for name in of_kind(words, int, float)]
+TEXTS = [
+    (words, name)
+    for words in OTHERS
+    for name in of_kind(words, str, list, list[str])
+    if name.startswith("--") and (words, name) not in FREE
+]
+# Folders that a command makes.
+MADE = {(("tune",), "--out"), (("timeline",), "--out")}
+FILES = [(words, name) for words in OTHERS for name in of_kind(words, Path) if (words, name) not in MADE]
+
+
+def ids(case):
+    return "-".join(case) if isinstance(case, tuple) else case
+
+
+@pytest.mark.parametrize(("words", "name"), NUMBERS, ids=ids)
+def test_a_word_where_a_number_belongs_is_refused(words, name, folder):
+    refused(invoke(*call_of(words, folder, [name]), name, "many"), f"{name_of(words)}: ", name, "'many'")
+
+
+@pytest.mark.parametrize(("words", "name"), TEXTS, ids=ids)
+def test_an_unknown_text_is_refused(words, name, folder):
+    others = ["--shape"] if name == "--model" else ["--model"] if name == "--shape" else []
+    result = invoke(*call_of(words, folder, [name, *others]), name, "nonsense")
+    refused(result, f"{words[0]}: ", CALLED.get(name, name), "nonsense")
+
+
+@pytest.mark.parametrize(("words", "name"), FILES, ids=ids)
+def test_a_missing_file_or_folder_is_named(words, name, folder):
+    missing = folder / "missing" / "file.toml"
+    call = call_of(words, folder, [name])
+    if name.startswith("--"):
+        others = {"--model-file": ["--model"], "--schedule": []}.get(name, [])
+        result = invoke(*call_of(words, folder, [name, *others]), name, missing)
+    else:
+        arguments = [param.opts[0] for param in COMMANDS[words].params if param.param_type_name == "argument"]
+        call[len(words) + arguments.index(name)] = str(missing)
+        result = invoke(*call)
+    refused(result, f"{words[0]}: ", missing.parent)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("run",), ()),
+        (("run", "missing.py"), ("run: ", "missing.py")),
+        (("verify",), ()),
+        (("verify", "missing.py"), ("verify: ", "missing.py")),
+        (("verify", "--nonsense", "missing.py"), ("verify: ", "--nonsense")),
+        (("verify", "--every", "many", "missing.py"), ("verify: ", "--every", "'many'")),
+        (("verify", "--every", "0", "missing.py"), ("verify: ", "--every", "'0'")),
+        (("propagat",), ("ascend-parallel: ", "'propagat'", "'propagate'")),
+        (("predict", "--tp"), ("predict: ", "--tp")),
+        (("propagate",), ("propagate: ", "MODULE:FUNCTION")),
+        (("plan-training", "--model", "llama2-7b"), ("plan-training: ", "--ranks")),
+    ],
+    ids=name_of,
+)
+def test_a_process_refuses_in_a_line_too(words, parts, tmp_path):
+    environment = {**os.environ, "COC_PARALLEL_NUM": "2"}
+    command = [sys.executable, "-m", "ascend_parallel", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    if not parts:  # no script: the help
+        assert "Usage" in ended.stdout
+        return
+    assert ended.stdout == ""
+    (line,) = ended.stderr.strip().splitlines()
+    for part in parts:
+        assert part in line, line
+
+
+def test_verify_prints_an_object_as_its_last_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    command = [sys.executable, "-m", "ascend_parallel", "verify", "--json", str(script)]
+    environment = {**os.environ, "COC_PARALLEL_NUM": "2"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    first, last = ended.stdout.strip().splitlines()
+    assert first == "trained"
+    assert isinstance(json.loads(last), dict)
+    assert ended.returncode == 1  # nothing was checked
