@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ascend_parallel.cli.output import errors, progress_console
+from ascend_parallel.cli.output import errors, needs_sharding, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.cost_model.models import find_model
 
@@ -76,6 +76,7 @@ def propagate(
 
       ascend-parallel propagate my_models:llama_70b --mesh dp=8,mp=8 --semi-auto dp --memory-limit 64GB
     """
+    needs_sharding("propagate")
     from ascend_parallel.sharding import advise, trace
     from ascend_parallel.sharding import propagate as plan_layouts
     from ascend_parallel.sharding.mesh import ProcessMesh
@@ -242,6 +243,7 @@ def strategy(
 
       ascend-parallel strategy llama2-70b --config llama2-70b-1024.toml --html plan.html
     """
+    needs_sharding("strategy")
     from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
     from ascend_parallel.training.explain import as_dict, explain
