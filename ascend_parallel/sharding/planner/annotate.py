@@ -92,7 +92,7 @@ def _entry(place: str, pattern: str, table: Any) -> tuple[Any, Any]:
     if isinstance(table, tuple):  # a pair as `propagate` takes it
         return table
     if not isinstance(table, dict) or not table or set(table) - set(KEYS):
-        raise StrategyError(f'{place}, "{pattern}": {shown(table)}; give a table with "in", "out" or both')
+        raise StrategyError(f'{place}, "{pattern}": give a table with "in", "out" or both, not {shown(table)}')
     sides = []
     for key in KEYS:
         tensors = table.get(key, [])
