@@ -205,7 +205,9 @@ class PatchControl:
             return self._state()
         reason = "; ".join(self._patches.why_idle())
         if current_settings().auto or current_settings().tune:
-            return f"every matmul was kept whole, and Megatron-core's own layers ran; or {reason}"
+            return (
+                f"every matmul was kept whole, if lines above say so, and the framework's own layers ran; else {reason}"
+            )
         return reason
 
     def _apply_once_imported(self) -> None:

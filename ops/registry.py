@@ -201,7 +201,8 @@ def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str
         refused = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
         return chunks, f"USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead", met
     if settings.plan is not None:
-        return chunks, f"the plan has no entry for this call: COC_PARALLEL_NUM={chunks}", False
+        why = f"the plan (COC_PLAN, or measured so far) has no entry for this call: COC_PARALLEL_NUM={chunks}"
+        return chunks, why, False
     if settings.auto or settings.tune:
         return chunks, "one chunk, until a layer's first call is measured (COC_TUNE, COC_PARALLEL_NUM=auto)", True
     return chunks, f"COC_PARALLEL_NUM={chunks}", True

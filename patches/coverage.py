@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.current import current_settings
 from ascend_parallel.ops import Problem, choose
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, overlap_in_words
 from ascend_parallel.settings import Settings
@@ -144,12 +145,13 @@ def _uncovered(module: Any) -> str | None:
         return None if reason is None else f"{type(module).__name__}: {reason}"
     if any(map(_is_patched, type(module).__mro__)):
         return f"{type(module).__name__}: its own forward is overlapped only where it calls megatron-core's forward"
+    off = "" if current_settings().enabled else ", overlap is off: COC_PARALLEL_NUM=4 or auto switches it on"
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
     if layers and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
-        return f"{type(module).__name__}: not patched"
+        return f"{type(module).__name__}: not patched{off}"
     family = type(module).__module__.split(".")[0]
     name = "TransformerEngine's" if type(module).__name__.startswith("TE") else f"of {family}"
-    return f"{name} {type(module).__name__}: not a tensor-parallel layer of a patched framework"
+    return f"{name} {type(module).__name__}: not a tensor-parallel layer of a patched framework{off}"
 
 
 log = logging.getLogger("ascend_parallel")

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from ascend_parallel.cli.commands import Commands
-from ascend_parallel.cli.output import console, errors, progress_console
+from ascend_parallel.cli.output import console, errors, needs_sharding, progress_console
 from ascend_parallel.folded_rows import fold
 
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
@@ -45,6 +45,7 @@ def show(
 
     Example: ascend-parallel checkpoint show checkpoints
     """
+    needs_sharding("checkpoint")
     from ascend_parallel.training.checkpoint import CheckpointError, CheckpointReader, steps
 
     with errors("checkpoint", CheckpointError), progress_console(as_json).status("comparing checksums"):
@@ -77,6 +78,7 @@ def convert_command(
 
       ascend-parallel checkpoint convert iter_0001000 checkpoints --to dcp
     """
+    needs_sharding("checkpoint")
     from ascend_parallel.patches.megatron.checkpoint import megatron_format
     from ascend_parallel.training.checkpoint import CheckpointError
     from ascend_parallel.training.checkpoint.convert import convert, open_source
@@ -103,6 +105,7 @@ def diff(
 
     Example: ascend-parallel checkpoint diff checkpoints/step-00000010 checkpoints/step-00000020
     """
+    needs_sharding("checkpoint")
     from ascend_parallel.patches.megatron.checkpoint import megatron_format
     from ascend_parallel.training.checkpoint import CheckpointError
     from ascend_parallel.training.checkpoint.convert import compare, open_source

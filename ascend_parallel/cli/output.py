@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +41,9 @@ def errors(command: str, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         typer.echo(f"{command}: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, RankError) else 2) from error
+
+
+def needs_sharding(command: str) -> None:
+    """Exit with one line if ascend_parallel.sharding cannot be imported: scipy is missing."""
+    with errors(command, ImportError):
+        importlib.import_module("ascend_parallel.sharding")

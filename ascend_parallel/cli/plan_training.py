@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ascend_parallel.cli.output import errors, needs_folder, progress_console
+from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
 from ascend_parallel.cli.propagate import build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
@@ -65,6 +65,7 @@ def plan_training(
 
       ascend-parallel plan-training --model my_models:planned --ranks 8 --memory 30GB --hardware cpu-gloo --json
     """
+    needs_sharding("plan-training")
     from ascend_parallel.training.degrees.report import as_dict, text, toml_of
 
     with errors("plan-training", ImportError), progress_console(as_json).status("planning") as status:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ascend_parallel.cli.output import errors, needs_folder, progress_console
+from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 from ascend_parallel.tuning.cost_model.models import find_model
@@ -79,6 +79,7 @@ def propagate(
 
       ascend-parallel propagate my_models:llama_70b --mesh dp=8,mp=8 --semi-auto dp --memory-limit 64GB
     """
+    needs_sharding("propagate")
     from ascend_parallel.sharding import advise, trace
     from ascend_parallel.sharding import propagate as plan_layouts
     from ascend_parallel.sharding.mesh import ProcessMesh
@@ -249,6 +250,7 @@ def strategy(
 
       ascend-parallel strategy llama2-70b --config llama2-70b-1024.toml --html plan.html
     """
+    needs_sharding("strategy")
     from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
     from ascend_parallel.training.explain import as_dict, explain

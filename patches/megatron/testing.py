@@ -28,8 +28,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from ascend_parallel.sharding.mesh import forget_groups
-
 __all__ = [
     "PlainNorm",
     "end_model_parallel",
@@ -146,6 +144,8 @@ def end_model_parallel() -> None:
     has closed its end.
     """
     from megatron.core import parallel_state
+
+    from ascend_parallel.sharding.mesh import forget_groups  # needs scipy, which training with Megatron does not
 
     parallel_state.destroy_model_parallel()
     for group in list(c10d._world.pg_map):

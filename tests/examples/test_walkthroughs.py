@@ -63,3 +63,16 @@ def test_a_planner_gets_strategies_for_64_and_1024_ranks_and_a_page(tmp_path):
         assert seconds == sorted(seconds)
     for page in ("llama2-7b-64.html", "llama2-7b-64.svg"):
         assert "</svg>" in (tmp_path / page).read_text()
+
+
+@pytest.mark.slow
+def test_a_paddle_and_a_mindspore_user_get_the_losses_of_one_card(tmp_path):
+    alone, paddle, mindspore, _ = walk("examples/for_paddle_and_mindspore_users/README.md", tmp_path)
+    assert len(losses(alone)) == 5
+    for parallel in (paddle, mindspore):
+        assert as_numbers(parallel) == pytest.approx(as_numbers(alone), rel=1e-9, abs=2e-12)
+        assert re.search(r"overlap: ([1-9]\d*) of \1 matmuls next to a collective can overlap; 4 chunks", parallel)
+    assert f"eager   loss {losses(alone)[0]}" in paddle
+    assert "is marked, and gathered" not in paddle
+    assert mindspore.count("[configured: ") == 2 * 6
+    assert "</svg>" in (tmp_path / "plan.html").read_text()

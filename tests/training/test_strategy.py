@@ -75,7 +75,7 @@ def test_a_strategy_is_read_from_toml(tmp_path):
         ('fused_passes = ["gemm"]', "fused_passes='gemm': give one of"),
         ("[mesh]\ndp = 0", "give sizes by name"),
         ('mode = "data"\ndata_dim = "x"', "data_dim='x': the mesh has dp"),
-        ("[operators]\na = 3", '"a": give a table with "in", "out" or both'),
+        ("[operators]\na = 3", '"a": give a table with "in", "out" or both, not 3'),
         ("mode = ", "is no valid TOML"),
     ],
 )

@@ -10,6 +10,7 @@ from torch import nn
 
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError
 from ascend_parallel.sharding.tracing.strategy_marks import marking
+from ascend_parallel.text import shown
 from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -91,7 +92,7 @@ def _entry(place: str, pattern: str, table: Any) -> tuple[Any, Any]:
     if isinstance(table, tuple):  # a pair as `propagate` takes it
         return table
     if not isinstance(table, dict) or not table or set(table) - set(KEYS):
-        raise StrategyError(f'{place}, "{pattern}": give a table with "in", "out" or both')
+        raise StrategyError(f'{place}, "{pattern}": give a table with "in", "out" or both, not {shown(table)}')
     sides = []
     for key in KEYS:
         tensors = table.get(key, [])

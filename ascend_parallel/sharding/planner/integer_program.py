@@ -13,8 +13,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
+
+try:
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp
+except ModuleNotFoundError as error:  # of the extra [sharding]; overlap alone does not need it
+    raise ModuleNotFoundError(
+        "ascend_parallel.sharding needs scipy, of its extra [sharding]: pip install scipy"
+    ) from error
 
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem
 

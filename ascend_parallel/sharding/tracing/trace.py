@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,11 +101,14 @@ def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging the traceback of an exception that is raised anyway."""
+    """Keep torch from logging the traceback of an exception that is raised anyway, and from warning of its own code."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            # run_decompositions copies its own LeafSpecs, which torch 2.13 deprecates
+            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
+            yield
     finally:
         logger.disabled = before
 
