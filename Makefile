@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint docs stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
+.PHONY: demo test test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -26,6 +26,9 @@ lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
 
 docs: $(VENV)/ready  ## the documentation as a site in build/site; a broken link, heading or reference fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pages: $(VENV)/ready  ## every page that a command writes, looked at in chromium: CHROMIUM=<program>, or installed
+	$(BIN)/python -m pytest tests/cli/test_pages_in_browser.py $(ARGS)
 
 stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds, other examples of property tests
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "stress or hypothesis" $(ARGS)

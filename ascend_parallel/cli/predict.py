@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.output import console, errors
+from ascend_parallel.cli.output import console, errors, progress_console
 from ascend_parallel.tuning.cost_model.hardware import (
     DEFAULT_HARDWARE,
     Hardware,
@@ -131,7 +131,8 @@ def predict(
             micro_batch=micro_batch,
             sequence_parallel=sequence_parallel,
         )
-        result = compare(work) if published else _predicted(_model(model, model_file), work)
+        with progress_console(as_json).status("predicting"):
+            result = compare(work) if published else _predicted(_model(model, model_file), work)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     elif published:

@@ -118,16 +118,19 @@ def propagate(
             memory_limit=limit,
             hardware=hardware,
         )
+        if html is not None:
+            status.update("drawing the page")
+            html.write_text(to_html(plan), encoding="utf-8")
+        status.update("explaining the plan")
         listed = list_instructions(plan, rank) if instructions else []
-    if html is not None:
-        html.write_text(to_html(plan), encoding="utf-8")
-    if as_json:
-        more = {"instructions": [vars(each) for each in listed]} if instructions else {}
-        typer.echo(json.dumps(as_dict(plan) | more, indent=1))
-    elif instructions:
-        typer.echo(instructions_as_text(listed))
-    else:
-        typer.echo("\n".join(summary(plan)) if brief else explain(plan, full=full))
+        if as_json:
+            more = {"instructions": [vars(each) for each in listed]} if instructions else {}
+            text = json.dumps(as_dict(plan) | more, indent=1)
+        elif instructions:
+            text = instructions_as_text(listed)
+        else:
+            text = "\n".join(summary(plan)) if brief else explain(plan, full=full)
+    typer.echo(text)
 
 
 def _mesh(text: str) -> tuple[list[str], list[int]]:
@@ -266,10 +269,10 @@ def strategy(
         built, batch, loss = _built(model, requested.ranks, rows, seq)
         planned = plan_training(requested, built, batch, loss or mean_loss)
         text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators, full=full)
-    if schedule is not None:
-        schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
-    if html is not None:
-        html.write_text(to_html(planned.plan), encoding="utf-8")
+        if schedule is not None:
+            schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
+        if html is not None:
+            html.write_text(to_html(planned.plan), encoding="utf-8")
     typer.echo(text)
     if planned.stages and not as_json:
         typer.echo(f"\n{requested.pipeline}")

@@ -2,16 +2,26 @@
 
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from timelines import made
 from typer.testing import CliRunner
 
 from ascend_parallel import logs
 from ascend_parallel.cli.app import app
+from ascend_parallel.diagnostics.timeline.files import write
 from ascend_parallel.logs import working
+from ascend_parallel.sharding import TensorShard
+from ascend_parallel.training.checkpoint import save
 
-MODEL = f"{Path(__file__).parents[2]}/examples/sharding/llama.py:small"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = f"{EXAMPLES}/sharding/llama.py:small"
 
 
 class Terminal(io.StringIO):
@@ -21,20 +31,90 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("words", [("doctor",), ("propagate", MODEL, "--mesh", "mp=2", "--brief")])
-def test_a_command_shows_progress_on_a_terminal_but_not_beside_json(words, monkeypatch):
+TIMED = ("--shape", "64,32,32", "--rounds", "3", "--chunks", "2", "--layer", "row")
+TRAINED = ("--model", "llama2-7b", "--ranks", "8", "--memory", "64GB", "--batch", "8")
+# The commands that may take longer than two seconds, with what they show meanwhile; {folder} is a temporary folder.
+LONG = [
+    (("doctor",), "examining"),
+    (("propagate", MODEL, "--mesh", "mp=2", "--brief"), "tracing"),
+    (("propagate", MODEL, "--mesh", "mp=2", "--advise"), "propagation "),
+    (("strategy", f"{EXAMPLES}/strategy/train.py:planned", "--config", f"{EXAMPLES}/strategy/gpt.toml"), "planning"),
+    (("plan-training", *TRAINED, "--out", "{folder}/strategy.toml"), "tracing"),
+    (("predict", "--model", "llama2-7b"), "predicting"),
+    (("bench", *TIMED), "starting the ranks"),
+    (("tune", *TIMED, "--out", "{folder}/plan.json"), "starting the ranks"),
+    (("timeline", "{folder}/spans", "--no-png"), "merging"),
+    (("checkpoint", "show", "{folder}/saved"), "comparing checksums"),
+    (("checkpoint", "convert", "{folder}/saved", "{folder}/whole.pt", "--to", "torch"), "converting"),
+    (("checkpoint", "diff", "{folder}/saved", "{folder}/saved"), "comparing"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A temporary folder with a timeline and a checkpoint."""
+    (tmp_path / "spans").mkdir()
+    for rank in range(2):
+        write(tmp_path / "spans", *made(rank, steps=3))
+    whole = {"layers.0.weight": TensorShard.whole(torch.zeros(4, 4))}
+    save(tmp_path / "saved", step=12, model=whole, optimizer={}, values={})
+    return tmp_path
+
+
+SLOW = ("plan-training", "strategy", "tune", "--advise")
+CASES = [
+    pytest.param(words, expected, id=" ".join(words[:1] + words[-1:]).replace("{folder}/", ""), marks=marks)
+    for words, expected in LONG
+    for marks in [[pytest.mark.slow] if {*SLOW} & {*words} else []]
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), CASES)
+def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expected, folder, monkeypatch):
+    words = [word.replace("{folder}", str(folder)) for word in words]
+    written = folder / "whole.pt"
+    piped = CliRunner().invoke(app, words)
+    written.unlink(missing_ok=True)
+    assert (piped.stderr.strip(), piped.exit_code in (0, 1)) == ("", True)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     monkeypatch.setenv("TERM", "xterm")
-    shown = CliRunner().invoke(app, list(words))
-    assert "examining" in shown.stderr or "propagating" in shown.stderr
+    shown = CliRunner().invoke(app, words)
+    written.unlink(missing_ok=True)
+    assert expected in shown.stderr
     silent = CliRunner().invoke(app, [*words, "--json"])
     assert silent.stderr == ""
     assert isinstance(json.loads(silent.stdout), dict)
 
 
-def test_without_a_terminal_a_command_shows_no_progress(monkeypatch):
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert CliRunner().invoke(app, ["doctor"]).stderr.strip() == ""
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_real_terminal_gets_progress_unless_json_is_asked_for(more):
+    """A process with a pseudo-terminal as its output: the line is shown, and erased at the end."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ascend_parallel", "propagate", MODEL, "--mesh", "mp=2", "--brief", *more]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        out, _ = process.communicate(timeout=120)
+    shown = terminal_text(ours)
+    assert process.returncode == 0
+    assert b"\x1b[" not in out
+    if more:
+        assert (shown, isinstance(json.loads(out), dict)) == ("", True)
+    else:
+        assert "tracing" in shown
+        assert shown.endswith("\x1b[2K")  # erases the line
+
+
+def terminal_text(terminal):
+    """Return what was written to a pseudo-terminal, whose other end is closed."""
+    found = b""
+    try:
+        while more := os.read(terminal, 1 << 16):
+            found += more
+    except OSError:  # Linux says so at the end
+        pass
+    os.close(terminal)
+    return found.decode()
 
 
 def test_advice_has_json_too():
