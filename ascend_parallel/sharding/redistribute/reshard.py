@@ -31,6 +31,7 @@ from ascend_parallel.sharding.layout import backward as gradient_layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.across_meshes import empty_local, exchange
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.redistribute.cpu_attention import register_attention_shardings
 from ascend_parallel.sharding.redistribute.losses import register_loss_shardings
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
@@ -48,11 +49,12 @@ def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[dtensor.Placement
     A parameter stays an nn.Parameter and a leaf stays a leaf; for the result of a computation, gradients flow back. A
     DTensor is resharded. Every rank of the default group has to call it; a rank outside the mesh gets an empty part.
 
-    The first call also corrects DTensor's mean losses (`losses.py`): they equal the losses of whole tensors.
+    The first call also corrects DTensor's mean losses (`losses.py`), and lets attention run on the CPU.
     """
     if is_tracing():
         return cast(DTensor, marked(tensor, placements))
     register_loss_shardings()
+    register_attention_shardings()
     whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
     if isinstance(whole, DTensor):
         sharded = reshard(whole, mesh, placements)
@@ -80,6 +82,7 @@ def dtensor_from_local(local: torch.Tensor, mesh: Mesh, placements: Sequence[dte
     `ValueError` on a rank outside the mesh, and for placements that do not fit.
     """
     register_loss_shardings()
+    register_attention_shardings()
     process_mesh = ProcessMesh.of(mesh)
     device_mesh, layout = process_mesh.device_mesh(), layout_of(placements, process_mesh, local.ndim)
     if process_mesh.coordinate(dist.get_rank()) is None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.redistribute.plain_tensors import replicate_plain_tensors
 from ascend_parallel.sharding.redistribute.reshard import Mesh, reshard, shard_tensor
 
 STAGE = "_ascend_parallel_stage"
@@ -34,6 +35,9 @@ def shard_layer(
     input_fn, output_fn
         Called with (tuple of inputs, mesh) before each forward, and with (output, mesh) after it; return the
         replacement.
+
+    In its forwards a plain tensor that meets a DTensor, such as positions or a mask that the code makes, is taken as
+    replicated; `ValueError` on every rank if its values are not the same on all ranks.
     """
     process_mesh = ProcessMesh.of(mesh)
     known: dict[int, Any] = {}  # a tied parameter stays tied
@@ -49,6 +53,7 @@ def shard_layer(
                         replicated = [Replicate()] * process_mesh.ndim
                         known[id(tensor)] = tensor, shard_tensor(tensor, process_mesh, replicated)
                     tensors[name] = known[id(tensor)][1]
+    replicate_plain_tensors(layer)
     if input_fn is not None:
         layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, process_mesh))
     if output_fn is not None:
