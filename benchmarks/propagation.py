@@ -1,4 +1,4 @@
-"""Measure time and memory of tracing and propagation, by layers and mesh.
+"""Measure CPU seconds and memory of tracing and propagation, by layers and mesh.
 
     python benchmarks/propagation.py               the table of docs/sharding.md
     python benchmarks/propagation.py --layers 32 --mesh 8,8
@@ -45,7 +45,17 @@ def main() -> None:
     if options.layers:
         print(measure(options.layers, tuple(map(int, options.mesh.split(","))), options.model))
         return
-    heads = ("layers or steps", "mesh", "ranks", "nodes", "trace s", "solve s", "together s", "peak memory MB", "cost")
+    heads = (
+        "layers or steps",
+        "mesh",
+        "ranks",
+        "nodes",
+        "trace CPU s",
+        "solve CPU s",
+        "together CPU s",
+        "peak memory MB",
+        "cost",
+    )
     print(table(heads, []))
     for layers, mesh, *model in CASES:
         command = [sys.executable, __file__, "--layers", str(layers), "--mesh", mesh, "--model", *(model or [LLAMA])]
@@ -73,13 +83,13 @@ def measure(layers: int, sizes: tuple[int, ...], name: str) -> str:
             model = Rwkv(1024, 16) if name == "rwkv" else Mamba(1024)
             batch, strategies = (torch.zeros(2 * rows, layers, 1024),), {}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start = time.process_time()
     graph = trace(model, batch)
-    traced = time.perf_counter()
+    traced = time.process_time()
     names = ["dp", "cp", "mp"][-len(sizes) :] if len(sizes) != 2 else ["dp", "mp"]
     mesh = ProcessMesh(torch.arange(prod(sizes)).view(sizes), names)
     plan = propagate(graph, mesh, strategies, objective="time")
-    solved = time.perf_counter()
+    solved = time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     proof = "exact" if plan.bound is None else f"within {100 * (plan.cost / plan.bound - 1):.2g} %"
     cells: list[object] = [

@@ -8,6 +8,7 @@ the effort. For a model's forward, a chain of layers beside a residual stream, a
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -80,9 +81,10 @@ def solve(problem: AssignmentProblem, most_numbers: int = MOST_NUMBERS, most_sum
 
     Raises `TooWideError` before a table would need more than `most_numbers` numbers or `most_sums` sums.
     """
-    tables: dict[str, list[_Table]] = {name: [_Table((name,), costs)] for name, costs in problem.own.items()}
+    same = _Equal()
+    tables = {name: [_Table((name,), same.first(costs))] for name, costs in problem.own.items()}
     for pair, costs in problem.pairs.items():
-        table = _Table(pair, costs)
+        table = _Table(pair, same.first(costs))
         for name in pair:
             tables[name].append(table)
     sums = _Sums()
@@ -152,6 +154,21 @@ class _Order:
 
     def _table_size(self, name: str) -> int:
         return prod(self._sizes[neighbour] for neighbour in self._neighbours[name]) * self._sizes[name]
+
+
+class _Equal:
+    """Finds arrays of equal numbers: those of identical layers become one array, by which `_Sums` knows them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Costs, Costs]] = {}
+        self._first: dict[tuple[tuple[int, ...], bytes], Costs] = {}
+
+    def first(self, costs: Costs) -> Costs:
+        """Return the first array that was given with these numbers."""
+        if id(costs) not in self._seen:  # which keeps the array alive, so that no other one gets its id
+            digest = hashlib.blake2b(costs.tobytes()).digest()
+            self._seen[id(costs)] = costs, self._first.setdefault((costs.shape, digest), costs)
+        return self._seen[id(costs)][1]
 
 
 class _Sums:

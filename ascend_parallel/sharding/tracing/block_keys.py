@@ -28,6 +28,7 @@ from ascend_parallel.sharding.tracing.model_files import is_model_file
 from ascend_parallel.sharding.tracing.strategy_marks import KEY
 
 MAX_DEPTH = 6
+MAX_LENGTH = 256  # of containers: describing a vocabulary for each block would take longer than tracing
 PLAIN = (bool, int, str, bytes, type(None))
 BY_REPR = (float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 BY_IDENTITY = (
@@ -144,6 +145,9 @@ def described(value: Any, places: Mapping[int, int] | None = None, depth: int = 
         return ("module", places[id(value)])
     if isinstance(value, (torch.Tensor, torch.nn.Module)) or depth >= MAX_DEPTH:
         raise UnknownValueError(f"a {type(value).__name__}")
+    containers = (tuple, list, dict, set, frozenset)
+    if len(value if isinstance(value, containers) else getattr(value, "__dict__", ())) > MAX_LENGTH:
+        raise UnknownValueError(f"a {type(value).__name__} of many values")
     inner = partial(described, places=places, depth=depth + 1)
     if type(value) in (tuple, list, torch.Size):
         return (type(value), tuple(map(inner, value)))
