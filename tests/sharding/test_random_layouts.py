@@ -166,4 +166,4 @@ def test_a_random_plan_computes_what_the_model_does(ranks, count, number):
     run()
     collectives, eager = zip(*ran, strict=True)
     assert sum(found > 0 for found in collectives) > 2  # else the models are too small to be cut
-    assert sum(eager) > 2
+    assert sum(eager) > 1
