@@ -35,6 +35,7 @@ def union(held):
     return set().union(*held)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_decoder_trains_data_and_tensor_parallel(ranks, name):
     held = ranks(4).run(trained, name, 2, 2, 1, VARIANTS[name])
@@ -67,6 +68,7 @@ def test_a_bias_added_twice_is_seen(ranks):
     ranks(2).run(with_the_bias_on_every_rank)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
 def test_the_experts_of_transformers_train(ranks, experts):
     """On one card the experts are gathered for each token: torch's grouped matmul knows no float64."""
