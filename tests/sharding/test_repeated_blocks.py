@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,25 @@ def test_models_of_the_examples(both: Any, model: nn.Module) -> None:
 
 def test_equal_blocks(both: Any) -> None:
     assert both(stack_of(), X)[2] == COUNT - 2
+
+
+_collections = 0
+
+
+def _count_collections(_phase: str, _info: dict[str, int]) -> None:
+    global _collections  # noqa: PLW0603
+    _collections += 1
+
+
+def test_what_the_garbage_collector_runs_is_not_of_a_block(both: Any) -> None:
+    """Hypothesis times collections by such a callback, for as long as the process lives."""
+    gc.callbacks.append(_count_collections)
+    try:
+        _, _, copies = both(stack_of(), torch.zeros(2, 8))
+    finally:
+        gc.callbacks.remove(_count_collections)
+    assert _collections > 0
+    assert copies == COUNT - 2
 
 
 def test_blocks_in_a_sequential(both: Any) -> None:

@@ -9,6 +9,7 @@ such a block is traced like every other module.
 from __future__ import annotations
 
 import dis
+import gc
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -204,7 +205,10 @@ class Executed:
 
 @contextmanager
 def noting_code() -> Iterator[Executed]:
-    """Note the code of the model that runs inside the context."""
+    """Note the code of the model that runs inside the context.
+
+    The garbage collector waits: what its callbacks run (hypothesis registers one) is not the model's.
+    """
     executed = Executed({})
     frames = executed.frames
 
@@ -212,11 +216,15 @@ def noting_code() -> Iterator[Executed]:
         if event == "call" and id(frame.f_code) not in frames and _is_model_code(frame.f_code):
             frames[id(frame.f_code)] = (frame.f_code, frame.f_globals)
 
+    is_collecting = gc.isenabled()
+    gc.disable()
     sys.setprofile(note)
     try:
         yield executed
     finally:
         sys.setprofile(None)
+        if is_collecting:
+            gc.enable()
 
 
 def check_code(executed: Executed) -> None:
