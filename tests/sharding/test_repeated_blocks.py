@@ -304,6 +304,48 @@ def test_state_outside_of_the_arguments(both: Any, model: nn.Module, copies: int
     assert both(model, X)[2] == copies
 
 
+def _of_a_closure() -> Stack:
+    """The blocks scale by a variable of this function, which the model raises at the fourth block."""
+    scale = 1
+
+    class Scaled(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * scale
+
+    class Raising(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal scale
+            for number, block in enumerate(self.blocks):
+                scale = 1 + number // 3
+                x = block(x)
+            return x
+
+    return Raising(*(Scaled() for _ in range(6)))
+
+
+def _of_a_default_argument() -> Stack:
+    """The blocks scale by what a default argument holds, which the model fills at the fourth block."""
+
+    class Filled(Block):
+        def forward(self, x: torch.Tensor, factors: list[int] = []) -> torch.Tensor:  # noqa: B006
+            return self.linear(x) * (1 + sum(factors))
+
+    class Filling(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factors = Filled.forward.__defaults__[0]  # type: ignore[index]
+            for number, block in enumerate(self.blocks):
+                factors[:] = [number // 3]
+                x = block(x)
+            return x
+
+    return Filling(*(Filled() for _ in range(6)))
+
+
+@pytest.mark.parametrize("make", [_of_a_closure, _of_a_default_argument])
+def test_what_the_functions_of_a_block_keep_is_compared(both: Any, make: Callable[[], Stack]) -> None:
+    assert both(make(), X)[2] < 6 - 2
+
+
 class Views(Block):
     """Returns a view of a new tensor, and passes an argument on."""
 

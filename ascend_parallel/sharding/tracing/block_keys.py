@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -194,13 +194,18 @@ def _file_of(kind: type) -> str:
 
 @dataclass
 class Executed:
-    """The code of the model that ran in a block, with the global variables that the code names."""
+    """The code of the model that ran in a block, with the global variables that the code names, and its functions."""
 
     frames: dict[int, tuple[CodeType, dict[str, Any]]]  # by the code's id
+    functions: tuple[FunctionType, ...] = ()
 
     def state(self) -> tuple[Any, ...]:
-        """Return the values of the global variables; raise `UnknownValueError` where they cannot be compared."""
-        return tuple((id(code), *_globals_of(code, names)) for code, names in self.frames.values())
+        """Return the values that the code keeps outside of the block: of global variables, closures, default arguments.
+
+        Raises `UnknownValueError` where they cannot be compared.
+        """
+        names = tuple((id(code), *_globals_of(code, names)) for code, names in self.frames.values())
+        return (names, tuple(map(_kept_by, self.functions)))
 
 
 @contextmanager
@@ -223,8 +228,26 @@ def noting_code() -> Iterator[Executed]:
         yield executed
     finally:
         sys.setprofile(None)
+        codes = [code for code, _ in frames.values()]
+        referrers = gc.get_referrers(*codes) if codes else []
+        executed.functions = tuple(each for each in referrers if type(each) is FunctionType)
         if is_collecting:
             gc.enable()
+
+
+def _kept_by(function: FunctionType) -> Any:
+    """Return what a function keeps between calls: its closure, default arguments and attributes."""
+    cells = tuple(cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
+    kept = (cells, function.__defaults__, function.__kwdefaults__, vars(function))
+    return (id(function), len(function.__closure__ or ()), described(kept))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def check_code(executed: Executed) -> None:
