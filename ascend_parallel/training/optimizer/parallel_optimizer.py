@@ -15,6 +15,7 @@ from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import checks, state
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
+from ascend_parallel.training.optimizer.fused_kernels import foreach_for_strided
 from ascend_parallel.training.optimizer.reduce_scatter import GradientReduceScatter
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.optimizer.shares import all_reduce_gradients, gather_updates, global_norm, share
@@ -248,7 +249,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         self._push()
-        self._inner.step()
+        with foreach_for_strided(self._inner):
+            self._inner.step()
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update({key: value for key, value in inner.items() if key not in _NO_SETTINGS})
         for owned in self._masters:
