@@ -4,36 +4,37 @@ layout, mesh     placements and layouts, the part of a tensor that a rank holds;
 graph            a model's forward as a list of operators
 arguments        matches the arguments of later calls with the traced arguments
 tracing/         torch.export of the forward into a Graph
-redistribute/    the cheapest collectives between two layouts; DTensors on meshes: shard_tensor, reshard
+redistribute/    the cheapest collectives between two layouts; DTensors on meshes
 rules/           the placements that an operator allows, and how a rank runs its part
 planner/         strategies of a few operators in, layouts of least cost for all tensors out: a ShardingPlan
 visualize/       the plan as text and as a picture; advice on what to configure
 runtime/         runs a rank's part of the planned model, with overlapped collectives
+marked/          shard_tensor, shard_layer and their relatives; functions of DTensors, laid out one by one
 """
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ascend_parallel.sharding.graph import Graph
-from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.annotate import annotated, read_strategies, shard
-from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError
-from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
-from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.reshard import (
+from ascend_parallel.sharding.marked.dtensors import (
     dtensor_from_fn,
     dtensor_from_local,
     reshard,
     shard_tensor,
     unshard,
 )
-from ascend_parallel.sharding.redistribute.shard_dataloader import ShardedLoader, shard_dataloader
-from ascend_parallel.sharding.redistribute.shard_layer import (
+from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader, shard_dataloader
+from ascend_parallel.sharding.marked.shard_layer import (
     ShardingStage1,
     ShardingStage2,
     ShardingStage3,
     shard_layer,
     shard_optimizer,
 )
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.annotate import annotated, read_strategies, shard
+from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError
+from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import register_rule
 from ascend_parallel.sharding.runtime.eager_module import collective_counts
 from ascend_parallel.sharding.runtime.parallelize import parallelize

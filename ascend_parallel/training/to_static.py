@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ascend_parallel.sharding.graph import Placed
+from ascend_parallel.sharding.marked.dtensors import shard_tensor, unshard
+from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader
+from ascend_parallel.sharding.marked.shard_layer import optimizer_stage
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import shard_tensor, unshard
-from ascend_parallel.sharding.redistribute.shard_dataloader import ShardedLoader
-from ascend_parallel.sharding.redistribute.shard_layer import optimizer_stage
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.sharding.tracing.marked_tensors import keep_placements, placements_of, plain_copy
 from ascend_parallel.training.loss import Loss, mean_loss

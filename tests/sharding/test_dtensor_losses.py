@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ascend_parallel.sharding import ProcessMesh, shard_tensor
+from ascend_parallel.sharding import ProcessMesh, dtensor_from_local, shard_tensor
 
 
 def _weighted(x, target, **options):
@@ -118,11 +118,11 @@ def test_losses_by_class_count_the_targets_of_all_ranks(ranks, count, name):
 
 def filled(group):
     mesh = ProcessMesh(list(range(group.size())))
-    x = shard_tensor(torch.ones(4, 6, dtype=torch.float64), mesh, [Shard(1)]).sum(1)
-    assert isinstance(x, DTensor) and x.placements[0].is_partial()
+    x = dtensor_from_local(torch.ones(4, dtype=torch.float64), mesh, [Partial()])
     torch.testing.assert_close(torch.empty_like(x).fill_(1).full_tensor(), torch.ones(4, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"aten\.fill_\.Scalar: in-place operations that require placement changes"):
-        x.fill_(1)
+    torch.testing.assert_close(x.full_tensor(), torch.full((4,), 2.0, dtype=torch.float64))
+    torch.testing.assert_close(x.fill_(1).full_tensor(), torch.ones(4, dtype=torch.float64))
+    assert x.placements == (Partial(),)
     cut = shard_tensor(torch.ones(4, 6), mesh, [Shard(1)])
     assert torch.empty_like(cut).placements == cut.placements
     assert cut.fill_(2).full_tensor().eq(2).all()

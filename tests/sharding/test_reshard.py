@@ -9,9 +9,9 @@ import torch.distributed as dist
 from placed import PARTIALS, check, check_bytes, check_bytes_across, every_pair, placements_for
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ascend_parallel.sharding.marked.dtensors import dtensor_from_fn, reshard, shard_tensor, unshard
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.redistribute.collectives import recorded
-from ascend_parallel.sharding.redistribute.reshard import dtensor_from_fn, reshard, shard_tensor, unshard
 
 
 @pytest.mark.parametrize(

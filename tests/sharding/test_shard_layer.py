@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ascend_parallel.sharding.marked.dtensors import shard_tensor, unshard
+from ascend_parallel.sharding.marked.shard_layer import ShardingStage1, shard_layer, shard_optimizer
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import recorded
-from ascend_parallel.sharding.redistribute.reshard import shard_tensor, unshard
-from ascend_parallel.sharding.redistribute.shard_layer import ShardingStage1, shard_layer, shard_optimizer
 
 STEPS = 4
 

@@ -9,7 +9,7 @@ from torch import nn
 import ascend_parallel
 from ascend_parallel.sharding import Partial, ProcessMesh, Replicate, Shard, parallelize, propagate, reshard, trace
 from ascend_parallel.sharding.graph import Value
-from ascend_parallel.sharding.redistribute.reshard import shard_tensor, unshard
+from ascend_parallel.sharding.marked.dtensors import shard_tensor, unshard
 
 COLUMN, ROW = ([None, ("mp", 1)], None), ([(None, "mp"), (None, "mp")], None)
 

@@ -1,1 +1,1 @@
-"""DTensors on meshes: plans and runs redistributions; reshard, shard_layer, shard_optimizer."""
+"""DTensors on meshes: plans and runs redistributions."""

@@ -1,4 +1,4 @@
-"""shard_tensor, dtensor_from_fn, dtensor_from_local, reshard and unshard: DTensors of any placements and meshes.
+"""Redistributes DTensors, of any placements and meshes.
 
 Gradients live on the mesh of the tensor:
 
@@ -12,7 +12,7 @@ Gradients live on the mesh of the tensor:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -31,64 +31,13 @@ from ascend_parallel.sharding.layout import backward as gradient_layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.across_meshes import empty_local, exchange
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.cpu_attention import register_attention_shardings
-from ascend_parallel.sharding.redistribute.losses import register_loss_shardings
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
-from ascend_parallel.sharding.tracing.marked_tensors import is_tracing, marked
 
 Mesh = ProcessMesh | DeviceMesh
 OPS = ("sum", "avg", "max", "min")
 # The hardware whose costs plan the collectives of a device type.
 HARDWARE = {"cpu": "cpu-gloo", "cuda": "h100-nvlink"}
-
-
-def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[dtensor.Placement]) -> DTensor:
-    """Return a DTensor of a tensor that is the same on every rank; sends nothing.
-
-    A parameter stays an nn.Parameter and a leaf stays a leaf; for the result of a computation, gradients flow back. A
-    DTensor is resharded. Every rank of the default group has to call it; a rank outside the mesh gets an empty part.
-
-    The first call also corrects DTensor's mean losses (`losses.py`), and lets attention run on the CPU.
-    """
-    if is_tracing():
-        return cast(DTensor, marked(tensor, placements))
-    register_loss_shardings()
-    register_attention_shardings()
-    whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
-    if isinstance(whole, DTensor):
-        sharded = reshard(whole, mesh, placements)
-    else:
-        sharded = _sharded(whole, ProcessMesh.of(mesh), placements)
-    if isinstance(whole, torch.nn.Parameter):
-        return torch.nn.Parameter(sharded.detach(), whole.requires_grad)  # type: ignore[return-value]
-    if whole.is_leaf:
-        return cast(DTensor, sharded.detach().requires_grad_(whole.requires_grad))
-    return sharded
-
-
-def dtensor_from_fn(
-    fn: Callable[..., torch.Tensor], mesh: Mesh, placements: Sequence[dtensor.Placement], *args: Any, **kwargs: Any
-) -> DTensor:
-    """Return ``shard_tensor(fn(*args, **kwargs), mesh, placements)``; `fn` has to return the same on every rank."""
-    return shard_tensor(fn(*args, **kwargs), mesh, placements)
-
-
-def dtensor_from_local(local: torch.Tensor, mesh: Mesh, placements: Sequence[dtensor.Placement]) -> DTensor:
-    """Return the DTensor whose part on this rank is `local`; sends nothing, and gradients flow back to `local`.
-
-    All parts have the shape of `local`: a sharded dimension is as many times longer as the mesh dimension has ranks.
-    With Partial("sum") the parts are terms. Every rank of the default group has to call it, with its own part; raises
-    `ValueError` on a rank outside the mesh, and for placements that do not fit.
-    """
-    register_loss_shardings()
-    register_attention_shardings()
-    process_mesh = ProcessMesh.of(mesh)
-    device_mesh, layout = process_mesh.device_mesh(), layout_of(placements, process_mesh, local.ndim)
-    if process_mesh.coordinate(dist.get_rank()) is None:
-        raise ValueError(f"rank {dist.get_rank()} is not in {process_mesh}: it has no part of the tensor")
-    sharded = [placement.placement for placement in layout]
-    return DTensor.from_local(local, device_mesh, sharded, run_check=False)
 
 
 def reshard(
@@ -103,8 +52,6 @@ def reshard(
     `ValueError` for placements that do not fit tensor and mesh, `TypeError` if `dtensor` is no DTensor or `placements`
     no list.
     """
-    if is_tracing() and not isinstance(dtensor, DTensor):
-        return cast(DTensor, marked(dtensor, placements))
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"reshard takes a DTensor, not a {type(dtensor).__name__}: make one by shard_tensor")
     target_mesh = ProcessMesh.of(mesh)
@@ -124,16 +71,6 @@ def reshard(
     return cast(DTensor, _Reshard.apply(dtensor, redistribution))  # type: ignore[no-untyped-call]
 
 
-def unshard(dtensor: DTensor) -> torch.Tensor:
-    """Return the whole tensor on every rank of its mesh; gradients flow back."""
-    if is_tracing() and not isinstance(dtensor, DTensor):
-        return cast(torch.Tensor, dtensor)
-    if not isinstance(dtensor, DTensor):
-        raise TypeError(f"unshard takes a DTensor, not a {type(dtensor).__name__}")
-    mesh = ProcessMesh.of(dtensor.device_mesh)
-    return reshard(dtensor, mesh, [Replicate()] * mesh.ndim).to_local()
-
-
 def layout_of(placements: Sequence[dtensor.Placement], mesh: ProcessMesh, dims: int) -> Layout:
     """Return the layout of torch placements; raises `ValueError` if they do not fit a tensor of `dims` dimensions."""
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
@@ -145,7 +82,8 @@ def layout_of(placements: Sequence[dtensor.Placement], mesh: ProcessMesh, dims: 
     return tuple(_placement_of(placement, dims) for placement in placements)
 
 
-def _sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[dtensor.Placement]) -> DTensor:
+def sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[dtensor.Placement]) -> DTensor:
+    """Return the DTensor of a tensor that is the same on every rank; see `shard_tensor`."""
     device_mesh, layout = mesh.device_mesh(), layout_of(placements, mesh, whole.ndim)
     if mesh.coordinate(dist.get_rank()) is None:
         held = empty_local(whole.detach().to(device_mesh.device_type), whole.ndim)
@@ -179,7 +117,7 @@ class _MeshRedistribution:
     def run(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return this rank's part in the target layout; the result shares no memory with `local`."""
         mesh, item = self.source_mesh, local.element_size()
-        costs = self.costs or _default_costs(mesh, mesh.device_mesh().device_type)
+        costs = self.costs or costs_of(mesh)
         crosses = not mesh.has_ranks_of(self.target_mesh)
         on_source = gradient_layout(self.source) if crosses else self.target  # across meshes without partials
         plan = plan_redistribution(shape, item, mesh.shape, self.source, on_source, costs)
@@ -240,14 +178,29 @@ def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
     return prod(size for placement, size in zip(layout, mesh.shape, strict=True) if placement.op == "avg")
 
 
-def _wrapped(local: torch.Tensor, shape: torch.Size, mesh: ProcessMesh, layout: Layout) -> DTensor:
+def spec_of(mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    """Return torch's description of a contiguous tensor in a layout."""
     strides = tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-    meta = TensorMeta(shape, strides, local.dtype)
-    spec = DTensorSpec(mesh.device_mesh(), tuple(placement.placement for placement in layout), tensor_meta=meta)
+    placements = tuple(placement.placement for placement in layout)
+    return DTensorSpec(mesh.device_mesh(), placements, tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
+
+
+def _wrapped(local: torch.Tensor, shape: torch.Size, mesh: ProcessMesh, layout: Layout) -> DTensor:
     # not from_local: it gives a rank outside the mesh a local tensor through which to_local cannot differentiate
+    spec = spec_of(mesh, layout, shape, local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def hardware_of(mesh: ProcessMesh) -> str:
+    """Return the name of the hardware whose costs decide among collectives on a mesh: that of its device type."""
+    return HARDWARE.get(mesh.device_mesh().device_type, "910b")
+
+
+def costs_of(mesh: ProcessMesh) -> MeshCosts:
+    """Return the costs of collectives on a mesh."""
+    return _costs(mesh, hardware_of(mesh))
+
+
 @lru_cache(maxsize=64)
-def _default_costs(mesh: ProcessMesh, device_type: str) -> MeshCosts:
-    return MeshCosts.of(mesh, HARDWARE.get(device_type, "910b"))
+def _costs(mesh: ProcessMesh, hardware: str) -> MeshCosts:
+    return MeshCosts.of(mesh, hardware)

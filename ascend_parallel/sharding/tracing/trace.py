@@ -55,8 +55,13 @@ class TraceError(ValueError):
     """The model cannot be traced, or does something that a sharded graph cannot do."""
 
 
-def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
+def trace(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, twice: bool = True
+) -> Graph:
     """Return the graph of the operators that ``model(*args, **kwargs)`` runs.
+
+    twice
+        Run the forward a second time, to find out whether it does the same.
 
     The shapes are those of `args`; the tensors may be on the meta device. DTensors among the parameters, buffers and
     arguments count as whole tensors, and the graph keeps the placements of parameters and buffers (`Graph.placed`);
@@ -69,10 +74,10 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     placed = placements_of(model)
     with plain_tensors(model, (tuple(args), dict(kwargs or {}))) as (plain, (plain_args, plain_kwargs)):
-        return replace(_traced(plain, plain_args, plain_kwargs), placed=placed)
+        return replace(_traced(plain, plain_args, plain_kwargs, twice), placed=placed)
 
 
-def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], twice: bool) -> Graph:
     binding = bind(model, args, kwargs)
     recording = Recording()
     try:
@@ -88,7 +93,7 @@ def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {reason(error)}") from error
     try:
         with _quiet():
-            only = only_in_python(model, args, kwargs)
+            only = only_in_python(model, args, kwargs) if twice else ""
     except ForwardChangesError as error:
         raise TraceError(str(error)) from error
     builder = _Builder(program, replacements or {})

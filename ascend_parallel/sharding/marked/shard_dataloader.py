@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.sharding.marked.dtensors import dtensor_from_local, shard_tensor
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import Mesh, dtensor_from_local, shard_tensor
+from ascend_parallel.sharding.redistribute.reshard import Mesh
 
 
 class ShardedLoader:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ascend_parallel.sharding.marked.dtensors import shard_tensor
+from ascend_parallel.sharding.marked.marked_forward import propagate_functions
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.plain_tensors import replicate_plain_tensors
-from ascend_parallel.sharding.redistribute.reshard import Mesh, reshard, shard_tensor
+from ascend_parallel.sharding.redistribute.reshard import Mesh, reshard
 
 STAGE = "_ascend_parallel_stage"
 ShardLayer = Callable[[str, nn.Module, ProcessMesh], None]
@@ -53,7 +54,7 @@ def shard_layer(
                         replicated = [Replicate()] * process_mesh.ndim
                         known[id(tensor)] = tensor, shard_tensor(tensor, process_mesh, replicated)
                     tensors[name] = known[id(tensor)][1]
-    replicate_plain_tensors(layer)
+    propagate_functions(layer)
     if input_fn is not None:
         layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, process_mesh))
     if output_fn is not None:

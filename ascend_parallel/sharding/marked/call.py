@@ -1,0 +1,266 @@
+"""Runs a function of DTensors by the rules: planned once for its arguments, then run on the ranks' parts.
+
+`shard_tensor`, `dtensor_from_local` and `reshard` return `PropagatedDTensor`s, and every function of them does.
+Parameters stay torch's own DTensors: in the forward of a module that `shard_layer` has marked, functions of parameters
+alone are run here too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.overrides import resolve_name
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ascend_parallel.sharding.graph import Ref, TensorMeta, Value
+from ascend_parallel.sharding.marked import autograd_calls
+from ascend_parallel.sharding.marked.borders import from_part, leaf, local_part, take_over
+from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan
+from ascend_parallel.sharding.marked.function_planner import plan_function
+from ascend_parallel.sharding.marked.own_functions import GATHERING, OWN
+from ascend_parallel.sharding.marked.plain_tensors import as_replicated
+from ascend_parallel.sharding.marked.whole_call import first_rank_draws, on_whole_tensors, runs_whole
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.redistribute.across_meshes import empty_local
+from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, layout_of, reshard
+from ascend_parallel.sharding.tracing.trace import TraceError
+
+Function = Callable[..., Any]
+AUTOGRAD: dict[Function, Function] = {
+    torch.Tensor.backward: autograd_calls.tensor_backward,
+    torch.autograd.backward: autograd_calls.backward,
+    torch.autograd.grad: autograd_calls.grad,
+}
+MOST_PLANS = 4096
+_plans: dict[Any, FunctionPlan | str] = {}  # a text says why the function runs on whole tensors
+# For a tensor with views: the tensors that share its memory on one card.
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class PropagatedDTensor(DTensor):
+    """A DTensor whose functions are laid out by the rules of `sharding.rules`, each call at the least cost.
+
+    Sums over ranks are complete in every result. Gradients are torch's own DTensors, and may be partial sums.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function by the rules; those of the object itself, and of autograd, as torch does."""
+        return run_function(function, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return the global shape, the placements and the rank's part; runs no collective."""
+        placements = ", ".join(map(repr, self._spec.placements))
+        return f"PropagatedDTensor({list(self._spec.shape)} as [{placements}], local {self._local_tensor})"
+
+    def __format__(self, form: str) -> str:
+        """Return a number in this form; other tensors as ``repr(self)``."""
+        return repr(self) if self._spec.shape else format(self.item(), form)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as torch's own DTensor, which loads without this package."""
+        plain = leaf(DTensor, self._local_tensor, self._spec, self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PropagatedDTensor:
+        """Return a leaf with the same values."""
+        copied = type(self)(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+def run_function(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return ``function(*args, **kwargs)``, of which an argument is a DTensor; every rank of its mesh calls it.
+
+    A plain tensor among the arguments counts as replicated, once its ranks have compared it. Raises `ValueError` on
+    every rank for one that differs, for DTensors of two meshes, and for an in-place function that writes to a tensor
+    with views.
+    """
+    if function in AUTOGRAD:
+        return AUTOGRAD[function](*args, **kwargs)
+    if function is torch.Tensor.__iter__:
+        return iter(run_function(torch.Tensor.unbind, args, {}))
+    if function in OWN:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    call = _Call.of(function, leaves, spec)
+    if function in GATHERING:
+        with torch.no_grad():
+            return call.on_whole_tensors(draws=False)
+    plan = call.plan()
+    if isinstance(plan, FunctionPlan):
+        return call.run(plan)
+    returned = call.on_whole_tensors(draws=True)
+    runs_whole(function, plan)
+    return returned
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function and its arguments: `leaves` with a `Ref` for each of `tensors`; `plain` are those that were plain."""
+
+    function: Function
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    tensors: tuple[DTensor, ...]
+    plain: frozenset[int]
+    mesh: ProcessMesh
+
+    @classmethod
+    def of(cls, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> _Call:
+        """Compare plain tensors among ranks, and complete partial extremes."""
+        given, refs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], count()
+        dtensors = [leaf for leaf in given if isinstance(leaf, DTensor)]
+        mesh = _mesh_of(dtensors, function)
+        return cls(
+            function,
+            tuple(Ref(next(refs)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+            spec,
+            tuple(_sums_only(as_replicated(tensor, dtensors[0].device_mesh, function)) for tensor in given),
+            frozenset(index for index, tensor in enumerate(given) if not isinstance(tensor, DTensor)),
+            mesh,
+        )
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return resolve_name(self.function) or str(self.function)
+
+    def on_whole_tensors(self, *, draws: bool) -> Any:
+        """Run the function on whole tensors."""
+        tensors, mesh = self.tensors, self.mesh
+        return on_whole_tensors(PropagatedDTensor, self.function, self.leaves, self.spec, tensors, mesh, draws=draws)
+
+    def plan(self) -> FunctionPlan | str:
+        """Return the plan of the call, made at its first run; or why it runs on whole tensors."""
+        records, mesh = torch.is_grad_enabled(), self.mesh
+        arguments = tuple(
+            Argument(
+                tuple(tensor.shape),
+                tensor.dtype,
+                layout_of(tensor.placements, mesh, tensor.ndim),
+                records and tensor.requires_grad,
+            )
+            for tensor in self.tensors
+        )
+        key = self.function, tuple(map(_key, self.leaves)), self.spec, arguments, mesh, dist.get_rank()
+        if key not in _plans:
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
+            place = mesh.coordinate(dist.get_rank()) or (0,) * mesh.ndim
+            try:
+                _plans[key] = plan_function(
+                    self.function, self.leaves, self.spec, arguments, mesh, place, hardware_of(mesh)
+                )
+            except TraceError as error:
+                _plans[key] = str(error)
+        return _plans[key]
+
+    def run(self, plan: FunctionPlan) -> Any:
+        """Run the function by its plan."""
+        values = _run(plan, self.tensors, self.mesh) | dict(zip(plan.names, self.tensors, strict=True))
+        for index, value in plan.updates.items():
+            if index in self.plain:
+                raise ValueError(
+                    f"{self.name} of DTensors writes to a plain tensor: make it a DTensor, by shard_tensor, or use the "
+                    "function that returns a new tensor"
+                )
+            _write(self.name, self.tensors[index], values[value])
+            values[value] = self.tensors[index]
+        for value in plan.results:
+            base = self.tensors[plan.views[value]] if isinstance(value, Value) and value in plan.views else None
+            if base is not None and values[value] is not base:
+                _note_view(values[value], base)
+        results = [values[each] if isinstance(each, Value) else each for each in plan.results]
+        return pytree.tree_unflatten(results, plan.results_spec)
+
+
+def _run(plan: FunctionPlan, tensors: Sequence[DTensor], mesh: ProcessMesh) -> dict[Value, DTensor]:
+    """Return the DTensors that a call returns and writes."""
+    wanted = {value for value in (*plan.results, *plan.updates.values()) if isinstance(value, Value)}
+    wanted -= set(plan.names)
+    costs = costs_of(mesh)
+    if mesh.coordinate(dist.get_rank()) is None:  # outside of the mesh
+        like = tensors[0]._local_tensor.detach()
+        parts = {value: empty_local(like.to(plan.metas[value].dtype), len(plan.metas[value].shape)) for value in wanted}
+    else:
+        locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, plan.inputs, strict=True)]
+        parts = plan.run(locals_, first_rank_draws(mesh) if plan.draws else "")
+    return {
+        value: from_part(
+            PropagatedDTensor,
+            parts[value],
+            TensorMeta(plan.metas[value].shape, parts[value].dtype),
+            plan.layouts[value],
+            mesh,
+            costs,
+        )
+        for value in wanted
+    }
+
+
+def _key(leaf: Any) -> Any:
+    """Return an argument as a key: equal keys are equal arguments of one type."""
+    if isinstance(leaf, (slice, float, complex)):
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf
+
+
+def _mesh_of(dtensors: Sequence[DTensor], function: Function) -> ProcessMesh:
+    """Return the mesh of a call's DTensors; raise `ValueError` if they are several."""
+    mesh = ProcessMesh.of(dtensors[0].device_mesh)
+    for dtensor in dtensors[1:]:
+        if dtensor.device_mesh is not dtensors[0].device_mesh and ProcessMesh.of(dtensor.device_mesh) != mesh:
+            raise ValueError(
+                f"{resolve_name(function) or function} gets DTensors on {mesh} and on "
+                f"{ProcessMesh.of(dtensor.device_mesh)}: reshard them to one mesh"
+            )
+    return mesh
+
+
+def _sums_only(dtensor: DTensor) -> DTensor:
+    """Return a DTensor without partial extremes, which no rule reads."""
+    placements = dtensor.placements
+    if not any(isinstance(placement, Partial) and placement.reduce_op in ("max", "min") for placement in placements):
+        return dtensor
+    whole = [Replicate() if isinstance(each, Partial) else each for each in placements]
+    return reshard(dtensor, dtensor.device_mesh, whole)
+
+
+def _write(name: str, tensor: DTensor, new: DTensor) -> None:
+    """Write the result of an in-place function to its tensor."""
+    if (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
+        raise ValueError(
+            f"{name} makes {list(new.shape)} of {new.dtype} of a DTensor of {list(tensor.shape)} of {tensor.dtype}, in "
+            "place: use the function that returns a new tensor"
+        )
+    others = [alias() for alias in _views.get(tensor, ())]  # type: ignore[no-untyped-call]
+    if any(other is not None and other is not tensor for other in others):
+        raise ValueError(
+            f"{name} writes to a tensor of which there are views, and views of DTensors do not share their memory: "
+            "write to a copy, x = x.clone(), or use the function that returns a new tensor"
+        )
+    if new.requires_grad or (tensor.requires_grad and torch.is_grad_enabled()):
+        take_over(tensor, new)
+    else:
+        placed = reshard(new, tensor.device_mesh, tensor.placements)
+        with torch.no_grad():
+            tensor._local_tensor.copy_(placed._local_tensor)
+
+
+def _note_view(view: DTensor, base: DTensor) -> None:
+    """Note that on one card `view` shares the memory of `base`."""
+    known = _views.setdefault(base, [weakref.ref(base)])  # type: ignore[no-untyped-call]
+    known[:] = [*(alias for alias in known if alias() is not None), weakref.ref(view)]
+    _views[view] = known
