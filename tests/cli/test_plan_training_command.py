@@ -69,7 +69,7 @@ def on_one_card():
     return losses
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [1.0, 1.2, 1.5, 100.0])
 def test_the_strategy_that_it_writes_trains_as_one_card_does(ranks, tmp_path, least, share):
     found = plan(least * share, "--out", "best.toml")
@@ -111,7 +111,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_choice_trains(ranks, tmp_path, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 2, "micro_batches": 16 // kind.get("dp", 1) // 2} | kind))
@@ -158,7 +158,7 @@ def test_json_has_the_parts_of_time_and_memory():
     assert found["planned"]["memory"] <= found["memory"] == 1e9
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["llama2-7b", "gpt3-175b"])
 def test_a_preset_is_planned_in_its_own_sizes(preset):
     found = tell("--model", preset, "--ranks", 64, "--memory", "60GB", "--batch", 64, "--seq", 256, "--json")

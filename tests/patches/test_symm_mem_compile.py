@@ -110,6 +110,7 @@ def near(mine, other, dtype):
         assert (a - b).abs().max() <= LIMIT[dtype] * b.abs().max()
 
 
+@pytest.mark.slow
 def test_compiled_with_the_kernels_and_without_in_one_process(ranks):
     """On two ranks the bits are those of the model compiled without them; nothing stale comes from a cache."""
     for (eager, _), (plain, none), (ours, counts), (again, no_more) in ranks(2).run(

@@ -99,6 +99,7 @@ def scatter_matrix(group, shape, dtype, num_chunks):
         return COUNTS.as_dict().get("matmul_reduce_scatter")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gathers_along_every_dimension(ranks, count, dtype):

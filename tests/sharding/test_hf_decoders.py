@@ -35,7 +35,7 @@ def union(held):
     return set().union(*held)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_decoder_trains_data_and_tensor_parallel(ranks, name):
     held = ranks(4).run(trained, name, 2, 2, 1, VARIANTS[name])

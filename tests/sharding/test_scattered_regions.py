@@ -52,6 +52,7 @@ def interleaved(seen):
     return seen.index(0, 1) < seen.index(max(seen))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("row_dim, length, batch", [(1, 24, 16), (0, 8, 48), (1, 288, 1)])
 @pytest.mark.parametrize("name, lengths", [("GPT", [10, 8]), ("Llama", [23, 19])])
 @pytest.mark.parametrize("count", [2, 3, 4])

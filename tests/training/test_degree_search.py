@@ -70,7 +70,7 @@ def found(make, ranks, limit, rows=8):
     return searching.search_traced(traced(make, rows), ranks=ranks, memory=limit, hardware="910b")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [gpt, llama])
 @pytest.mark.parametrize(("ranks", "limit"), [(4, 64e9), (8, 64e9), (8, 0.3e9), (6, 1e9)])
 def test_the_best_are_those_of_exhaustive_search(make, ranks, limit):
@@ -89,7 +89,7 @@ def test_bounds_leave_most_candidates_untimed():
     assert result.timed < result.considered / 4, "a search that times everything is no search"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, llama])
 def test_the_time_is_that_of_the_whole_plan_on_all_ranks(make):
     best = found(make, 4, 64e9).best[0]

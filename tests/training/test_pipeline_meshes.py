@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpt_on_8_ranks(ranks, case):
     """The embedding is tied to the head, on the other mesh."""
