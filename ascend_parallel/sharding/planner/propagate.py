@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ascend_parallel.sharding.collector import collector_paused
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -133,7 +134,8 @@ def propagate(
         only_data_cuts_batch=only_data_cuts_batch,
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )
-    plan = search.plan()
+    with collector_paused():
+        plan = search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
         return slice_replicated(plan)
     return slice_replicated(_within(search, memory_limit))

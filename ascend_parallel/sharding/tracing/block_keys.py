@@ -2,29 +2,29 @@
 
 A key holds what the code of a block can read: the block's modules with their attributes, the arguments, torch's modes,
 and the lines of the model that made the call. What the code reads besides, global variables, is described by
-`Executed`. Whatever is not understood (hooks, iterators, tensors that are no parameters) raises `UnknownValueError`:
-such a block is traced like every other module.
+`executed_code.py`. Whatever is not understood (hooks, iterators, tensors that are no parameters) raises
+`UnknownValueError`: such a block is traced like every other module.
 """
 
 from __future__ import annotations
 
-import dis
-import gc
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import get_current_meta
 
+from ascend_parallel.sharding.tracing.attribute_reads import (
+    Attribute,
+    is_number_of_model,
+)
 from ascend_parallel.sharding.tracing.model_files import is_model_file
 from ascend_parallel.sharding.tracing.strategy_marks import KEY
 
@@ -51,8 +51,14 @@ class UnknownValueError(ValueError):
     """A value of which it is not known whether two blocks read the same."""
 
 
-def key_of_module(block: torch.nn.Module, ignored: Mapping[int, Any]) -> tuple[Any, ...]:
-    """Return what a block's code reads of its modules; without the forwards of the modules in `ignored`, by id."""
+def key_of_module(
+    block: torch.nn.Module, ignored: Mapping[int, Any]
+) -> tuple[tuple[Any, ...], tuple[tuple[Attribute, int], ...]]:
+    """Return what a block's code reads of its modules; without the forwards of the modules in `ignored`, by id.
+
+    Apart from the rest: the numbers that models give their modules, which the code may not read (`attribute_reads.py`).
+    """
+    numbers: list[tuple[Attribute, int]] = []
     modules = list(block.named_modules(remove_duplicate=False))
     places = {id(module): place for place, (_, module) in enumerate(modules)}
     describe = partial(described, places=places)
@@ -68,13 +74,17 @@ def key_of_module(block: torch.nn.Module, ignored: Mapping[int, Any]) -> tuple[A
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
                 if value:
                     raise UnknownValueError(name)
+            elif is_number_of_model(module, name, value, _file_of(type(module))):  # type: ignore[arg-type]
+                parts.append((name, int))
+                numbers.append(((module, name), value))
             elif name not in OWN_ATTRIBUTES and not (name == "forward" and id(module) in ignored):
                 parts.append((name, describe(value)))
-    return tuple(parts)
+    return tuple(parts), tuple(numbers)
 
 
 @cache
-def _is_model_code(code: CodeType) -> bool:
+def is_model_code(code: CodeType) -> bool:
+    """Tell whether code is of the model, not of torch or of this package."""
     name = code.co_filename
     return name.startswith(PROMPTS) or (is_model_file(name) and not name.startswith(OWN_FILES))
 
@@ -109,7 +119,7 @@ def key_of_callers() -> tuple[Any, ...]:
     places = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_model_code(frame.f_code):
+        if is_model_code(frame.f_code):
             places.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(places)
@@ -157,6 +167,8 @@ def described(value: Any, places: Mapping[int, int] | None = None, depth: int = 
         return (type(value), items, () if type(value) is dict else inner(dict(getattr(value, "__dict__", {}))))
     if type(value) in (set, frozenset):
         return (type(value), frozenset(map(inner, value)))
+    if type(value) is partial:
+        return (partial, *map(inner, (value.func, value.args, value.keywords, vars(value))))
     if not hasattr(value, "__dict__") or hasattr(value, "__next__") or _is_native(type(value)):
         raise UnknownValueError(f"a {type(value).__name__}")
     return (
@@ -190,107 +202,3 @@ def _is_definition(name: str, value: Any) -> bool:
 @cache
 def _file_of(kind: type) -> str:
     return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<unknown>")
-
-
-@dataclass
-class Executed:
-    """The code of the model that ran in a block, with the global variables that the code names, and its functions."""
-
-    frames: dict[int, tuple[CodeType, dict[str, Any]]]  # by the code's id
-    functions: tuple[FunctionType, ...] = ()
-
-    def state(self) -> tuple[Any, ...]:
-        """Return the values that the code keeps outside of the block: of global variables, closures, default arguments.
-
-        Raises `UnknownValueError` where they cannot be compared.
-        """
-        names = tuple((id(code), *_globals_of(code, names)) for code, names in self.frames.values())
-        return (names, tuple(map(_kept_by, self.functions)))
-
-
-@contextmanager
-def noting_code() -> Iterator[Executed]:
-    """Note the code of the model that runs inside the context.
-
-    The garbage collector waits: what its callbacks run (hypothesis registers one) is not the model's.
-    """
-    executed = Executed({})
-    frames = executed.frames
-
-    def note(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and id(frame.f_code) not in frames and _is_model_code(frame.f_code):
-            frames[id(frame.f_code)] = (frame.f_code, frame.f_globals)
-
-    is_collecting = gc.isenabled()
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        yield executed
-    finally:
-        sys.setprofile(None)
-        codes = [code for code, _ in frames.values()]
-        referrers = gc.get_referrers(*codes) if codes else []
-        executed.functions = tuple(each for each in referrers if type(each) is FunctionType)
-        if is_collecting:
-            gc.enable()
-
-
-def _kept_by(function: FunctionType) -> Any:
-    """Return what a function keeps between calls: its closure, default arguments and attributes."""
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
-    kept = (cells, function.__defaults__, function.__kwdefaults__, vars(function))
-    return (id(function), len(function.__closure__ or ()), described(kept))
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def check_code(executed: Executed) -> None:
-    """Raise `UnknownValueError` for code that keeps a state in global variables, closures or default arguments."""
-    codes = [code for code, _ in executed.frames.values()]
-    inner = {constant for code in codes for constant in code.co_consts if isinstance(constant, CodeType)}
-    for code in codes:
-        written = _written(code)
-        if "STORE_GLOBAL" in written or ("STORE_DEREF" in written and code not in inner):
-            raise UnknownValueError(f"{code.co_name}, which keeps a state outside of the module")
-
-
-@cache
-def _written(code: CodeType) -> frozenset[str]:
-    """Return which variables outside of a function it writes: STORE_GLOBAL, or STORE_DEREF of an outer function's."""
-    steps = [step for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "STORE_DEREF")]
-    return frozenset(step.opname for step in steps if step.opname == "STORE_GLOBAL" or step.argval in code.co_freevars)
-
-
-@cache
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    loads = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(dict.fromkeys(loads))
-
-
-def _globals_of(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the global variables that a function names, also those of modules."""
-    for name in _global_names(code):
-        if name in names:
-            value = names[name]
-            if isinstance(value, ModuleType):
-                yield from _named(value, code)
-            elif isinstance(value, type):
-                yield key_of_class(value)
-            else:
-                yield (name, described(value))
-
-
-def _named(module: ModuleType, code: CodeType) -> Iterator[Any]:
-    """Yield the variables of a module of the model that a function names."""
-    if not is_model_file(getattr(module, "__file__", None) or "<built-in>"):
-        return
-    for name in code.co_names:
-        value = vars(module).get(name)
-        if not isinstance(value, ModuleType):
-            yield (name, key_of_class(value) if isinstance(value, type) else described(value))

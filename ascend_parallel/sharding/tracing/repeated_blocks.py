@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -18,18 +18,17 @@ from typing import Any, Protocol
 
 import torch
 
+from ascend_parallel.sharding.tracing.attribute_reads import Attribute, noting_reads
 from ascend_parallel.sharding.tracing.block_keys import (
-    Executed,
     UnknownValueError,
-    check_code,
     flattened,
     key_of_callers,
     key_of_modes,
     key_of_module,
     key_of_tensor,
-    noting_code,
     tensors_of,
 )
+from ascend_parallel.sharding.tracing.executed_code import Executed, check_code, noting_code
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 
@@ -40,6 +39,8 @@ class BlockCall:
 
     tensors
         Its parameters and buffers, `own` many, then the tensors among the arguments.
+    numbers
+        The whole numbers among the attributes of its modules, which its code may not read.
     """
 
     path: str
@@ -48,6 +49,7 @@ class BlockCall:
 
     own: int
     tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[tuple[Attribute, int], ...]
 
 
 class BlockRecorder(Protocol):
@@ -68,12 +70,25 @@ class BlockRecorder(Protocol):
 
 @dataclass
 class _Kind:
-    """Calls with equal keys: the first one's record, its code, and the state that it left in global variables."""
+    """Calls with equal keys, and equal numbers at the places that their code reads.
+
+    record
+        What the first call did; None: not to be repeated.
+    read
+        The places, among `BlockCall.numbers`, of the numbers that the code reads, with their values.
+    executed, state
+        The code that ran, and the state that it left in global variables.
+    """
 
     record: Any
+    read: Mapping[int, int]
     executed: Executed
-    state: tuple[Any, ...]
+    state: tuple[Any, ...] = ()
     is_confirmed: bool = False
+
+    def is_of(self, call: BlockCall) -> bool:
+        """Tell whether a call with an equal key reads the same numbers."""
+        return all(call.numbers[place][1] == value for place, value in self.read.items())
 
 
 @dataclass
@@ -81,7 +96,7 @@ class RepeatedBlocks:
     """The repeated blocks of one run of a model's forward; none where a profiler runs, as Python has only one."""
 
     recorder: BlockRecorder
-    _kinds: dict[Any, _Kind | None] = field(default_factory=dict)  # None: not to be repeated
+    _kinds: dict[Any, list[_Kind]] = field(default_factory=lambda: defaultdict(list))
     _replaced: dict[int, str] = field(default_factory=dict)  # paths of the blocks, by id
 
     @contextmanager
@@ -99,8 +114,8 @@ class RepeatedBlocks:
         with torch._C.DisableTorchFunction():  # the modes of the tracer must not see how tensors are looked at
             try:
                 call, key = self._keyed(path, block, (args, kwargs))
-                kind = self._kinds.get(key)
-                is_other = key in self._kinds and (kind is None or kind.executed.state() != kind.state)
+                kind = next((kind for kind in self._kinds[key] if kind.is_of(call)), None)
+                is_other = kind is not None and (kind.record is None or kind.executed.state() != kind.state)
                 if not is_other and kind is not None and kind.is_confirmed:
                     return self.recorder.replay(kind.record, call)
                 begun = self.recorder.begin(call)
@@ -108,17 +123,27 @@ class RepeatedBlocks:
                 is_other = True
         if is_other:
             return forward(*args, **kwargs)
-        self._kinds[key] = None
         with ExitStack() as stack:
+            read = stack.enter_context(noting_reads([attribute for attribute, _ in call.numbers]))
             executed = stack.enter_context(noting_code()) if kind is None else kind.executed
             returned = forward(*args, **kwargs)
+        if executed.may_read_all:
+            read = set(range(len(call.numbers)))
+        own = _Kind(None, {place: call.numbers[place][1] for place in read}, executed)
         with torch._C.DisableTorchFunction(), suppress(UnknownValueError):
             after, key_after = self._keyed(path, block, (args, kwargs))
-            if key_after == key and all(map(operator.is_, after.leaves, call.leaves)):
+            if (key_after, after.numbers) == (key, call.numbers) and all(map(operator.is_, after.leaves, call.leaves)):
                 check_code(executed)
-                record, state = self.recorder.end(begun, call, returned), executed.state()
-                if kind is None or (record == kind.record and state == kind.state):
-                    self._kinds[key] = _Kind(record, executed, state, is_confirmed=kind is not None)
+                own.record, own.state = self.recorder.end(begun, call, returned), executed.state()
+        if kind is None:
+            self._kinds[key].append(own)
+        else:
+            kind.is_confirmed = own.record is not None and (own.record, own.read, own.state) == (
+                kind.record,
+                kind.read,
+                kind.state,
+            )
+            kind.record = kind.record if kind.is_confirmed else None
         return returned
 
     def _keyed(self, path: str, block: torch.nn.Module, arguments: Any) -> tuple[BlockCall, Any]:
@@ -126,10 +151,11 @@ class RepeatedBlocks:
         structure = flattened(arguments, leaves)
         own = tensors_of(block).values()
         tensors = (*own, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-        call = BlockCall(path, block, tuple(leaves), len(own), tensors)
+        of_module, numbers = key_of_module(block, self._replaced)
+        call = BlockCall(path, block, tuple(leaves), len(own), tensors, numbers)
         known: dict[int, int] = {}
         metas = tuple(key_of_tensor(tensor, known) for tensor in tensors)
-        parts = (key_of_module(block, self._replaced), structure, metas, key_of_modes(), key_of_callers())
+        parts = (of_module, structure, metas, key_of_modes(), key_of_callers())
         return call, (*parts, self.recorder.key_of(call))
 
 

@@ -18,6 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.arguments import bind
+from ascend_parallel.sharding.collector import collector_paused
 from ascend_parallel.sharding.graph import (
     BUFFER,
     CALL,
@@ -73,7 +74,8 @@ def trace(
     if isinstance(args, torch.Tensor):
         raise TypeError("args is a tensor: give the arguments as a tuple, such as (x,)")
     placed = placements_of(model)
-    with plain_tensors(model, (tuple(args), dict(kwargs or {}))) as (plain, (plain_args, plain_kwargs)):
+    arguments = (tuple(args), dict(kwargs or {}))
+    with collector_paused(), plain_tensors(model, arguments) as (plain, (plain_args, plain_kwargs)):
         return replace(_traced(plain, plain_args, plain_kwargs, twice), placed=placed)
 
 
