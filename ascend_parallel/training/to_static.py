@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Placed
-from ascend_parallel.sharding.marked.dtensors import shard_tensor, unshard
+from ascend_parallel.sharding.graph import Placed, Value
+from ascend_parallel.sharding.marked.dtensors import reshard, shard_tensor, unshard
 from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader
 from ascend_parallel.sharding.marked.shard_layer import optimizer_stage
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -21,6 +22,7 @@ from ascend_parallel.sharding.tracing.marked_tensors import keep_placements, pla
 from ascend_parallel.training.loss import Loss, mean_loss
 from ascend_parallel.training.optimizer.factory import optimizer_factory
 from ascend_parallel.training.options import ShardingOptions, StrategyOptionError
+from ascend_parallel.training.stale_optimizer import StaleOptimizerGuard
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.train_step import TrainStep, train_step
 
@@ -79,7 +81,7 @@ def to_static(
         local_batches=is_sharded,
         **options,
     )
-    return StaticModel(step, model, mesh)
+    return StaticModel(step, model, mesh, StaleOptimizerGuard(optimizer))
 
 
 class StaticModel:
@@ -89,17 +91,39 @@ class StaticModel:
         The `TrainStep`, with its optimizer, checkpoints and `explain`.
     """
 
-    def __init__(self, step: TrainStep, model: nn.Module, mesh: ProcessMesh) -> None:
-        """Take the step, and the marked model whose copy it trains."""
-        self.step, self._model, self._mesh = step, model, mesh
+    def __init__(self, step: TrainStep, model: nn.Module, mesh: ProcessMesh, guard: StaleOptimizerGuard) -> None:
+        """Take the step, the marked model whose copy it trains, and the guard of the optimizer that was given."""
+        self.step, self._model, self._mesh, self._guard = step, model, mesh, guard
+        assert step.planned is not None
+        self._placements = {
+            node.source: [placement.placement for placement in plan.layouts[Value(node.name)]]
+            for plan in step.planned.plans
+            for node in plan.graph.inputs
+        }
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """Train on a batch of the loader."""
-        return self.step(*map(_local, batch))
+        """Train on a batch of the loader.
+
+        Raises `RuntimeError` if the optimizer that `to_static` was given has stepped since, or its settings have
+        changed, as by a learning rate scheduler: make schedulers over ``step.optimizer``.
+        """
+        self._guard.check()
+        return self.step(*self._local(batch))
 
     def evaluate(self, *batch: Any) -> torch.Tensor:
         """Return the mean loss of a batch in evaluation mode."""
-        return self.step.evaluate(*map(_local, batch))
+        return self.step.evaluate(*self._local(batch))
+
+    def _local(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return this rank's part of a batch in any nesting, as the plan reads it: it may cut a batch further."""
+
+        def local(path: Any, value: Any) -> Any:
+            if not isinstance(value, DTensor):
+                return value
+            name = "_".join(["batch", *(str(getattr(key, "idx", getattr(key, "key", ""))) for key in path)])
+            return reshard(value, self._mesh, self._placements.get(name, value.placements)).to_local()
+
+        return pytree.tree_map_with_path(local, batch)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def write_back(self) -> nn.Module:
@@ -135,10 +159,6 @@ def _gathered(shard: TensorShard) -> torch.Tensor:
 
 def _whole(tensor: DTensor) -> torch.Tensor:
     return unshard(cast(DTensor, tensor.detach())).clone()
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _mesh_of(model: nn.Module) -> ProcessMesh:
@@ -183,11 +203,12 @@ def _sample(loader: Iterable[Any]) -> tuple[Any, ...]:
     for batch in loader:
         if isinstance(batch, (torch.Tensor, Mapping)):
             raise TypeError(f"the loader yields a {type(batch).__name__}: give one that yields tuples, such as (x,)")
-        return tuple(
-            torch.zeros(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, DTensor) else value
-            for value in batch
-        )
+        return pytree.tree_map_only(DTensor, _zeros, tuple(batch))  # type: ignore[no-any-return]
     raise ValueError("the loader yields no batch, and the first is needed for its shapes")
+
+
+def _zeros(tensor: DTensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _optimizer_over(optimizer: torch.optim.Optimizer, model: nn.Module, whole: nn.Module) -> torch.optim.Optimizer:

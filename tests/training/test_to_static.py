@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ascend_parallel.sharding import (
@@ -197,6 +198,54 @@ def test_the_other_options_of_a_strategy(ranks):
     for evaluated, *found in ranks(4).run(in_bf16):
         torch.testing.assert_close(found, losses, rtol=0.02, atol=0)
         assert evaluated == pytest.approx(found[0], rel=1e-3)
+
+
+def nested(_group):
+    """Batches of nested tuples; the plan may cut further what no one reads, and the target of two."""
+    model, optimizer, loader = marked((2, 2), 0)
+    batches = [((x, x), {"target": target}) for x, target in loader.loader]
+    loader = shard_dataloader(batches, model.mesh, "dp")
+    training = to_static(model, loader, lambda model, x, y: F.mse_loss(model(x[0]), y["target"]), optimizer)
+    found = [training(*batch).item() for batch in loader]
+    training.close()
+    return found
+
+
+def test_batches_may_be_nested(ranks):
+    for found in ranks(4).run(nested):
+        torch.testing.assert_close(found, trained()[0], rtol=1e-12, atol=0)
+
+
+def scheduled(_group):
+    """A scheduler over the optimizer that was given would change nothing; over the step's it does."""
+    model, optimizer, loader = marked((2, 2), 0)
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    training = to_static(model, loader, nn.MSELoss(), optimizer)
+    after = torch.optim.lr_scheduler.StepLR(training.step.optimizer, 1, 0.5)
+    found = []
+    for batch in loader:
+        found.append(training(*batch).item())
+        after.step()
+    before.step()
+    with pytest.raises(RuntimeError, match=r"changed \(lr from 0.05 to 0.025\) since, which trains nothing"):
+        training(*batch)
+    training.close()
+    return found
+
+
+def test_a_scheduler_is_made_over_the_optimizer_of_the_step(ranks):
+    model = MLP().double()
+    optimizer, expected = optimizer_of(model), []
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for x, target in DataLoader(data(), batch_size=ROWS):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        expected.append(loss.item())
+    for found in ranks(4).run(scheduled):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def refused(_group):
