@@ -176,7 +176,8 @@ class _Call:
                     f"{self.name} of DTensors writes to a plain tensor: make it a DTensor, by shard_tensor, or use the "
                     "function that returns a new tensor"
                 )
-            _write(self.name, self.tensors[index], values[value])
+            saved = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+            _write(self.name, self.tensors[index], values[value], saved)
             values[value] = self.tensors[index]
         for value in plan.results:
             base = self.tensors[plan.views[value]] if isinstance(value, Value) and value in plan.views else None
@@ -238,8 +239,12 @@ def _sums_only(dtensor: DTensor) -> DTensor:
     return reshard(dtensor, dtensor.device_mesh, whole)
 
 
-def _write(name: str, tensor: DTensor, new: DTensor) -> None:
-    """Write the result of an in-place function to its tensor."""
+def _write(name: str, tensor: DTensor, new: DTensor, saved: bool) -> None:
+    """Write the result of an in-place function to its tensor.
+
+    saved
+        Whether autograd may have saved what the tensor holds: it then gets new memory.
+    """
     if (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
         raise ValueError(
             f"{name} makes {list(new.shape)} of {new.dtype} of a DTensor of {list(tensor.shape)} of {tensor.dtype}, in "
@@ -254,9 +259,12 @@ def _write(name: str, tensor: DTensor, new: DTensor) -> None:
     if new.requires_grad or (tensor.requires_grad and torch.is_grad_enabled()):
         take_over(tensor, new)
     else:
-        placed = reshard(new, tensor.device_mesh, tensor.placements)
-        with torch.no_grad():
-            tensor._local_tensor.copy_(placed._local_tensor)
+        placed = reshard(new, tensor.device_mesh, tensor.placements)._local_tensor
+        if saved:
+            tensor._local_tensor = placed.clone()
+        else:
+            with torch.no_grad():
+                tensor._local_tensor.copy_(placed)
 
 
 def _note_view(view: DTensor, base: DTensor) -> None:
