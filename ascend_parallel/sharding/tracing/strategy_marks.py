@@ -9,10 +9,17 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.traceback import annotate
 from torch.overrides import resolve_name
 
 from ascend_parallel.sharding.graph import Graph, Mark
+
+try:
+    from torch.fx.traceback import annotate
+except ImportError as error:
+    raise ImportError(
+        f"auto parallel (ascend_parallel.sharding and .training) needs a newer torch than {torch.__version__}, which "
+        "has no torch.fx.traceback.annotate: 2.13 and 2.15 are tested; patches of frameworks run without it"
+    ) from error
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
