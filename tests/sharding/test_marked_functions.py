@@ -4,6 +4,7 @@ import itertools
 import logging
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,33 @@ def compared(group, functions, shape):
 @pytest.mark.parametrize("functions", FUNCTIONS)
 def test_functions_are_those_of_whole_tensors(ranks, functions, shape):
     ranks(torch.Size(shape).numel()).run(compared, functions, shape)
+
+
+def arrays(group):
+    mesh = ProcessMesh(list(range(group.size())))
+    whole = torch.arange(32.0, dtype=torch.float64).view(4, 8)
+    x = shard_tensor(whole.clone(), mesh, [Shard(0)])
+    torch.testing.assert_close(unshard(x * np.arange(8.0)), whole * torch.arange(8.0, dtype=torch.float64))
+    torch.testing.assert_close(unshard(x[np.array([0, 2])]), whole[[0, 2]])
+    torch.testing.assert_close(np.asarray(x), whole.numpy())
+    x.data = x.data * 2
+    torch.testing.assert_close(unshard(x), whole * 2)
+    with pytest.raises(ValueError, match=r"\.data of a DTensor of \[4, 8\] of torch.float64 is set to Tensor"):
+        x.data = whole
+    held = nn.Parameter(shard_tensor(whole.clone(), mesh, [Shard(1)]))  # a parameter made of a DTensor
+    truth = nn.Parameter(whole.clone())
+    for parameter in (held, truth):
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parameter.square().mean().backward()
+            torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+            optimizer.step()
+    torch.testing.assert_close(unshard(held.detach()), truth.detach())
+
+
+def test_arrays_data_and_parameters_made_of_dtensors(ranks):
+    ranks(2).run(arrays)
 
 
 def partials(group):

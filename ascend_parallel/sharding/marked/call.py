@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -39,6 +40,7 @@ AUTOGRAD: dict[Function, Function] = {
     torch.autograd.backward: autograd_calls.backward,
     torch.autograd.grad: autograd_calls.grad,
 }
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 MOST_PLANS = 4096
 _plans: dict[Any, FunctionPlan | str] = {}  # a text says why the function runs on whole tensors
 # For a tensor with views: the tensors that share its memory on one card.
@@ -90,10 +92,14 @@ def run_function(function: Function, args: tuple[Any, ...], kwargs: Mapping[str,
         return AUTOGRAD[function](*args, **kwargs)
     if function is torch.Tensor.__iter__:
         return iter(run_function(torch.Tensor.unbind, args, {}))
+    if function == SET_DATA:
+        return _set_data(*args)
     if function in OWN:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    if function not in GATHERING:
+        leaves = [torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     call = _Call.of(function, leaves, spec)
     if function in GATHERING:
         with torch.no_grad():
@@ -265,6 +271,16 @@ def _write(name: str, tensor: DTensor, new: DTensor, saved: bool) -> None:
         else:
             with torch.no_grad():
                 tensor._local_tensor.copy_(placed)
+
+
+def _set_data(tensor: DTensor, data: torch.Tensor) -> None:
+    """Run ``tensor.data = data``."""
+    if not isinstance(data, DTensor) or (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
+        raise ValueError(
+            f".data of a DTensor of {list(tensor.shape)} of {tensor.dtype} is set to {type(data).__name__} of "
+            f"{list(data.shape)} of {data.dtype}: give a DTensor of this shape and dtype"
+        )
+    tensor._local_tensor, tensor._spec = data._local_tensor.detach(), data._spec
 
 
 def _note_view(view: DTensor, base: DTensor) -> None:
