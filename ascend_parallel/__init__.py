@@ -19,10 +19,10 @@ from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequ
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.registry import explain as _explain
+from ascend_parallel.overlap.choices import explain_region as _explain_region
 from ascend_parallel.overlap.int8_linear import int8_column_linear, int8_row_linear
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.overlap.quantised import quantise_row_parallel, quantised_row_linear
-from ascend_parallel.overlap.region.cuts import explain_region as _explain_region
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.patch_control import PatchControl as _PatchControl
 from ascend_parallel.patch_control import Status as _Status

@@ -25,12 +25,7 @@ from region_graph import FORMS, check_shape
 from torch.nn import functional as F
 
 from ascend_parallel import Settings, column_linear, row_linear
-from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
-from ascend_parallel.overlap.region.cuts import RegionMatmul, region_cut
-from ascend_parallel.overlap.region.mlp import ChunkedMlp, chunked_mlp
-from ascend_parallel.overlap.region.rows import PendingRows
-from ascend_parallel.overlap.region.tail import Tail
-from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS = 2
@@ -96,12 +91,11 @@ def _shape(group: dist.ProcessGroup, rows: int, hidden: int, options: dict[str, 
     shapes |= {"residual": (rows, hidden), "norm": (hidden,), "fc1": (wide, hidden), "fc2": (hidden, wide)}
     p = {name: (torch.randn(shape) / shape[-1] ** 0.5).requires_grad_(graded) for name, shape in shapes.items()}
     chunked = Settings(num_chunks=options["chunks"])
-    cut = _cut(p, group, chunked)
     serial = Settings(mode=1)
     variants: dict[str, Callable[[], torch.Tensor]] = {
         "serial": lambda: _layers(p, group, serial),
         "layers": lambda: _layers(p, group, chunked),
-        "region": lambda: _region(p, group, cut),
+        "region": lambda: _layers(p, group, chunked, leaves_rows=chunked.region_rows),
     }
     if graded:
         runs = {name: functools.partial(_with_backward, forward) for name, forward in variants.items()}
@@ -114,13 +108,6 @@ def _with_backward(forward: Callable[[], torch.Tensor]) -> None:
     y.backward(torch.ones_like(y))
 
 
-def _cut(p: Tensors, group: dist.ProcessGroup, settings: Settings) -> Any:
-    forward = [(p[name].shape[1], p[name].shape[0]) for name in ("fc2", "fc1", "proj")]
-    matmuls = [RegionMatmul(k, n, TRANSPOSED) for k, n in forward]
-    matmuls += [RegionMatmul(n, k, ROW_MAJOR) for k, n in forward[:2]]
-    return region_cut(matmuls, p["x"].shape[0], p["x"], group, settings)
-
-
 def _add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
     assert bias is not None
     return residual + (y + bias)
@@ -130,28 +117,11 @@ def _norm(p: Tensors, s: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(s, p["norm"].shape, p["norm"], p["bias"])
 
 
-def _layers(p: Tensors, group: dist.ProcessGroup, settings: Settings) -> torch.Tensor:
-    s = _add(row_linear(p["x"], p["proj"], group=group, settings=settings), p["bias"], p["residual"])
-    h = column_linear(_norm(p, s), p["fc1"], group=group, settings=settings)
-    return s + row_linear(F.gelu(h), p["fc2"], group=group, settings=settings)
-
-
-def _region(p: Tensors, group: dist.ProcessGroup, cut: Any) -> torch.Tensor:
-    with PendingRows(cut.sizes) as pending:
-        y = row_linear(p["x"], p["proj"], group=group, settings=cut.settings, finish=pending.take)
-        assert pending.rows is not None
-        tail = Tail(_add, functools.partial(_norm, p), [p["norm"], p["bias"]], pending.rows, cut.sizes)
-        s, n = tail.apply(y, p["bias"], p["residual"])
-        mlp = ChunkedMlp(
-            group=group,
-            cut=cut,
-            activate=lambda h, _: F.gelu(h),
-            source=tail.rows,
-            fc1_gradient=WeightGradient(),
-            fc2_gradient=WeightGradient(),
-            before_communicating=lambda: None,
-        )
-        return s + chunked_mlp(n, p["fc1"], None, p["fc2"], mlp)
+def _layers(p: Tensors, group: dist.ProcessGroup, settings: Settings, leaves_rows: int = 0) -> torch.Tensor:
+    options: dict[str, Any] = {"group": group, "settings": settings, "leaves_rows": leaves_rows}
+    s = _add(row_linear(p["x"], p["proj"], **options), p["bias"], p["residual"])
+    h = column_linear(_norm(p, s), p["fc1"], **options)
+    return whole(s + row_linear(F.gelu(h), p["fc2"], **options))
 
 
 def _parts(p: Tensors, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:

@@ -25,7 +25,6 @@ from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, ta
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length
-from ascend_parallel.patches.megatron.region_choice import TURNS
 from ascend_parallel.patches.megatron.testing import (
     end_model_parallel,
     finalize_gradients,
@@ -34,6 +33,7 @@ from ascend_parallel.patches.megatron.testing import (
     small_gpt,
     start_model_parallel,
 )
+from ascend_parallel.patches.region_choice import TURNS
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN = 2, "plain"

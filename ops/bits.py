@@ -11,28 +11,20 @@ The probe is invisible to the run: no autograd, no dispatch mode, no draw from t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_parallel.consistency import exchange
 from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
+from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, random_operands, without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
-
-# Memory layout of the right operand [K, N]: a transposed weight [N, K] (forward), a row-major weight (backward), or
-# either (empty). A layer derives the layout from the pass, so that all ranks name the same.
-TRANSPOSED, ROW_MAJOR, ANY = "transposed", "row_major", ""
-
-# Number of distinct rows in a random operand; a larger operand repeats them.
-DRAWN_ROWS = 509
 
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Choice, str], Choice]] = WeakKeyDictionary()
 
@@ -107,23 +99,11 @@ def same_bits(cut: CutMatmul, layout: str, device: torch.device, threads: int) -
     """Tell whether the chunked and the whole matmul have the same bits on this machine, with `threads` threads."""
     try:
         with without_grad_and_modes():
-            x, w = _operands(cut.problem, layout, device)
+            x, w = random_operands(cut.problem, layout, device)
             whole = torch.mm(x, w)
             return all(torch.equal(product, expected) for product, expected in _products(cut, x, w, whole))
     except torch.OutOfMemoryError:
         return False
-
-
-def _operands(problem: Problem, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(rows: int, columns: int) -> torch.Tensor:
-        base = torch.randn(min(rows, DRAWN_ROWS), columns, generator=generator, device="cpu")
-        repeated = base.to(device=device, dtype=problem.dtype).repeat(-(-rows // max(1, base.shape[0])), 1)
-        return repeated[:rows].contiguous()
-
-    m, k, n = problem.m, problem.k, problem.n
-    return drawn(m, k), drawn(n, k).t() if layout == TRANSPOSED else drawn(k, n)
 
 
 def _products(
@@ -134,27 +114,14 @@ def _products(
     ranks = problem.m // problem.rows
     x_r_m, whole_r_m = x.view(ranks, problem.rows, problem.k), whole.view(ranks, problem.rows, problem.n)
     own = cut.rank if cut.kernel == "chunked" and problem.operator == ALL_GATHER else None
-    if own is not None:  # the kernel multiplies this rank's own rows in one call: they wait for no collective
+    if own is not None:  # the kernel multiplies this rank's own rows in one call, where they wait for no collective
         yield torch.mm(aligned(x_r_m[own]), w), whole_r_m[own]
-    inputs = cut_blocks(rank_blocks(x_r_m, but=own), sizes)
-    expected = cut_blocks(rank_blocks(whole_r_m, but=own), sizes)
+    # Its own rows are multiplied in chunks too, where they are unfinished themselves.
+    inputs = cut_blocks(rank_blocks(x_r_m), sizes)
+    expected = cut_blocks(rank_blocks(whole_r_m), sizes)
     for index, (x_blocks, blocks) in enumerate(zip(inputs, expected, strict=True)):
         if sizes[index] in sizes[:index]:
             continue
         products = [torch.empty_like(block, memory_format=torch.contiguous_format) for block in blocks]
         multiply_blocks(x_blocks, w, products)
         yield from zip(products, blocks, strict=True)
-
-
-@contextmanager
-def without_grad_and_modes() -> Iterator[None]:
-    """Disable autograd, dispatch modes, function modes and autocast, for work that is no part of the user's call."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:  # autocast of an absent one fails: torch_npu is installed where no NPU is
-            stack.enter_context(torch.autocast(accelerator.type, enabled=False))
-        yield

@@ -29,6 +29,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, may_stay_unfinished, unfinished_blocks
 
 supports = summed_in_backend_order
 
@@ -46,7 +47,7 @@ def matmul_all_reduce(
     if isinstance(w, QuantisedWeight):
         return _int8_all_reduce(x_m, w, group, sizes)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
-    pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
+    pending = Pending(y_m, ALL_REDUCE, group, len(sizes), sizes)
     with pending.launching():
         for x_c, y_c in zip(torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True):
             compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
@@ -112,7 +113,7 @@ def matmul_reduce_scatter(
     rows = x_m.shape[0] // ranks
     partial = x_m.new_empty(x_m.shape[0], n)
     y_shard_m = x_m.new_empty(rows, n)
-    pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes))
+    pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes), sizes)
     computed: list[tuple[StartScatter, torch.Tensor]] = []
     added = [None] * len(sizes) if addend is None else torch.split_with_sizes(addend.view(ranks, rows, n), sizes, 1)
     with pending.launching():
@@ -143,46 +144,74 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     row_tile: int = 0,
     each: EachRows | None = None,
+    leaves_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N].
 
     All gathers start at once and write in place. The rank's own rows are multiplied first, since they need no
     gather; then the other ranks' rows, chunk by chunk, as they arrive. `each` is called after each of these matmuls.
+
+    Of an unfinished x_shard_m a chunk is sent, and its own rows are multiplied, as soon as the chunk is there. With
+    leaves_rows both results are unfinished, if the chunks have as many rows of a rank on average.
     """
     ranks, rank, x_shard_m = group.size(), group.rank(), x_shard_m.contiguous()
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
-    gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER)
-    with gathering.launching():
-        compute(MATMUL, "own rows", multiply, x_shard_m, w, y_r_m[rank], row_tile)
+
+    def multiply_own(start: int, stop: int) -> None:
+        own = finished(x_shard_m[start:stop])
+        compute(MATMUL, "own rows", multiply, own, w, y_r_m[rank, start:stop], row_tile)
         if each is not None:
-            each(rank, slice(0, x_shard_m.shape[0]), x_shard_m)
-        inputs = cut_blocks(rank_blocks(gathered, row_tile, but=rank), sizes)
-        outputs = cut_blocks(rank_blocks(y_r_m, row_tile, but=rank), sizes)
-        for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
-            gathering.wait_for(index)
-            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
-            if each is not None:
-                rows = slice(*bounds[index])
-                for other in (*range(rank), *range(rank + 1, ranks)):
-                    each(other, rows, gathered[other, rows])
-    COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
+            each(rank, slice(start, stop), own)
+
+    in_chunks = isinstance(x_shard_m, UnfinishedTensor) and not row_tile
+    gathering, gathered = start_gathers(
+        x_shard_m, group, sizes, ALL_GATHER, then=(lambda index: multiply_own(*bounds[index])) if in_chunks else None
+    )
+    inputs = list(cut_blocks(rank_blocks(gathered, row_tile, but=rank), sizes))
+    outputs = list(cut_blocks(rank_blocks(y_r_m, row_tile, but=rank), sizes))
+
+    def multiply_others(index: int) -> None:
+        gathering.wait_for(index)
+        compute(MATMUL, "matmul", multiply_blocks, inputs[index], w, outputs[index], row_tile)
+        if each is not None:
+            rows = slice(*bounds[index])
+            for other in (*range(rank), *range(rank + 1, ranks)):
+                each(other, rows, gathered[other, rows])
+
+    with gathering.launching():
+        if not in_chunks:
+            multiply_own(0, x_shard_m.shape[0])
+        COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
+        if leaves_rows and each is None and may_stay_unfinished(sizes, leaves_rows):
+            y_m = unfinished_blocks(y_r_m.flatten(0, 1), sizes, multiply_others)
+            return y_m, unfinished_blocks(gathering.tensor, sizes, gathering.wait_for)
+        for index, _ in enumerate(sizes):
+            multiply_others(index)
     return y_r_m.flatten(0, 1), gathering.wait()
 
 
 def start_gathers(
-    x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str
+    x_shard_m: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    operator: str,
+    then: Callable[[int], object] | None = None,
 ) -> tuple[Pending, torch.Tensor]:
     """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K] and its view [R, M / R, K].
 
-    Several chunks in flight keep both directions of a link busy; a single collective may not.
+    Several chunks in flight keep both directions of a link busy; a single collective may not. ``then(i)`` is called
+    after the start of chunk i.
     """
     gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
     pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
     with pending.launching():
         outputs = cut_blocks(gathered.unbind(), sizes)
-        for x_c, places in zip(torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True):
-            pending.launch(dist.all_gather, list(places), x_c.contiguous(), group=group, async_op=True)
+        chunks = zip(torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True)
+        for index, (x_c, places) in enumerate(chunks):
+            pending.launch(dist.all_gather, list(places), finished(x_c).contiguous(), group=group, async_op=True)
+            if then is not None:
+                then(index)
     return pending, gathered
 
 

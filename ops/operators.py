@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, npu, reference, shm
-from ascend_parallel.ops.bits import ANY, keep_bits
+from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.multiply import align_operands
 from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.probing import ANY
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
 from ascend_parallel.ops.quantised import Weight, whole
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
@@ -115,16 +116,18 @@ def run_all_gather_matmul(
     *,
     layout: str = ANY,
     each: chunked.EachRows | None = None,
+    leaves_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K], finished: w [K, N].
+    """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K]: w [K, N].
 
     x_shard and w may both be in int8; keep_gathered is then False. With keep_gathered=False the second result may be
     None: fused kernels then need not store it. `layout` as in `start_matmul_all_reduce`. `each` is called for the rows
-    of each chunk; the chunked kernel alone does so.
+    of each chunk; the chunked kernel alone does so. With leaves_rows its results may be
+    unfinished, if its chunks have as many rows of a rank.
     """
     assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
     x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings, layout)
-    more = {"each": each} if each is not None and choice.kernel == "chunked" else {}
+    more = {"each": each, "leaves_rows": leaves_rows} if choice.kernel == "chunked" else {}
     y_m, gathered_m = _run(choice, x_m, right, group, keep_gathered=keep_gathered, **more)
     return y_m, gathered_m
 

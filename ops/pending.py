@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups import describe, listed
 
 P = ParamSpec("P")
@@ -34,10 +35,16 @@ class Pending:
     collective outlives its buffers.
     """
 
-    __slots__ = ("_count", "_group", "_operator", "_recorded", "_tensor", "_works")
+    __slots__ = ("_count", "_group", "_operator", "_recorded", "_tensor", "_works", "sizes")
 
-    def __init__(self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1) -> None:
-        """Hold `tensor`, the result of `operator` on `group`; the operator launches `count` collectives."""
+    def __init__(
+        self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1, sizes: Sizes = ()
+    ) -> None:
+        """Hold `tensor`, the result of `operator` on `group`; the operator launches `count` collectives.
+
+        sizes: the rows that each collective finishes, in order; empty: only all of them together finish rows.
+        """
+        self.sizes = sizes
         self._tensor = tensor
         self._operator = operator
         self._group = group
@@ -49,6 +56,11 @@ class Pending:
     def tensor(self) -> torch.Tensor:
         """The tensor, possibly unfinished."""
         return self._tensor
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of the collectives."""
+        return self._group
 
     def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
         """Start a collective by ``start(*args, **kwargs)``; `wait` waits for it."""
@@ -72,6 +84,8 @@ class Pending:
 
     def wait_for(self, index: int) -> None:
         """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
+        if not self._works:  # `wait` has waited for all
+            return
         try:
             if self._recorded is None:
                 self._works[index].wait()

@@ -100,8 +100,8 @@ class Patches:
 
     @property
     def region(self) -> str:
-        """Whether modules run as regions, and the figures behind it."""
-        return " ".join(filter(None, (applied.region for applied in self._applied.values())))
+        """Whether layers leave their rows unfinished, and the figures behind it; empty before the first call."""
+        return "; ".join(dict.fromkeys(filter(None, (applied.region for applied in self._applied.values()))))
 
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""

@@ -1,14 +1,11 @@
-"""Count the layers of a model that run with overlap, and the reasons for the others; log this once.
-
-With COC_REGION the modules that can run as regions are counted too.
-"""
+"""Count the layers of a model that run with overlap, and the reasons for the others; log this once."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -50,75 +47,23 @@ class Count:
 
 @dataclass(frozen=True)
 class Coverage(Count):
-    """The number of covered linear layers of a model: those that are overlapped.
-
-    regions
-        With COC_REGION: by kind ("MLPs", "transformer layers"), the number of modules that can run as a region. A call
-        may still exclude one, such as a call with too few rows. None: regions are off.
-    """
-
-    regions: dict[str, Count] | None = None
+    """The number of covered linear layers of a model: those that are overlapped."""
 
     def __str__(self) -> str:
         """Return the counts and reasons in a sentence."""
-        text = self.of_total("linear layers covered")
-        if self.regions is None:
-            return text
-        kinds = ", ".join(count.of_total(kind) for kind, count in self.regions.items())
-        return f"{text}; can run as regions: {kinds or 'no module of this model'}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        if self.regions is None:
-            return super().as_dict()
-        return super().as_dict() | {"regions": {kind: count.as_dict() for kind, count in self.regions.items()}}
-
-
-@dataclass(frozen=True)
-class RegionKind:
-    """What the replacement of a forward says about the modules that it can run as regions.
-
-    name
-        The kind of the modules, in the plural.
-    reason
-        Returns why a module cannot run as a region, or None.
-    """
-
-    name: str
-    reason: Callable[[Any], str | None]
+        return self.of_total("linear layers covered")
 
 
 def coverage(model: torch.nn.Module) -> Coverage:
     """Return the coverage of all linear layers of `model`, of every framework and torch's own."""
     linear = [module for module in model.modules() if _is_linear(type(module))]
-    return Coverage(**vars(_counted([_uncovered(module) for module in linear])), regions=_regions(model, linear))
+    return Coverage(**vars(_counted([_uncovered(module) for module in linear])))
 
 
 def _counted(reasons: Sequence[str | None]) -> Count:
     """Return the count of modules from the reason of each, None: covered."""
     named = Counter(reason for reason in reasons if reason is not None)
     return Count(reasons.count(None), len(reasons), dict(named))
-
-
-def _regions(model: torch.nn.Module, linear: Sequence[torch.nn.Module]) -> dict[str, Count] | None:
-    """Return the modules of `model` that can run as regions, by kind; None unless its layers' settings have regions."""
-    patched = (getattr(_forward(module), "ascend_parallel", None) for module in linear)
-    settings = (getattr(framework, "settings", None) for framework in patched)  # None: it has no regions
-    if not any(each is not None and each.region for each in settings):
-        return None
-    reasons: dict[str, list[str | None]] = {}
-    for module in model.modules():
-        if (found := _region_kind(module)) is not None:
-            reason = found.reason(module)
-            named = None if reason is None else f"{type(module).__name__}: {reason}"
-            reasons.setdefault(found.name, []).append(named)
-    return {name: _counted(of_kind) for name, of_kind in sorted(reasons.items())}
-
-
-def _region_kind(module: torch.nn.Module) -> RegionKind | None:
-    """Return what the class of a module, or the nearest base class, says about regions."""
-    found = (getattr(vars(kind).get("forward"), "region_kind", None) for kind in type(module).__mro__)
-    return next((each for each in found if each is not None), None)
 
 
 def _forward(module: torch.nn.Module) -> Any:

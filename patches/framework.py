@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from ascend_parallel.consistency import SettingsAgreement
 from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.coverage import announce
+from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.patches.verification import Verifier
 from ascend_parallel.settings import Settings
@@ -40,6 +42,7 @@ class Framework(ABC):
         self._tuner = tuner_of(settings)
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
+        self.region_choice = RegionChoice(settings)
         self._logged: set[str] = set()
         self._announced = False
 
@@ -85,7 +88,30 @@ class Framework(ABC):
             self._announced = True
             case = self.case_of(layer, kind, x, weight, **options)
             announce(self.settings, layer, group, case, tuned=self._tuner is not None)
-        return group, self.settings_for(layer, kind, x, weight, **options)
+        found = self.settings_for(layer, kind, x, weight, **options)
+        if kind == "row" and self.region_choice.on and not found.enabled:
+            found = overlapped(found)  # tuning leaves the layer alone to the framework
+        return group, found
+
+    @property
+    def leaves_rows(self) -> int:
+        """The least number of rows in a chunk of a result that stays unfinished; 0: every layer finishes its rows."""
+        return self.settings.region_rows if self.region_choice.on else 0
+
+    def timed(self, layer: Any, x: torch.Tensor, run: Callable[[], Any]) -> Any:
+        """Return ``run()``, a call of `layer` with `x`; COC_REGION=auto times the first ones, and decides."""
+        choice = self.region_choice
+        if not choice.undecided:
+            return run()
+        output = choice.call(layer, x, run, "COC_VERIFY takes time of its own" if self.verifier else None)
+        if isinstance(output[0] if isinstance(output, tuple) else output, UnfinishedTensor):
+            choice.ran(self.group_of(layer))
+        return output
+
+    @property
+    def used(self) -> bool:
+        """Whether a layer has been overlapped."""
+        return self._announced
 
     def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
         """Return the settings of a call, with the chunks that tuning chose for its shapes."""

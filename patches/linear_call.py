@@ -62,6 +62,11 @@ class LinearCall:
 
 def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
     """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks."""
+    found: torch.Tensor = framework.timed(call.layer, call.x, lambda: _checked(framework, call))
+    return found
+
+
+def _checked(framework: Framework, call: LinearCall) -> torch.Tensor:
     if framework.verifier is None:
         return _run(framework, call)
     checked: torch.Tensor = framework.verifier.run(
@@ -91,6 +96,7 @@ def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
     if not settings.enabled:
         return call.original(call.x)
     options: dict[str, Any] = {"group": group, "settings": settings, "before_communicating": framework.confirm(group)}
+    options["leaves_rows"] = framework.leaves_rows
     x, batch_first = call.x, call.sequence_dim == 1 and call.x.shape[0] > 1
     if call.sequence_dim is not None:
         options["sequence_parallel"] = True

@@ -11,15 +11,13 @@ from ascend_parallel.patches import megatron, mindspeed
 from ascend_parallel.patches.base import PatchError, PatchSet
 from ascend_parallel.patches.megatron.built_classes import BuiltClasses, replaced_classes
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.megatron.region_checks import LAYER
-from ascend_parallel.patches.megatron.region_patches import region_patch_set
 from ascend_parallel.patches.mindspeed import has_file, layernorm_column
 from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
 from ascend_parallel.settings import Settings
 
 # Modules that need Megatron-core's layers -> the patches of their classes, once the module is imported.
 MINDSPEED: dict[str, Callable[[Megatron], PatchSet]] = {layernorm_column.MODULE: layernorm_column.patch_set}
-ON_TOP = {LAYER: region_patch_set} | MINDSPEED
+ON_TOP = dict(MINDSPEED)
 
 
 class MegatronPatches(AppliedPatches):
@@ -30,7 +28,9 @@ class MegatronPatches(AppliedPatches):
         self.layers: ModuleType = importlib.import_module(megatron.LAYERS)
         self._strict = settings.strict
         self._megatron = megatron.installed(settings)
-        super().__init__("megatron-core", megatron.installed_version(), megatron.patch_set(self._megatron))
+        super().__init__(
+            "megatron-core", megatron.installed_version(), megatron.patch_set(self._megatron), self._megatron
+        )
 
     def apply(self) -> None:
         """Apply all patches, and watch which classes the program builds."""
@@ -65,11 +65,6 @@ class MegatronPatches(AppliedPatches):
         """Restore the original methods; raises `PatchError` if another patch was put on top."""
         super().revert()
         self._built.stop()
-
-    @property
-    def region(self) -> str:
-        """Whether modules run as regions, and the figures behind it; empty before transformer layers are patched."""
-        return str(self._megatron.region_choice) if LAYER in self._sets else ""
 
     def why_idle(self) -> str:
         """Return the reason why no layer of Megatron-core ran with overlap."""

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ascend_parallel.patches.base import PatchSet, PatchStatus
+from ascend_parallel.patches.framework import Framework
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -21,9 +22,10 @@ log = logging.getLogger("ascend_parallel")
 class AppliedPatches:
     """The patches of a framework with the same settings, applied and reverted together."""
 
-    def __init__(self, title: str, version: str, patches: PatchSet) -> None:
-        """Hold patches of the framework `title` of `version`; `apply` applies them."""
+    def __init__(self, title: str, version: str, patches: PatchSet, framework: Framework | None = None) -> None:
+        """Hold patches of the framework `title` of `version`; `apply` applies them. `framework` runs its layers."""
         self.title, self.version = title, version
+        self._runs = framework
         self._sets = {title: patches}
 
     def apply(self) -> None:
@@ -58,8 +60,8 @@ class AppliedPatches:
 
     @property
     def region(self) -> str:
-        """Whether modules run as regions, and the figures behind it; empty for layers without regions."""
-        return ""
+        """Whether layers leave their rows unfinished, and the figures behind it; empty before the first call."""
+        return str(self._runs.region_choice) if self._runs is not None and self._runs.used else ""
 
     def why_idle(self) -> str:
         """Return the reason why no layer of the framework ran with overlap."""

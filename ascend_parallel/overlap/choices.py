@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
-from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.ops.registry import usual_chunks
+from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, problem_of
+from ascend_parallel.ops.registry import Choice, choose, usual_chunks
 from ascend_parallel.settings import Settings
+
+# Chunks of a row layer in a region whose plan keeps the layer whole, if COC_PARALLEL_NUM gives none.
+CHUNKS_UNLESS_PLANNED = 4
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,40 @@ def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
     """Return x cast as autocast casts matmul operands; cast before the collective, which then moves fewer bytes."""
     dtype = operand_dtype(x)
     return x if dtype == x.dtype else x.to(dtype)
+
+
+def region_settings(
+    operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, given: Settings
+) -> Settings:
+    """Return the settings of a row layer's forward in a region: x [..., K], w [K, N].
+
+    A plan may keep the layer whole, which is right for the layer alone. Its rows then take `num_chunks` chunks, or
+    `CHUNKS_UNLESS_PLANNED`. All ranks decide alike.
+    """
+    if given.plan is None or choose(problem_of(operator, x, w, group), given).kernel != "reference":
+        return given
+    return _unplanned(given)
+
+
+@lru_cache(maxsize=64)
+def _unplanned(settings: Settings) -> Settings:
+    count = settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
+    return replace(settings, num_chunks=count, plan=None, strict=False)
+
+
+def explain_region(choice: Choice, settings: Settings) -> str:
+    """Return what becomes of a layer's rows in a region, in words; "" without `settings.region`."""
+    if settings.region is False:
+        return ""
+    rows, count = choice.problem.rows, len(choice.sizes)
+    if choice.kernel != "chunked":
+        what = "rows are finished in the layer: its kernel has no chunks that can be waited for one by one"
+    elif count < 2 or rows < count * settings.region_rows:
+        what = f"rows are finished in the layer: {rows} rows in {count} chunks, at least {settings.region_rows} in each"
+        what += " (region_rows)"
+    else:
+        what = f"rows are waited for where they are read, in {count} chunks"
+    return f"COC_REGION={'auto' if settings.region == 'auto' else 1}: {what}"
 
 
 def overlap_in_words(settings: Settings) -> str:

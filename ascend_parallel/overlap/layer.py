@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from ascend_parallel.ops.operators import without_autocast
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import RECORDING, recorded_layer
+from ascend_parallel.ops.unfinished import unfinished
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
@@ -35,7 +36,7 @@ class Layer:
     weight_gradient: WeightGradient = field(default_factory=WeightGradient)
     before_communicating: Callable[[], None] | None = None
     forward_wrapper: ForwardWrapper = run_directly
-    finish: Callable[[Pending], torch.Tensor] = Pending.wait
+    leaves_rows: int = 0  # results in chunks of as many rows stay unfinished; 0: none
 
     @cached_property
     def in_column_backward(self) -> Layer:
@@ -50,9 +51,11 @@ class Layer:
     @property
     def kept_for_backward(self) -> Layer:
         """The layer without what only its forward calls, which may hold tensors: a checkpoint is to free these."""
-        if self.forward_wrapper is run_directly and self.finish is Pending.wait:
-            return self
-        return replace(self, forward_wrapper=run_directly, finish=Pending.wait)
+        return self if self.forward_wrapper is run_directly else replace(self, forward_wrapper=run_directly)
+
+    def result(self, pending: Pending) -> torch.Tensor:
+        """Return the result of a row layer's collectives: finished, or with `leaves_rows` unfinished."""
+        return unfinished(pending, self.leaves_rows) if self.leaves_rows else pending.wait()
 
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""

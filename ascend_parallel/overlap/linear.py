@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.bits import ANY, ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -32,11 +31,11 @@ from ascend_parallel.ops.operators import (
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
 )
-from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import check_operands
+from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, check_operands
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
-from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.choices import cast_by_autocast, region_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
 from ascend_parallel.overlap.layer import Layer, layer_backward, layer_forward
 from ascend_parallel.overlap.sequence_backward import (
@@ -60,6 +59,7 @@ def column_linear(
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
     forward_wrapper: ForwardWrapper = run_directly,
+    leaves_rows: int = 0,
 ) -> torch.Tensor:
     """Run a column-parallel linear layer on one rank of `group`.
 
@@ -83,6 +83,7 @@ def column_linear(
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
+        leaves_rows=leaves_rows,
     )
     return run_column(x, weight_shard_n, bias_shard_n, layer)
 
@@ -107,7 +108,7 @@ def row_linear(
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
     forward_wrapper: ForwardWrapper = run_directly,
-    finish: Callable[[Pending], torch.Tensor] = Pending.wait,
+    leaves_rows: int = 0,
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -115,8 +116,9 @@ def row_linear(
     weight_shard_k  [N, K / R], or as in `quantised_row_linear` a frozen int8 weight [K / R, N]
     returns         [..., N], the same on every rank; with sequence_parallel [S / R, ..., N], this rank's rows
 
-    The caller adds the bias to the result. finish(pending) returns the rows of the forward's collectives: it waits for
-    them, or hands them to a consumer that does. Other options and errors as in `column_linear`.
+    The caller adds the bias to the result. With leaves_rows the result is an `UnfinishedTensor`, whose rows are
+    waited for where they are read, if its chunks have as many rows on average. Other options and errors as in
+    `column_linear`.
     """
     layer = Layer(
         group=group,
@@ -125,7 +127,7 @@ def row_linear(
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
-        finish=finish,
+        leaves_rows=leaves_rows,
     )
     return run_row(x_shard_k, weight_shard_k, layer)
 
@@ -211,7 +213,9 @@ def _column_forward(
     gathered_m = None
     if layer.sequence_parallel:
         layer.about_to_communicate()
-        y_m, gathered_m = run_all_gather_matmul(x, weight.t(), layer.group, layer.settings, keep, layout=TRANSPOSED)
+        y_m, gathered_m = run_all_gather_matmul(
+            x, weight.t(), layer.group, layer.settings, keep, layout=TRANSPOSED, leaves_rows=layer.leaves_rows
+        )
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
     else:
         w = weight.t()
@@ -226,11 +230,13 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
     w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
+    if layer.leaves_rows and isinstance(w, torch.Tensor):
+        settings = region_settings(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w, group, settings)
     if layer.sequence_parallel:
         plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
-        y_m = layer.finish(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout))
+        y_m = layer.result(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout))
         return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-    y_m = layer.finish(start_matmul_all_reduce(x, w, group, settings, layout=layout))
+    y_m = layer.result(start_matmul_all_reduce(x, w, group, settings, layout=layout))
     return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 

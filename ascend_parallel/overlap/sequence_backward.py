@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import torch
 
-from ascend_parallel.ops.bits import ROW_MAJOR
 from ascend_parallel.ops.operators import (
     rows_of,
     run_all_gather_matmul,
@@ -14,6 +13,7 @@ from ascend_parallel.ops.operators import (
     start_matmul_reduce_scatter,
 )
 from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.probing import ROW_MAJOR
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.overlap.layer import Layer
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -21,6 +20,7 @@ from ascend_parallel.ops.operators import (
     shaped,
     start_matmul_reduce_scatter,
 )
+from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import Layer, layer_backward, layer_forward
 from ascend_parallel.overlap.sequence_backward import weight_gradient_of

@@ -34,7 +34,7 @@ def patches(settings: Settings) -> AppliedPatches:
             (COLUMN, "reduces the input gradient under the weight gradient"),
         )
     ]
-    return AppliedPatches("deepspeed", version, PatchSet("deepspeed", VERSIONS, found, newest=NEWEST))
+    return AppliedPatches("deepspeed", version, PatchSet("deepspeed", VERSIONS, found, newest=NEWEST), framework)
 
 
 DEEPSPEED = Seam(name="deepspeed", title="deepspeed", module=MODULE, make=patches)

@@ -25,7 +25,6 @@ from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.megatron.check import MegatronCall
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
 from ascend_parallel.patches.megatron.original import Output
-from ascend_parallel.patches.megatron.region_choice import RegionChoice
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.patches.tuned import case_of
@@ -46,7 +45,6 @@ class Megatron(Framework):
         self._originals = Originals(layers)
         # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
         self.groups_handed_down = version >= (0, 13)
-        self.region_choice = RegionChoice(settings)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`; a layer of MindSpeed holds it under another name."""
@@ -137,8 +135,10 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
         used = self.weight if weight is None else weight
-        if megatron.verifier is None:
-            return _column(self, input_, used, runtime_gather_output, megatron, original)
+        if (verifier := megatron.verifier) is None:
+            run = functools.partial(_column, self, input_, used, runtime_gather_output, megatron, original)
+            overlapped: Output = megatron.timed(self, input_, run)
+            return overlapped
         call = MegatronCall(
             layer=self,
             path="column",
@@ -150,7 +150,7 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
             original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
             settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
         )
-        output: Output = megatron.verifier.run(call)
+        output: Output = megatron.timed(self, input_, lambda: verifier.run(call))
         return output
 
     vars(forward)["ascend_parallel"] = megatron
@@ -166,8 +166,9 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_)
-        if megatron.verifier is None:
-            return _row(self, input_, megatron, original)
+        if (verifier := megatron.verifier) is None:
+            overlapped: Output = megatron.timed(self, input_, lambda: _row(self, input_, megatron, original))
+            return overlapped
         used = self.weight
         call = MegatronCall(
             layer=self,
@@ -179,7 +180,7 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
             original=lambda layer, x, _: original(layer, x),
             settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
         )
-        output: Output = megatron.verifier.run(call)
+        output: Output = megatron.timed(self, input_, lambda: verifier.run(call))
         return output
 
     vars(forward)["ascend_parallel"] = megatron
@@ -214,6 +215,7 @@ def _column(
         reduce_input_grad=reduces,
         before_communicating=megatron.confirm(group),
         weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=True),
+        leaves_rows=megatron.leaves_rows,
     )
     if _gathers_output(layer, runtime_gather_output):
         y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
@@ -241,7 +243,7 @@ def _row(
     run: Function = quantised_row_linear
     if int8 is None:
         gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
-        run = functools.partial(row_linear, weight_gradient=gradient)
+        run = functools.partial(row_linear, weight_gradient=gradient, leaves_rows=megatron.leaves_rows)
     y = run(
         input_,
         weight,

@@ -34,7 +34,7 @@ class TorchPatches(AppliedPatches):
         """Hold the patches of the imported torch."""
         version = str(torch.__version__).partition("+")[0]
         self._framework = InstalledLayers(settings, "torch", version, IN_FORCE)
-        super().__init__("torch", version, patch_set())
+        super().__init__("torch", version, patch_set(), self._framework)
 
     def apply(self) -> None:
         """Patch; layers whose forward was installed under earlier patches are overlapped again."""

@@ -25,7 +25,7 @@ class TransformersPatches(AppliedPatches):
         """Read the installed version."""
         version = importlib.metadata.version("transformers")
         self._framework = InstalledLayers(settings, "transformers", version, IN_FORCE)
-        super().__init__("transformers", version, patch_set())
+        super().__init__("transformers", version, patch_set(), self._framework)
 
     def apply(self) -> None:
         """Patch; layers whose forward was installed under earlier patches are overlapped again."""

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import Problem, bits, choose
-from ascend_parallel.ops.bits import ROW_MAJOR, TRANSPOSED, keep_bits
+from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.operators import (
     choice_for,
     run_all_gather_matmul,
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
 )
+from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.overlap.linear import column_linear, row_linear
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from truth import LIMIT, close
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import operators, shm
-from ascend_parallel.ops.bits import ANY, TRANSPOSED
+from ascend_parallel.ops.probing import ANY, TRANSPOSED
 from ascend_parallel.ops.registry import KERNELS
 
 SETTINGS = {

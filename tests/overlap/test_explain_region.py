@@ -7,15 +7,25 @@ import ascend_parallel
 from ascend_parallel import Problem, Settings
 
 SAID = {  # operator, rows, settings, the line about regions
-    "chunks": ("matmul_all_reduce", 1024, {}, "COC_REGION=1: in a region up to 4 chunks"),
-    "few rows": ("matmul_all_reduce", 150, {}, "COC_REGION=1: in a region up to 2 chunks"),
+    "chunks": ("matmul_all_reduce", 1024, {}, "COC_REGION=1: rows are waited for where they are read, in 4 chunks"),
+    "few rows": (
+        "matmul_all_reduce",
+        150,
+        {},
+        "COC_REGION=1: rows are finished in the layer: 150 rows in 4 chunks, at least 64",
+    ),
     "too few rows": (
         "matmul_reduce_scatter",
         128,
         {},
         "not in a region: 64 rows, at least 64 in a chunk (region_rows)",
     ),
-    "auto": ("matmul_reduce_scatter", 1024, {"region": "auto"}, "COC_REGION=auto: in a region up to 4 chunks"),
+    "auto": (
+        "matmul_reduce_scatter",
+        1024,
+        {"region": "auto"},
+        "COC_REGION=auto: rows are waited for where they are read, in 4 chunks",
+    ),
     "deterministic": ("matmul_all_reduce", 1024, {"deterministic": True}, "its kernel has chunks of its own"),
 }
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from trained import REGION, megatron, pipeline_step
 
-from ascend_parallel.patches.megatron.region_choice import TURNS
+from ascend_parallel.patches.region_choice import TURNS
 
 AUTO = {**REGION, "region": "auto"}
 
@@ -20,9 +20,9 @@ class FakeClock:
         self.share, self.time = share, 0.0
 
     def __call__(self, like):
-        from megatron.core.transformer.mlp import MLP
+        from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-        on = MLP.forward.ascend_parallel.choice.on
+        on = RowParallelLinear.forward.ascend_parallel.region_choice.on
         self.time += self.share if on else 1.0
         return self.time
 
@@ -45,11 +45,6 @@ def evaluated(model, step):
         with torch.no_grad():
             next_token_loss(model, torch.ones(4, 65, dtype=torch.long))
         model.train()
-
-
-def hooked(model, step):
-    for layer in model.decoder.layers:
-        layer.mlp.register_forward_hook(lambda *_: None)
 
 
 def forgotten(model, step):
@@ -90,7 +85,7 @@ def trained(settings, options, steps, before=nothing, micro_batches=1):
 @contextlib.contextmanager
 def observed(clock=None):
     """Replace the clock, if one is given; give the lines that are logged about the choice."""
-    from ascend_parallel.patches.megatron import region_choice
+    from ascend_parallel.patches import region_choice
 
     said, handler, real = [], logging.Handler(), region_choice.now
     handler.emit = lambda record: said.append(record.getMessage())
@@ -180,7 +175,7 @@ def test_a_pass_is_timed_in_training_wherever_its_gradient_ends(ranks, before):
 
 
 def forgetful(group):
-    from ascend_parallel.patches.megatron import region_choice
+    from ascend_parallel.patches import region_choice
 
     region_choice.MOST_WAITING, usual = 5, region_choice.MOST_WAITING
     try:
@@ -197,18 +192,18 @@ def test_a_backward_that_never_comes_is_waited_for_so_long(ranks):
 
 
 NO_REGION = {
-    "hooks": {"before": hooked},
-    "COC_DETERMINISTIC": {"settings": {**AUTO, "deterministic": True}},
-    "COC_STRICT": {"before": hooked, "settings": {**AUTO, "strict": True}},  # auto requests no region
+    "few rows": {"settings": {**AUTO, "region_rows": 200}},
+    "a fused kernel": {"settings": {**AUTO, "fused": True}},
+    "COC_STRICT": {"settings": {**AUTO, "strict": True, "region_rows": 200}},  # auto requests no region
 }
 
 
 @pytest.mark.parametrize("more", NO_REGION.values(), ids=NO_REGION)
-def test_where_no_module_can_be_a_region_the_layers_stay(ranks, more):
+def test_where_no_layer_leaves_rows_the_layers_stay(ranks, more):
     for found in ranks(2).run(decided, None, {}, {"steps": 4, **more}):
         assert found["same"]
         assert found["ways"] == [False] * 4
-        assert found["status"] == "COC_REGION=auto: layers one by one: no module can run as a region"
+        assert found["status"] == "COC_REGION=auto: layers one by one: no layer leaves rows unfinished"
 
 
 def test_checked_passes_are_not_timed(ranks):
@@ -220,7 +215,7 @@ def test_checked_passes_are_not_timed(ranks):
 
 def excluded(group):
     """Return what was decided for a configuration that excludes regions."""
-    from ascend_parallel.patches.megatron.region_choice import RegionChoice
+    from ascend_parallel.patches.region_choice import RegionChoice
     from ascend_parallel.settings import Settings
 
     choice, x = RegionChoice(Settings(num_chunks=4, region="auto")), torch.ones(1)
@@ -254,7 +249,7 @@ def stages(group):
                 for _ in range(12):
                     ascend_parallel.ops.COUNTS.clear()
                     losses += pipeline_step(model, batches)
-                    ways.append(ascend_parallel.ops.COUNTS.as_dict().get("layer_region", {"calls": 0})["calls"])
+                    ways.append(ascend_parallel.ops.COUNTS.as_dict().get("region", {"calls": 0})["calls"])
             runs.append([*losses, *(parameter.grad for parameter in model.parameters())])
         return all(map(torch.equal, *runs)), last, ways
 
@@ -265,7 +260,7 @@ def test_each_pipeline_stage_decides_on_its_own_at_a_step_of_its_schedule(ranks)
         assert len(ways) == 12
         # The first stage holds two forwards at once; the last ends every micro-batch before the next.
         if not last:
-            assert ways == [6 * region for region in (*TURNS, True, True)]
+            assert ways == [12 * region for region in (*TURNS, True, True)]
         else:
             assert ways[4:] == [0] * 8
-            assert sum(ways) == 2 * sum(TURNS)
+            assert sum(ways) == 4 * sum(TURNS)

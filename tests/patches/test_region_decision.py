@@ -2,7 +2,7 @@
 
 import pytest
 
-from ascend_parallel.patches.megatron.region_choice import TURNS, WARM_UP, decide
+from ascend_parallel.patches.region_choice import TURNS, WARM_UP, decide
 
 
 def seconds(pairs, warm=(9.0, 9.0)):

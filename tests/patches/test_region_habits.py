@@ -100,16 +100,15 @@ def evaluated(mode):
     return run
 
 
-LAYERS, MLPS = ["layer_region", "region_across_layers"], ["mlp_region"]
-HABITS = {  # what is done, and the regions that run
-    "copied when saved": (copied_when_saved, MLPS),
-    "functional call": (functional, LAYERS),
-    "evaluated, no_grad": (evaluated(torch.no_grad), LAYERS),
-    "evaluated, inference": (evaluated(torch.inference_mode), LAYERS),
-    "checkpointed": (checkpointed, LAYERS),
-    "selectively checkpointed": (unchecked, LAYERS),
-    "compiled proj": (compiled("self_attention.linear_proj"), MLPS),
-    "compiled MLP": (compiled("mlp"), []),
+HABITS = {
+    "copied when saved": copied_when_saved,
+    "functional call": functional,
+    "evaluated, no_grad": evaluated(torch.no_grad),
+    "evaluated, inference": evaluated(torch.inference_mode),
+    "checkpointed": checkpointed,
+    "selectively checkpointed": unchecked,
+    "compiled proj": compiled("self_attention.linear_proj"),
+    "compiled MLP": compiled("mlp"),
 }
 
 
@@ -124,7 +123,7 @@ def compared(group, habit, options):
             ascend_parallel.configure(**settings)
             ascend_parallel.ops.COUNTS.clear()
             with late_collectives() if runs and "compiled" not in habit else contextlib.nullcontext():
-                runs.append(HABITS[habit][0](small_gpt(**options)))
+                runs.append(HABITS[habit](small_gpt(**options)))
         counts = ascend_parallel.ops.COUNTS.as_dict()
     unlike = [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
     return sorted(name for name in counts if "region" in name), unlike
@@ -134,8 +133,7 @@ def compared(group, habit, options):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_keep_the_bits(ranks, habit, sequence_parallel):
-    """Where a tensor without its rows could be read, transformer layers stay whole: their MLPs alone are regions."""
     if sequence_parallel and habit == "evaluated, inference":
         pytest.skip("Megatron-core itself cannot train after it: its buffer of gathered rows is an inference tensor")
     options = {"sequence_parallel": sequence_parallel, **(LLAMA if habit == "functional call" else {})}
-    assert ranks(2).run(compared, habit, options) == [(HABITS[habit][1], [])] * 2
+    assert ranks(2).run(compared, habit, options) == [(["region"], [])] * 2

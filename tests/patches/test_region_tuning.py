@@ -48,8 +48,7 @@ def test_tuning_leaves_regions_their_chunks(ranks, tmp_path, asked, clock, chunk
     for same, different, counts in ranks(2).run(tuned, clock, settings, path, options):
         assert same
         assert different == []
-        assert counts["layer_region"] == {"calls": 2, "chunks": 2 * chunks, "collectives": 0}
-        assert counts["region_across_layers"]["calls"] == 1
+        assert counts["region"] == {"calls": 4, "chunks": 4 * chunks, "collectives": 0}
     if asked == "COC_TUNE":
         kept = {len(entry.sizes) for entry in load_plan(path).entries if entry.run == "forward"}
         assert kept == {1 if clock is whole else 2}
@@ -68,7 +67,7 @@ def planned(group, path, num_chunks):
 def test_a_plan_that_keeps_layers_whole_leaves_regions_their_chunks(ranks, tmp_path, num_chunks, chunks):
     path = tmp_path / "plan.json"
     for counts in ranks(2).run(planned, str(path), num_chunks):
-        assert counts["layer_region"] == {"calls": 2, "chunks": 2 * chunks, "collectives": 0}
+        assert counts["region"] == {"calls": 4, "chunks": 4 * chunks, "collectives": 0}
     assert all(len(entry["sizes"]) == 1 for entry in json.loads(path.read_text())["entries"])
 
 
@@ -79,5 +78,4 @@ def few_rows(group, path):
 
 def test_few_rows_have_no_region_with_tuning_either(ranks, tmp_path):
     for counts in ranks(2).run(few_rows, str(tmp_path / "plan.json")):
-        assert "layer_region" not in counts
-        assert "mlp_region" not in counts
+        assert "region" not in counts

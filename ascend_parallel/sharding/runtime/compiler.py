@@ -27,7 +27,6 @@ from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_regions import Region
 from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
-from ascend_parallel.sharding.runtime.region_growth import with_row_regions
 from ascend_parallel.sharding.runtime.segments import with_segments
 
 Conversions = dict[tuple[Value, Layout], int]
@@ -118,9 +117,6 @@ class _Compiler:
 
     def _program(self, inputs: list[int], outputs: list[int]) -> Program:
         listed = self._instructions
-        if self._region is None and not self._segments:
-            mesh_shape = tuple(self._plan.mesh.shape)
-            listed = with_row_regions(listed, self._registers, self._graph, mesh_shape, self._rank_plan.coordinate)
         if self._segments:
             listed = with_segments(listed, outputs)
         instructions = with_frees(listed, outputs)

@@ -102,8 +102,6 @@ class RunKernel(Instruction):
         The registers of each matmul's inputs.
     keep, read
         In a recompute region: whether to keep the results, and whether the region reads them.
-    alone
-        Why the kernel begins no region of rows (`row_regions`); "": regions are off, or it does not begin any.
     """
 
     kernel: Kernel
@@ -111,7 +109,6 @@ class RunKernel(Instruction):
     keep: bool = False
     read: bool = True
     gathers: tuple[tuple[int, Gather], ...] = ()
-    alone: str = ""
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the kernel."""

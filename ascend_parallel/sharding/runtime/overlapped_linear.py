@@ -102,7 +102,8 @@ class _Overlapped:
     def layer(self) -> Layer:
         """The options of every call, with this rank's process group along `mesh_dim`."""
         group = self.mesh.group(self.mesh_dim)
-        return Layer(group=group, settings=self.settings, sequence_parallel=self.row_dim is not None)
+        rows = self.settings.region_rows if self.settings.region is True else 0
+        return Layer(group=group, settings=self.settings, sequence_parallel=self.row_dim is not None, leaves_rows=rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Overlapped:
         """Return the same kernel for a copy of its module: it never changes, and a process group has no copy."""

@@ -30,7 +30,6 @@ from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
 from ascend_parallel.sharding.runtime.recompute_regions import VIEWS
 from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
-from ascend_parallel.sharding.runtime.row_regions import RunRegion
 from ascend_parallel.sharding.runtime.segments import Segment
 from ascend_parallel.text import size_of
 
@@ -182,12 +181,7 @@ class _Listing:
             case RunKernel():
                 nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.nodes]
                 names = " and ".join(f"{node.module} {operator_name(node)}".strip() for node in nodes)
-                alone = f"; no region: {instruction.alone}" if instruction.alone else ""
-                return f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction)}{alone}"
-            case RunRegion():
-                nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.nodes]
-                names = ", ".join(f"{node.module} {operator_name(node)}".strip() for node in nodes)
-                return f"{left}run region({reads}): {names}; ends before {instruction.end}"
+                return f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction)}"
             case Redistribute():
                 return f"{left}redistribute {reads}: {self._steps(instruction.redistribution)}"
             case Start():

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ascend_parallel.overlap.region.cuts import CHUNKS_UNLESS_PLANNED
+from ascend_parallel.overlap.choices import CHUNKS_UNLESS_PLANNED
 from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.e_bound import e_bound
 from ascend_parallel.tuning.measured.pass_parts import Parts

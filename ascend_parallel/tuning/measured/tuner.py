@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.logs import working
-from ascend_parallel.ops.bits import without_grad_and_modes
+from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe

@@ -1,8 +1,8 @@
 """COC_REGION=auto: the first passes of a training run in turn layer by layer and in regions; the faster way stays.
 
 A pass is one forward through the layers, and its backward: the time from the first layer's entry to the last layer's
-exit, and from the gradient of the last layer's output to that of the first layer's input. What lies between (loss,
-optimizer, data, other pipeline stages) is not timed. The way changes only where no forward waits for its backward, so
+exit, and from the gradient of the last layer's output, or the first recomputed layer, to the end of backward. What lies
+between (loss, optimizer, data, other pipeline stages) is not timed. The way changes only where no forward waits for its backward, so
 that a recomputed forward runs as the first one did, and a pipeline's micro-batches of one step all run alike.
 
 Every decision follows from the calls of the layers, which are the same on all ranks of a tensor-parallel group, and
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.consistency import DisagreementError, exchange
+from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -118,7 +119,7 @@ class RegionChoice:
             self._inside = False
 
     def ran(self, group: dist.ProcessGroup) -> None:
-        """Note that a module of `group` runs as a region."""
+        """Note that a layer of `group` has left rows unfinished."""
         if self._trial is not None:
             self._trial.group = group
 
@@ -135,7 +136,7 @@ class RegionChoice:
         if torch._C._current_graph_task_id() != -1:  # a recomputed forward
             trial.in_backward(layer, hidden)
             return run()
-        if not layer.training or not (torch.is_grad_enabled() or hidden.requires_grad):
+        if not layer.training:
             return run()
         if trial.begins(layer):
             self._follow(trial)
@@ -173,9 +174,9 @@ class Trial:
         self._number = 0  # of the latest pass
         self._waiting: dict[int, float] = {}  # pass whose backward has not ended -> seconds of its forward
         self._finished: list[float] = []  # seconds of the turn's passes that have ended
-        self._hooked = False  # whether the latest pass's end will be seen
         self._forward_began = 0.0
-        self._backward_began: float | None = None
+        self._backward_began = 0.0
+        self._reached: set[int] = set()  # passes that the running backward has come to
 
     @property
     def region(self) -> bool:
@@ -200,7 +201,6 @@ class Trial:
                 return decision
         self._number += 1
         self._waiting[self._number] = 0.0
-        self._hooked, self._backward_began = False, None
         return None
 
     def enter(self, layer: torch.nn.Module, hidden: torch.Tensor) -> None:
@@ -210,46 +210,46 @@ class Trial:
             self._layers.add(layer)
         if self.begins(layer):
             self._forward_began = now(hidden)
-        if not self._hooked and hidden.requires_grad and layer in self._layers:
-            number, self._hooked = self._number, True
-            _at_gradient(hidden, lambda gradient: self._end(number, gradient))
 
     def leave(self, layer: torch.nn.Module, output: Any) -> None:
         """End a layer's forward."""
-        if self._last is None or self._last() is not layer:
+        if self._last is not None and self._last() is not layer:
             return
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        self._waiting[self._number] = now(hidden) - self._forward_began
+        if self._last is not None:
+            finished(hidden)
+            self._waiting[self._number] = now(hidden) - self._forward_began
         if hidden.requires_grad:
-            _at_gradient(hidden, lambda gradient: self.in_backward(layer, gradient))
+            number = self._number
+            hidden.register_hook(lambda gradient: self.in_backward(layer, gradient, number))  # type: ignore[no-untyped-call]
 
-    def in_backward(self, layer: torch.nn.Module, like: torch.Tensor) -> None:
-        """Note that the backward of a pass has come to `layer`, or has begun before it."""
-        if self._backward_began is None and layer in self._layers:
+    def in_backward(self, layer: torch.nn.Module, like: torch.Tensor, number: int | None = None) -> None:
+        """Note that the backward of a pass has come to `layer`; None: of the pass that has waited longest."""
+        if layer not in self._layers or not self._waiting:
+            return
+        if not self._reached:
             self._backward_began = now(like)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end(like))
+        self._reached.add(min(self._waiting) if number is None else number)
 
-    def _end(self, number: int, gradient: torch.Tensor) -> None:
-        """End the backward of a pass; a second backward through the same forward is not timed."""
-        began, self._backward_began = self._backward_began, None
-        if number in self._waiting:
-            backward = 0.0 if began is None else now(gradient) - began
-            self._finished.append(self._waiting.pop(number) + backward)
+    def _end(self, like: torch.Tensor) -> None:
+        """End a backward, of one or several passes; a second backward through the same forward is not timed."""
+        reached, self._reached = self._reached & self._waiting.keys(), set()
+        if reached:
+            share = (now(like) - self._backward_began) / len(reached)
+            self._finished += [self._waiting.pop(number) + share for number in reached]
 
     def _decision(self) -> Decision | None:
         """Return the way to keep; None: further turns are needed. The last turn exchanges all ranks' figures."""
         if len(self.seconds) >= WARM_UP and self.group is None:
-            return Decision(False, None, None, "no module can run as a region")
+            return Decision(False, None, None, "no layer leaves rows unfinished")
         if len(self.seconds) < len(TURNS) or self.group is None:
             return None
         by_rank = exchange(
             self.group, "the decision of COC_REGION=auto", {"seconds": self.seconds}, DisagreementError, topic="region"
         )
         return decide([max(turn) for turn in zip(*(each["seconds"] for each in by_rank.values()), strict=True)])
-
-
-def _at_gradient(x: torch.Tensor, act: Callable[[torch.Tensor], None]) -> None:
-    """Call `act` with the gradient of `x` once backward has computed it."""
-    x.register_hook(act)  # type: ignore[no-untyped-call]
 
 
 def now(like: torch.Tensor) -> float:

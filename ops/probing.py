@@ -1,0 +1,45 @@
+"""What the probes of bits share: random operands of a matmul, and work that is no part of the user's call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ascend_parallel.ops.problem import Problem
+
+# Memory layout of the right operand [K, N]: a transposed weight [N, K] (forward), a row-major weight (backward), or
+# either (empty). A layer derives the layout from the pass, so that all ranks name the same.
+TRANSPOSED, ROW_MAJOR, ANY = "transposed", "row_major", ""
+
+# Number of distinct rows in a random operand; a larger operand repeats them.
+DRAWN_ROWS = 509
+
+
+def random_operands(problem: Problem, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [M, K] and w [K, N] of a problem, w in a layout; the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        base = torch.randn(min(rows, DRAWN_ROWS), columns, generator=generator, device="cpu")
+        repeated = base.to(device=device, dtype=problem.dtype).repeat(-(-rows // max(1, base.shape[0])), 1)
+        return repeated[:rows].contiguous()
+
+    m, k, n = problem.m, problem.k, problem.n
+    return drawn(m, k), drawn(n, k).t() if layout == TRANSPOSED else drawn(k, n)
+
+
+@contextmanager
+def without_grad_and_modes() -> Iterator[None]:
+    """Disable autograd, dispatch modes, function modes and autocast, for work that is no part of the user's call."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:  # autocast of an absent one fails: torch_npu is installed where no NPU is
+            stack.enter_context(torch.autocast(accelerator.type, enabled=False))
+        yield

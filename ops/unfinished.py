@@ -1,0 +1,680 @@
+"""A tensor whose rows are still on their way: what is not finished cannot be read.
+
+`UnfinishedTensor` has no storage. Operators that work row by row, such as an addition, a norm or a matmul, give another
+unfinished tensor: they run chunk by chunk, once somebody needs their rows. Views of rows wait for their own rows. Every
+other function, also one that is not known here, waits for all rows and goes on with the whole tensor; so hooks,
+wrappers, `print` and NumPy see finished numbers. A kernel that takes a raw pointer gets torch's error. Correctness
+depends on no list: the lists below only say what overlaps.
+
+Which rows are finished may differ between ranks: no collective starts here, so none can be missing.
+
+Autograd records every operator as without chunks, since all this happens below autograd.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, random_operands, without_grad_and_modes
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.ops.record import BESIDE, compute
+from ascend_parallel.ops.rows import Sizes
+
+aten = torch.ops.aten
+
+# Operators that work on each row alone, whose first argument has the rows, besides elementwise operators. The second
+# argument says which trailing dimensions a row has: a shape, or dimensions.
+ALONG_SHAPE = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
+ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList)
+# Elementwise operators that torch does not tag so.
+CASTS = (aten._to_copy.default, aten.clone.default)
+# ``mm(x, w)`` and ``addmm(bias, x, w)``: the place of the rows.
+MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
+# They read the shape, dtype and device of their argument alone.
+FACTORIES = (
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+)
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+ENDS: Counter[str] = Counter()
+"""The functions that waited for all rows of an unfinished tensor, with their number, for display."""
+
+
+_LATEST: weakref.WeakKeyDictionary[dist.ProcessGroup, Pending] = weakref.WeakKeyDictionary()
+"""The latest collectives of each group whose rows are unfinished."""
+
+
+class LazyRows:
+    """The progress of rows that are filled in order, on demand; several tensors may share it.
+
+    Filling a chunk may ask for the rows that it is made of in turn, so a chunk is pulled through a whole chain of
+    operators. There is no scheduler: the order of the reads is the order of the work.
+    """
+
+    def __init__(self, sizes: Sizes, fill: Callable[[int], object]) -> None:
+        """Hold chunks of `sizes` rows; ``fill(i)`` finishes chunk i, and is called once for each, in order."""
+        self.sizes = tuple(sizes)
+        self._stops = list(accumulate(sizes))
+        self._fill: Callable[[int], object] | None = fill
+        self._next = 0
+        self._readers: list[weakref.ReferenceType[LazyRows]] = []
+
+    @property
+    def filled(self) -> int:
+        """The number of finished rows."""
+        return self._stops[self._next - 1] if self._next else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rows are there."""
+        return self._next == len(self._stops)
+
+    def up_to(self, stop: int) -> None:
+        """Finish all rows before `stop`."""
+        if self.filled >= stop or self.finished:
+            return
+        with without_grad_and_modes():
+            while not self.finished and self.filled < stop:
+                assert self._fill is not None
+                self._fill(self._next)
+                self._next += 1
+        if self.finished:
+            self._fill = None  # and what it holds
+
+    def finish(self) -> None:
+        """Finish all rows."""
+        self.up_to(self._stops[-1] if self._stops else 0)
+
+    def read_by(self, reader: LazyRows) -> None:
+        """Note rows that are made of these."""
+        self._readers.append(weakref.ref(reader))
+
+    def finish_readers(self) -> None:
+        """Finish the rows that are made of these, which are about to change."""
+        for reference in self._readers:
+            if (reader := reference()) is not None:
+                reader.finish()
+        self._readers.clear()
+
+    def change(self, act: Callable[[int, int], object]) -> None:
+        """Change all rows by ``act(start, stop)``: those that are there now, the others once they are."""
+        self.finish_readers()
+        fill, bounds = self._fill, list(pairwise((0, *self._stops)))
+        if self.filled:
+            with without_grad_and_modes():
+                act(0, self.filled)
+        if fill is None:
+            return
+
+        def fill_and_change(index: int) -> None:
+            fill(index)
+            act(*bounds[index])
+
+        self._fill = fill_and_change
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a tensor lie: its first `lead` dimensions are blocks times rows of a block.
+
+    Without sequence parallelism there is one block. A gathered tensor has a block for each rank; the chunks of
+    `progress` then finish the same rows of every block.
+    """
+
+    progress: LazyRows
+    blocks: int
+    lead: int
+
+
+class UnfinishedTensor(torch.Tensor):
+    """A tensor of which some rows are still to come; see the module."""
+
+    _value: torch.Tensor
+    _rows: Rows
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[UnfinishedTensor], value: torch.Tensor, rows: Rows) -> UnfinishedTensor:
+        """Return the tensor; `value` is the memory that `rows` fills, which nobody else reads before."""
+        made: UnfinishedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            value.shape,
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            device=value.device,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made._value, made._rows = value, rows
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of unfinished tensors: by rows if it is known to work so, else on the whole tensors."""
+        return _dispatch(func, args, kwargs or {})
+
+    def finished(self) -> torch.Tensor:
+        """Return the whole tensor, with torch's own memory; waits for its rows."""
+        if not self._rows.progress.finished:
+            self._rows.progress.finish()
+        return self._value
+
+    # What reads memory and passes by the dispatcher.
+
+    def data_ptr(self) -> int:
+        """Return the address of the finished tensor."""
+        return self.finished().data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the finished tensor as an array."""
+        return self._plain().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """Return the finished tensor as an array."""
+        return self._plain().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def tolist(self) -> Any:
+        """Return the finished values."""
+        return self.finished().tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the finished tensor."""
+        return self.finished().untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return the finished tensor as a capsule."""
+        return self._plain().__dlpack__(**options)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Return a copy of the finished tensor."""
+        return self._plain().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the finished tensor."""
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> torch.Tensor:
+        """Return the finished tensor, with gradients as this one has them."""
+        whole = self.finished()
+        return (
+            whole.view_as(whole).requires_grad_()
+            if self.requires_grad and self.is_leaf
+            else (self.view_as(self) if self.requires_grad else whole)
+        )
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with all its rows and torch's own memory, in the same autograd graph: for compiled functions."""
+    return x._plain() if isinstance(x, UnfinishedTensor) else x
+
+
+def finished(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with all its rows; below autograd."""
+    return x.finished() if isinstance(x, UnfinishedTensor) else x
+
+
+def may_stay_unfinished(sizes: Sizes, least_rows: int) -> bool:
+    """Tell whether results in these chunks may stay unfinished: not where no tensor may be changed later."""
+    if len(sizes) < 2 or sum(sizes) < least_rows * len(sizes) or torch.is_inference_mode_enabled():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def unfinished(pending: Pending, least_rows: int) -> torch.Tensor:
+    """Return the result of started collectives without waiting for them, if its chunks have `least_rows` rows.
+
+    Else, and where no tensor may be changed later (inference mode, functorch), wait.
+    """
+    if not may_stay_unfinished(pending.sizes, least_rows):
+        return pending.wait()
+    sizes = pending.sizes
+    COUNTS.add("region", len(sizes), 0)
+    if torch._C._current_graph_task_id() != -1:  # a recomputed layer, whose rows may have no reader
+        torch.autograd.Variable._execution_engine.queue_callback(pending.wait)  # type: ignore[arg-type]
+    if (earlier := _LATEST.pop(pending.group, None)) is not None:
+        earlier.wait()  # nobody may have read its rows
+    _LATEST[pending.group] = pending
+
+    def fill(index: int) -> None:
+        pending.wait_for(index)
+        if index == len(sizes) - 1 and _LATEST.get(pending.group) is pending:
+            del _LATEST[pending.group]
+
+    return UnfinishedTensor(pending.tensor, Rows(LazyRows(sizes, fill), 1, 1))
+
+
+def unfinished_blocks(value_m: torch.Tensor, sizes: Sizes, fill: Callable[[int], object]) -> torch.Tensor:
+    """Return rows [M, N] of which ``fill(i)`` finishes the i-th of `sizes` rows of every rank's block."""
+    blocks = value_m.shape[0] // sum(sizes)
+    return UnfinishedTensor(value_m, Rows(LazyRows(sizes, fill), blocks, 1))
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    if any(not tensor._rows.progress.finished for tensor in _unfinished_in(args, kwargs)):
+        result = _by_rows(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return _whole(func, args, kwargs)
+
+
+def _unfinished_in(args: Any, kwargs: Any) -> list[UnfinishedTensor]:
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, UnfinishedTensor)]
+
+
+def _whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function on finished tensors."""
+    given: dict[int, UnfinishedTensor] = {}
+
+    changes = func._schema.is_mutable or func.namespace != "aten"
+
+    def unwrapped(leaf: Any) -> Any:
+        if not isinstance(leaf, UnfinishedTensor):
+            return leaf
+        if changes:
+            leaf._rows.progress.finish_readers()
+        if not leaf._rows.progress.finished:
+            ENDS[str(func)] += 1
+        value = leaf.finished()
+        given[id(value)] = leaf
+        return value
+
+    args, kwargs = pytree.tree_map(unwrapped, (args, kwargs))
+    results = func(*args, **kwargs)
+    if not given or not func._schema.is_mutable:
+        return results
+    return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), results)  # a function in place returns its argument
+
+
+def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function of unfinished rows without waiting for all of them, or return NotImplemented."""
+    x: Any = args[0] if args else None
+    if func in MATMULS:
+        return _matmul(func, args, kwargs)
+    if func in FACTORIES:
+        return func(x._value, *args[1:], **kwargs)
+    if func is aten.detach.default or func is aten.alias.default:
+        return UnfinishedTensor(func(x._value), x._rows)
+    if _is_view(func):
+        return _view(func, args, kwargs) if isinstance(x, UnfinishedTensor) else NotImplemented
+    if (torch.Tag.pointwise in func.tags and not _draws(func)) or func in CASTS:
+        if kwargs.get("device") is not None or "out" in kwargs:
+            return NotImplemented
+        return _changed(func, args, kwargs) if func._schema.is_mutable else _rowwise(func, args, kwargs, None)
+    if func in ALONG_SHAPE and isinstance(x, UnfinishedTensor) and len(args) > 1:
+        return _rowwise(func, args, kwargs, len(args[1]))
+    if func in ALONG_DIMS and isinstance(x, UnfinishedTensor) and len(args) > 1 and args[1]:
+        dims = [dim % x.dim() - x.dim() for dim in args[1]]  # a chunk has fewer leading dimensions
+        return _rowwise(func, (x, dims, *args[2:]), kwargs, -min(dims))
+    return NotImplemented
+
+
+@lru_cache(maxsize=512)
+def _is_view(func: Any) -> bool:
+    """Tell whether an operator returns views of its first argument."""
+    schema = func._schema
+    return func in RESHAPES or (
+        any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable
+    )
+
+
+def _draws(func: Any) -> bool:
+    """Tell whether an operator draws random numbers, which belong to whole tensors."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return views of an unfinished tensor, unfinished too: of all rows, or of some."""
+    x: UnfinishedTensor = args[0]
+    views = func(x._value, *args[1:], **kwargs)
+    if isinstance(views, torch.Tensor):
+        return _row_view(x, views)
+    made = [_row_view(x, view) for view in views]
+    return NotImplemented if any(each is NotImplemented for each in made) else made
+
+
+def _row_view(x: UnfinishedTensor, view: torch.Tensor) -> Any:
+    rows, value = x._rows, x._value
+    if view.dtype != value.dtype or not view.numel() or not value.numel():
+        return NotImplemented
+    if (lead := _same_rows(value, rows.lead, view)) is not None:
+        return UnfinishedTensor(view, Rows(rows.progress, rows.blocks, lead))
+    if (part := _some_rows(value, rows, view)) is None:
+        return NotImplemented
+    stop, blocks, lead = part
+    if rows.progress.filled >= stop or not lead:
+        rows.progress.up_to(stop)
+        return view
+    length, source = prod(view.shape[:lead]) // blocks, rows.progress
+    progress = source if length == sum(source.sizes) else LazyRows((length,), lambda _: source.up_to(stop))
+    return UnfinishedTensor(view, Rows(progress, blocks, lead))
+
+
+def _same_rows(value: torch.Tensor, lead: int, view: torch.Tensor) -> int | None:
+    """Return the number of leading dimensions of a view that has each row of a tensor in the same place, else None."""
+    count = prod(value.shape[:lead])
+    new = next((n for n in range(view.dim() + 1) if prod(view.shape[:n]) == count), None)
+    if new is None:
+        return None
+    step = _row_step(value, lead)
+    if step is None or _row_step(view, new) != step:
+        return None
+    first = int(view.storage_offset()) - int(value.storage_offset())
+    return new if _inside(view, new, first, step) else None
+
+
+def _inside(view: torch.Tensor, lead: int, first: int, step: int) -> bool:
+    """Tell whether the elements of a row of a view lie inside a row of `step` elements, from its element `first` on."""
+    extent = sum((size - 1) * stride for size, stride in zip(view.shape[lead:], view.stride()[lead:], strict=True))
+    return first >= 0 and first + extent < step
+
+
+def _row_step(tensor: torch.Tensor, lead: int) -> int | None:
+    """Return the distance of neighbouring rows in memory, the same for all rows; else None."""
+    step = expected = None
+    for size, stride in zip(reversed(tensor.shape[:lead]), reversed(tensor.stride()[:lead]), strict=True):
+        if size == 1:
+            continue
+        if step is None:
+            step = expected = stride
+        if stride != expected:
+            return None
+        expected = stride * size
+    if step is None:  # a single row: nothing lies behind it
+        return max(1, tensor.numel())
+    return step
+
+
+def _some_rows(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return the row of a block behind the last that a view has, and its blocks and leading dimensions; else None.
+
+    The view has neighbouring rows of one block, or the same rows of every block.
+    """
+    step, length = _row_step(value, rows.lead), sum(rows.progress.sizes)
+    if step is None:
+        return None
+    offset = int(view.storage_offset()) - int(value.storage_offset())
+    row, first = divmod(offset, step)
+    for lead in range(view.dim() + 1):
+        if lead and view.shape[lead - 1] != 1 and view.stride(lead - 1) < step:
+            break
+        if not _inside(view, lead, first, step):
+            continue
+        if rows.blocks > 1 and lead >= 2 and view.shape[0] == rows.blocks and view.stride(0) == length * step:
+            inner = view[0]
+            if _row_step(inner, lead - 1) in (step, max(1, inner.numel())) and row < length:
+                stop = row + prod(inner.shape[: lead - 1])
+                return (stop, rows.blocks, lead) if stop <= length else None
+        count = prod(view.shape[:lead])
+        if count > 1 and _row_step(view, lead) != step:
+            continue
+        start = row % length
+        if start + count <= length:
+            return start + count, 1, lead
+    return None
+
+
+def _blocks_of(tensor: torch.Tensor, rows: Rows, lead: int) -> tuple[torch.Tensor, ...]:
+    """Return each block of a tensor with its rows as the first dimension: [length, ...].
+
+    A kernel may depend on whether its operands are contiguous, so an operator runs on each block.
+    """
+    return tensor.view(rows.blocks, sum(rows.progress.sizes), *tensor.shape[lead:]).unbind()
+
+
+class _Operands:
+    """The arguments of an operator that runs chunk by chunk."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, like: UnfinishedTensor, dims: int) -> None:
+        """Find the rows of every tensor; `dims`: the number of dimensions of the result. Raises `_NotByRows`."""
+        self._name = func._schema.name
+        self._changes = args[0] if func._schema.is_mutable else None
+        self.rows, self._leaves, self._places = like._rows, *pytree.tree_flatten((args, kwargs))
+        self.sources: list[LazyRows] = []
+        self._read: list[_Unchanged] = []
+        self._cut: dict[int, tuple[torch.Tensor, ...]] = {}
+        lead, shape = like._rows.lead, like.shape[: like._rows.lead]
+        for place, leaf in enumerate(self._leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.dim() == dims and leaf.shape[:lead] == shape:
+                value = self._source(leaf)
+                try:
+                    self._cut[place] = _blocks_of(value, like._rows, lead)
+                except RuntimeError as error:  # its rows are not evenly spaced
+                    raise _NotByRows from error
+            elif isinstance(leaf, UnfinishedTensor) or any(
+                size != 1 for size in leaf.shape[: max(0, leaf.dim() - (dims - lead))]
+            ):
+                raise _NotByRows
+            else:  # as small as a row; FSDP may free a norm's weight before the rows are there
+                self._leaves[place] = leaf.reshape(leaf.shape[max(0, leaf.dim() - (dims - lead)) :]).clone()
+
+    def _source(self, leaf: torch.Tensor) -> torch.Tensor:
+        if leaf is not self._changes:
+            self._read.append(_Unchanged(leaf))
+        if not isinstance(leaf, UnfinishedTensor):
+            return leaf
+        if not leaf._rows.progress.finished:
+            if leaf._rows.blocks != self.rows.blocks:
+                raise _NotByRows
+            self.sources.append(leaf._rows.progress)
+        return leaf._value
+
+    def wait(self, stop: int) -> None:
+        """Wait for the rows before `stop`."""
+        for source in self.sources:
+            source.up_to(stop)
+
+    def chunk(self, block: int, start: int, stop: int) -> Any:
+        """Return arguments and keyword arguments of some rows of a block."""
+        for read in self._read:
+            read.check(self._name)
+        leaves = list(self._leaves)
+        for place, blocks in self._cut.items():
+            leaves[place] = blocks[block][start:stop]
+        return pytree.tree_unflatten(leaves, self._places)
+
+
+class _Unchanged:
+    """A tensor that rows are made of later: it has to be then as it is now."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version, self._bytes = tensor, tensor._version, _bytes(tensor)
+
+    def check(self, reader: str) -> None:
+        if (self._tensor._version, _bytes(self._tensor)) != (self._version, self._bytes):
+            raise RuntimeError(
+                f"{reader} of a region reads a tensor of shape {list(self._tensor.shape)} that was changed in place, "
+                "or freed, before the rows of its other operand had come; COC_REGION=0 runs the layers one by one"
+            )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return (tensor._value if isinstance(tensor, UnfinishedTensor) else tensor).untyped_storage().nbytes()
+
+
+class _NotByRows(Exception):
+    """An operator whose result cannot be computed row by row."""
+
+
+def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None) -> Any:
+    """Run an operator chunk by chunk: elementwise, or along the last `trailing` dimensions of its first argument."""
+    metas = [_on_meta(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+    results = _results(func, pytree.tree_structure((args, kwargs)), tuple(metas))
+    if results is None:
+        return NotImplemented
+    shapes, structure = results
+    dims = args[0].dim() if trailing is not None else len(shapes[0][0])
+    like = next((leaf for leaf in _unfinished_in(args, kwargs) if _leads(leaf, shapes[0][0], dims)), None)
+    if like is None or (trailing is not None and (like is not args[0] or trailing > like.dim() - like._rows.lead)):
+        return NotImplemented
+    rows, lead = like._rows, like._rows.lead
+    try:
+        operands = _Operands(func, args, kwargs, like, dims)
+    except _NotByRows:
+        return NotImplemented
+    buffers = [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in shapes]
+    cut = [_blocks_of(buffer, rows, lead) for buffer in buffers]
+    bounds = list(pairwise((0, *accumulate(rows.progress.sizes))))
+
+    def fill(index: int) -> None:
+        start, stop = bounds[index]
+        operands.wait(stop)
+        for block in range(rows.blocks):
+            args_c, kwargs_c = operands.chunk(block, start, stop)
+            results_c = compute(BESIDE, func._schema.name, func, *args_c, **kwargs_c)
+            for buffer, result_c in zip(cut, pytree.tree_leaves(results_c), strict=True):
+                buffer[block][start:stop].copy_(result_c)
+
+    progress = LazyRows(rows.progress.sizes, fill)
+    for source in operands.sources:
+        source.read_by(progress)
+    made = [UnfinishedTensor(buffer, Rows(progress, rows.blocks, lead)) for buffer in buffers]
+    return pytree.tree_unflatten(made, structure)
+
+
+def _leads(leaf: UnfinishedTensor, shape: Sequence[int], dims: int) -> bool:
+    """Tell whether the result has the rows of an unfinished argument."""
+    lead = leaf._rows.lead
+    return not leaf._rows.progress.finished and leaf.dim() == dims and tuple(shape[:lead]) == tuple(leaf.shape[:lead])
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    return _Constant(type(leaf), leaf)
+
+
+@dataclass(frozen=True)
+class _Like:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class _Constant:
+    kind: type  # 1, 1.0 and True are equal, and promote other dtypes
+    value: Any
+
+    def made(self) -> Any:
+        return self.value
+
+
+@lru_cache(maxsize=4096)
+def _results(func: Any, structure: Any, leaves: tuple[Any, ...]) -> Any:
+    """Return shape and dtype of each result, and their structure; None if they are no contiguous tensors."""
+    if any(str(result.type) != "Tensor" for result in func._schema.returns):
+        return None
+    with without_grad_and_modes():
+        args, kwargs = pytree.tree_unflatten([leaf.made() for leaf in leaves], structure)
+        try:
+            results, of_results = pytree.tree_flatten(func(*args, **kwargs))
+        except (NotImplementedError, RuntimeError):  # no meta kernel; or the call is wrong, which the whole call says
+            return None
+    if not all(isinstance(result, torch.Tensor) and result.is_contiguous() for result in results):
+        return None
+    return [(tuple(result.shape), result.dtype) for result in results], of_results
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Change an unfinished tensor in place, chunk by chunk."""
+    x = args[0]
+    if not isinstance(x, UnfinishedTensor) or x._rows.progress.finished or len(_unfinished_in(args, kwargs)) > 1:
+        return NotImplemented
+    try:
+        operands = _Operands(func, args, kwargs, x, x.dim())
+    except _NotByRows:
+        return NotImplemented
+
+    def act(start: int, stop: int) -> None:
+        for block in range(x._rows.blocks):
+            args_c, kwargs_c = operands.chunk(block, start, stop)
+            compute(BESIDE, func._schema.name, func, *args_c, **kwargs_c)
+
+    x._rows.progress.change(act)
+    return x
+
+
+def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiply unfinished rows [M, K] by a matrix [K, N], in the chunks that keep the bits of the whole matmul."""
+    place = MATMULS[func]
+    x, w = args[place], args[place + 1]
+    if kwargs or not isinstance(x, UnfinishedTensor) or isinstance(w, UnfinishedTensor) or x._rows.lead != 1:
+        return NotImplemented
+    if place and (isinstance(args[0], UnfinishedTensor) or args[0].dim() != 1):
+        return NotImplemented
+    rows = x._rows
+    if rows.blocks != 1 or w.dtype != x.dtype or w.device != x.device:
+        return NotImplemented
+    k, n = w.shape
+    layout = TRANSPOSED if w.stride(0) == 1 and n > 1 else ROW_MAJOR
+    sizes = _exact_sizes(func, k, n, x.dtype, x.device, layout, rows.progress.sizes, torch.get_num_threads())
+    if len(sizes) < 2:
+        return NotImplemented
+    y, unchanged = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device), (_Unchanged(x), _Unchanged(w))
+    bounds, value, source = list(pairwise((0, *accumulate(sizes)))), x._value, rows.progress
+
+    def fill(index: int) -> None:
+        start, stop = bounds[index]
+        source.up_to(stop)
+        for operand in unchanged:
+            operand.check(func._schema.name)
+        chunk = (*args[:place], value[start:stop], w)
+        compute(BESIDE, func._schema.name, _OUT[func], *chunk, out=y[start:stop])
+
+    progress = LazyRows(sizes, fill)
+    source.read_by(progress)
+    return UnfinishedTensor(y, Rows(progress, 1, 1))
+
+
+_OUT: dict[Any, Callable[..., Any]] = {aten.mm.default: torch.mm, aten.addmm.default: torch.addmm}
+
+
+@lru_cache(maxsize=1024)
+def _exact_sizes(
+    func: Any, k: int, n: int, dtype: torch.dtype, device: torch.device, layout: str, sizes: Sizes, threads: int
+) -> Sizes:
+    """Return chunks, made of the given ones, in which a matmul has the bits of the whole on this machine.
+
+    No rank needs to know what another takes: no collective depends on it.
+    """
+    while len(sizes) > 1:
+        if _is_exact(func, Problem(ALL_REDUCE, sum(sizes), k, n, dtype, device.type, 2), layout, device, sizes):
+            return sizes
+        sizes = tuple(sum(sizes[place : place + 2]) for place in range(0, len(sizes), 2))
+    return sizes
+
+
+def _is_exact(func: Any, problem: Problem, layout: str, device: torch.device, sizes: Sizes) -> bool:
+    with without_grad_and_modes():
+        x, w = random_operands(problem, layout, device)
+        more = (w[0].clone(),) if func is aten.addmm.default else ()
+        whole = func(*more, x, w)
+        parts = zip(torch.split_with_sizes(x, sizes), torch.split_with_sizes(whole, sizes), strict=True)
+        return all(torch.equal(func(*more, x_c, w), whole_c) for x_c, whole_c in parts)

@@ -1,0 +1,217 @@
+"""Tensors whose rows are still on their way: values, bits, order of work, and what reads memory.
+
+`sent` makes a tensor whose rows are NaN until they are asked for, and notes which chunks were.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ascend_parallel.ops.unfinished import LazyRows, Rows, UnfinishedTensor, finished, whole
+
+SIZES = {1: (16, 32, 16), 2: (8, 16, 8), 4: (4, 8, 4)}
+
+
+def sent(value, blocks=1, lead=1):
+    """Return an unfinished copy of value [64, N], and the list of the chunks that were asked for."""
+    memory, asked = torch.full_like(value, torch.nan), []
+    stops = [0, *torch.tensor(SIZES[blocks]).cumsum(0).tolist()]
+    rows = [each.view(blocks, -1, *value.shape[1:]) for each in (memory, value)]
+
+    def fill(index):
+        asked.append(index)
+        mine = slice(stops[index], stops[index + 1])
+        rows[0][:, mine] = rows[1][:, mine]
+
+    return UnfinishedTensor(memory, Rows(LazyRows(SIZES[blocks], fill), blocks, lead)), asked
+
+
+class Sent(torch.autograd.Function):
+    """Stands for a layer's collective; the result has the shape [16, 4, N]."""
+
+    @staticmethod
+    def forward(ctx, value, blocks):
+        y = sent(value.clone(), blocks)[0] if blocks else value.clone()
+        return torch.ops.aten._unsafe_view(y, [16, 4, value.shape[1]])
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.reshape(-1, dy.shape[-1]), None
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rms(x):
+    return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+CHAINS = {
+    "norm": lambda x, w: F.layer_norm(x, x.shape[-1:], w[0], w[1]),
+    "rms norm in operators": lambda x, w: rms(x) * w[0],
+    "rms norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w[0]),
+    "residual": lambda x, w: (x + w[1]) + drawn(16, 4, 64, seed=3),
+    "linear": lambda x, w: F.linear(x, w, w[:, 0]),
+    "MLP": lambda x, w: F.gelu(x @ w + w[0]) @ w.t(),
+    "gated": lambda x, w: (lambda a, b: F.silu(a) * b)(*(x @ w).chunk(2, -1)),
+    "heads": lambda x, w: (x @ w).view(16, 4, 8, 8).transpose(1, 2) * 2,
+    "in place": lambda x, w: F.relu_((x * 2).add_(w[0])),
+    "casts": lambda x, w: (x.double() * 2).float(),
+    "another order": lambda x, w: x.flip(0) + x,
+    "along rows": lambda x, w: x.softmax(0),
+    "batch": lambda x, w: x.transpose(0, 1) * 3,
+    "rows": lambda x, w: torch.cat([x[:5] * 2, x[5:]]),
+    "one row": lambda x, w: x[3] + x[-1],
+    "columns": lambda x, w: x[..., ::2] * 2,
+    "merged": lambda x, w: x.reshape(64, -1).view(16, -1).cos(),
+    "masked": lambda x, w: torch.where(x > 0, x, w[0]).clamp(max=1),
+    "random": lambda x, w: F.dropout(x, 0.5, True),
+    "sum": lambda x, w: x.sum((0, 2)),
+    "mean of all": lambda x, w: x.mean(),
+    "complex": lambda x, w: torch.view_as_complex(x.reshape(16, 4, 32, 2)).abs(),
+    "loss": lambda x, w: F.cross_entropy(x.view(64, -1), torch.arange(64)),
+    "attention": lambda x, w: F.scaled_dot_product_attention(
+        *(x.view(16, 4, 4, 16).permute(1, 2, 0, 3) for _ in "qkv")
+    ),
+}
+
+
+@pytest.mark.parametrize("blocks", SIZES)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_functions_have_the_bits_and_gradients_of_finished_tensors(chain, blocks):
+    found = []
+    for unfinished in (0, blocks):
+        torch.manual_seed(7)
+        value, w = drawn(64, 64, seed=1).requires_grad_(), drawn(64, 64, seed=2).requires_grad_()
+        y = CHAINS[chain](Sent.apply(value, unfinished), w)
+        y.square().sum().backward()
+        found.append([finished(y.detach()), value.grad, w.grad])
+    for plain, mine in zip(*found, strict=True):
+        assert (plain is None and mine is None) or torch.equal(plain, mine)
+
+
+def test_a_chain_runs_chunk_by_chunk_in_the_order_of_its_reads():
+    x, asked = sent(drawn(64, 64))
+    h = F.gelu(x @ drawn(64, 64, seed=1)) + 1
+    assert asked == []
+    first = h[:10] * 1
+    assert asked == [] and isinstance(first, UnfinishedTensor)
+    finished(first)
+    assert asked == [0]
+    finished(h[20:40])
+    assert asked == [0, 1]
+    finished(h)
+    assert asked == [0, 1, 2]
+
+
+def test_rows_of_every_rank_come_together():
+    x, asked = sent(drawn(64, 8), blocks=2)
+    by_rank = x.view(2, 32, 8)
+    pieces = [torch.split_with_sizes(block, SIZES[2]) for block in by_rank.unbind()]
+    finished(pieces[1][0])
+    assert asked == [0]
+    assert torch.equal(finished(pieces[0][2]), drawn(64, 8)[24:32])
+    assert asked == [0, 1, 2]
+
+
+def saved(x):
+    stream = io.BytesIO()
+    torch.save(x, stream)
+    stream.seek(0)
+    return torch.load(stream)
+
+
+READERS = {
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "array": lambda x: torch.from_numpy(__import__("numpy").asarray(x)),
+    "tolist": lambda x: torch.tensor(x.tolist()),
+    "item": lambda x: torch.tensor([[value.item() for value in row] for row in x]),
+    "copy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "save": saved,
+    "dlpack": torch.from_dlpack,
+    "storage": lambda x: torch.empty(0).set_(x.untyped_storage(), 0, (64, 8), (8, 1)),
+    "data": lambda x: x.data * 1,
+    "detach": lambda x: x.detach().clone(),
+    "out": lambda x: torch.add(x, 0, out=torch.empty(64, 8)),
+    "compiled": torch.compile(lambda x: x * 1, backend="eager"),
+    "jit": lambda x: torch.jit.trace(lambda y: y * 1, torch.ones(2, 8))(x),
+    "vmap": lambda x: torch.vmap(lambda row: row * 1)(x),
+    "whole": whole,
+    "foreach": lambda x: torch._foreach_mul([x], 1.0)[0],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_waits(reader):
+    x, _ = sent(drawn(64, 8))
+    assert torch.equal(finished(READERS[reader](x)), drawn(64, 8))
+
+
+def test_a_pointer_is_that_of_finished_rows_or_an_error():
+    x, asked = sent(drawn(64, 8))
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.Tensor.data_ptr(x)
+    assert asked == []
+    assert x.data_ptr() == finished(x).data_ptr()
+    assert asked == [0, 1, 2]
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("by_view", [False, True])
+def test_a_change_in_place_comes_after_earlier_readers(by_view, blocks):
+    x, asked = sent(drawn(64, 8), blocks)
+    before = x * 2
+    changed = (x.view(16, 4, 8) if by_view else x).add_(1)
+    assert asked == [0, 1, 2]  # rows with another reader are finished before the change
+    after = x + 0
+    assert torch.equal(finished(before), drawn(64, 8) * 2)
+    assert torch.equal(finished(after), drawn(64, 8) + 1)
+    assert torch.equal(finished(changed).view(64, 8), drawn(64, 8) + 1)
+
+
+def test_a_change_by_a_function_that_is_not_known_comes_after_earlier_readers():
+    x, _ = sent(drawn(64, 8))
+    before = x * 2
+    x.copy_(torch.zeros(64, 8)).cumsum_(0)
+    assert torch.equal(finished(before), drawn(64, 8) * 2)
+    assert torch.equal(finished(x), torch.zeros(64, 8))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda residual: residual.mul_(2), lambda residual: residual.untyped_storage().resize_(0)]
+)
+def test_another_operand_that_changes_before_the_rows_come_is_an_error(change):
+    x, _ = sent(drawn(64, 8))
+    residual = drawn(64, 8, seed=1)
+    y = x + residual
+    change(residual)
+    with pytest.raises(RuntimeError, match="aten::add of a region reads a tensor of shape \\[64, 8\\]"):
+        y.sum()
+
+
+def test_small_operands_may_change_at_once():
+    """As a norm's weight does that FSDP frees behind the norm."""
+    x, _ = sent(drawn(64, 8))
+    bias = torch.ones(8)
+    y = x + bias
+    bias.zero_()
+    assert torch.equal(finished(y), drawn(64, 8) + 1)
+
+
+def test_finished_rows_let_go_of_what_they_are_made_of():
+    import weakref
+
+    x, _ = sent(drawn(64, 8))
+    residual = drawn(64, 8, seed=1)
+    held = weakref.ref(residual)
+    y = x + residual
+    del residual
+    assert held() is not None
+    finished(y)
+    assert held() is None

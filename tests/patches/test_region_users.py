@@ -1,0 +1,297 @@
+"""Regions under what users wrap around a model, on all ranks or on one: everybody sees finished numbers.
+
+Each habit trains a real GPT plain and in regions, whose rows are NaN until their collective has been waited for.
+"""
+
+import contextlib
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from late import LateWork, late_collectives
+from torch.nn.modules import module as modules
+from trained import REGION, megatron
+
+SCALE = 1.01
+
+
+def scaled(value):
+    """Return what a wrapper that scales tensors makes of a call's results or arguments."""
+    if isinstance(value, torch.Tensor):
+        return value * SCALE if value.is_floating_point() else value
+    return tuple(map(scaled, value)) if isinstance(value, tuple) else value
+
+
+def scaling(method):
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        kwargs = {name: scaled(value) if name == "hidden_states" else value for name, value in kwargs.items()}
+        return method(self, *map(scaled, args), **kwargs)
+
+    return run
+
+
+def unmarked(method):
+    """A wrapper that copies no attribute of what it wraps."""
+    return lambda self, *args, **kwargs: method(self, *map(scaled, args), **kwargs)
+
+
+@contextlib.contextmanager
+def on_class(model, find, wrapper=scaling):
+    """Wrap the forward of a module's class."""
+    kind = type(find(model))
+    with mock.patch.object(kind, "forward", wrapper(kind.forward)):
+        yield
+
+
+@contextlib.contextmanager
+def on_object(model, name, find=lambda model: model.decoder.layers[1]):
+    """Wrap a method of one object."""
+    owner = find(model)
+    method = getattr(type(owner), name)
+    setattr(owner, name, functools.partial(scaling(method), owner))
+    yield
+
+
+def layer(model):
+    return model.decoder.layers[0]
+
+
+PARTS = {
+    "layer": layer,
+    "attention": lambda model: layer(model).self_attention,
+    "qkv": lambda model: layer(model).self_attention.linear_qkv,
+    "proj": lambda model: layer(model).self_attention.linear_proj,
+    "norm": lambda model: layer(model).pre_mlp_layernorm,
+    "mlp": lambda model: layer(model).mlp,
+    "fc1": lambda model: layer(model).mlp.linear_fc1,
+    "fc2": lambda model: layer(model).mlp.linear_fc2,
+}
+
+
+def tensor_of(value):
+    return value[0] if isinstance(value, tuple) and value else value
+
+
+@contextlib.contextmanager
+def monitored(model, seen):
+    """Wrap `nn.Module.__call__`, and note the norm of every result."""
+    call = torch.nn.Module.__call__
+
+    def run(self, *args, **kwargs):
+        found = call(self, *args, **kwargs)
+        if isinstance(tensor_of(found), torch.Tensor):
+            seen.append(tensor_of(found).detach().double().norm().item())
+        return found
+
+    with mock.patch.object(torch.nn.Module, "__call__", run):
+        yield
+
+
+@contextlib.contextmanager
+def doubled_norm_gradients(model, seen):
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.register_hook(lambda gradient: seen.append(1) or gradient * 2)
+    yield
+
+
+@contextlib.contextmanager
+def another_residual(model, seen):
+    from megatron.core.fusions import fused_bias_dropout
+
+    def add(x_with_bias, residual, prob, training):
+        x, bias = x_with_bias
+        return residual + 0.5 * (x if bias is None else x + bias)
+
+    with mock.patch.object(fused_bias_dropout, "_bias_dropout_add_func", add):
+        yield
+
+
+@contextlib.contextmanager
+def recorded_with_global_hooks(model, seen):
+    import ascend_parallel
+
+    handle = modules.register_module_forward_pre_hook(lambda module, args: scaled(args))
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        on = ascend_parallel.status().settings.num_chunks > 1
+        with ascend_parallel.timeline.record(folder) if on else contextlib.nullcontext():
+            yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def dtype_by_array(model, seen):
+    """A hook that reads results as NumPy does, and by raw values."""
+
+    def read(module, args, output):
+        value = tensor_of(output).detach()
+        seen.append(float(value.numpy().sum()))
+        seen.append(value.flatten()[:3].tolist())
+
+    handles = [PARTS[name](model).register_forward_hook(read) for name in ("proj", "fc2", "norm")]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def without_list(context, *args):
+    return lambda model, seen: context(model, *args)
+
+
+HABITS = {
+    **{f"{name} replaced on a layer": without_list(on_object, name) for name in ("_forward_mlp", "_forward_attention")},
+    "qkv tensors replaced on an attention": without_list(
+        on_object, "get_query_key_value_tensors", lambda model: model.decoder.layers[1].self_attention
+    ),
+    **{f"{name}'s class wrapped": without_list(on_class, PARTS[name]) for name in ("layer", "mlp", "fc1", "proj")},
+    "fc2's class wrapped without marks": without_list(on_class, PARTS["fc2"], unmarked),
+    "every call monitored": monitored,
+    "norm gradients doubled": doubled_norm_gradients,
+    "another residual": another_residual,
+    "global hooks with a timeline": recorded_with_global_hooks,
+    "read as arrays": dtype_by_array,
+}
+
+
+def tokens():
+    return torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(1))
+
+
+def trained(model, habit, seen):
+    from ascend_parallel.patches.megatron.testing import next_token_loss
+
+    with habit(model, seen):
+        loss = next_token_loss(model, tokens())
+        loss.backward()
+    return [loss, *(parameter.grad for parameter in model.parameters())]
+
+
+def compared(group, habit, options):
+    """Return which of loss and gradients have other bits than without overlap, and whether as much was seen."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import small_gpt
+
+    runs, seen = [], []
+    with megatron(group.size()):
+        for settings in ({"num_chunks": 1}, REGION):
+            ascend_parallel.configure(**settings)
+            seen.append([])
+            with late_collectives() if runs else contextlib.nullcontext():
+                runs.append(trained(small_gpt(**options), HABITS[habit], seen[-1]))
+    unlike = [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
+    return unlike, seen[0] == seen[1], LateWork.unfinished
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("habit", HABITS)
+def test_wrappers_see_finished_numbers(ranks, habit, sequence_parallel):
+    assert ranks(2).run(compared, habit, {"sequence_parallel": sequence_parallel}) == [([], True, 0)] * 2
+
+
+@contextlib.contextmanager
+def logging_hook(model, part, register):
+    """Read what a module gets or gives, as logging does."""
+    seen = []
+
+    def read(module, *values):
+        seen.extend(tensor_of(value).norm().item() for value in values if isinstance(tensor_of(value), torch.Tensor))
+
+    handle = getattr(PARTS[part](model), register)(read)
+    yield
+    handle.remove()
+    assert seen
+
+
+@contextlib.contextmanager
+def global_hook(model):
+    seen = []
+
+    def read(module, args, output):
+        if isinstance(tensor_of(output), torch.Tensor):
+            seen.append(tensor_of(output).double().sum().item())
+
+    handle = modules.register_module_forward_hook(read)
+    yield
+    handle.remove()
+    assert seen
+
+
+@contextlib.contextmanager
+def own_forward(model):
+    mlp = PARTS["mlp"](model)
+    forward = mlp.forward
+    mlp.forward = lambda *args, **kwargs: tuple(None if each is None else each + 0 for each in forward(*args, **kwargs))
+    yield
+
+
+@contextlib.contextmanager
+def saved_on_cpu(model):
+    with torch.autograd.graph.save_on_cpu():
+        yield
+
+
+ON_ONE_RANK = {
+    **{
+        f"hook on {part}": functools.partial(logging_hook, part=part, register="register_forward_hook")
+        for part in PARTS
+    },
+    "pre-hook on fc2": functools.partial(logging_hook, part="fc2", register="register_forward_pre_hook"),
+    "backward hook": functools.partial(logging_hook, part="mlp", register="register_full_backward_hook"),
+    "global hook": global_hook,
+    "own forward": own_forward,
+    "save_on_cpu": saved_on_cpu,
+}
+
+
+def one_rank(group, habit, options):
+    """Two steps, of which the second meets shapes whose bits have been probed; the habit is rank 0's alone."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import small_gpt
+
+    runs = []
+    with megatron(group.size()):
+        for settings in ({"num_chunks": 1}, REGION):
+            ascend_parallel.configure(**settings)
+            model = small_gpt(**options)
+            mine = ON_ONE_RANK[habit] if group.rank() == 0 else lambda model: contextlib.nullcontext()
+            for _ in range(2):
+                model.zero_grad(set_to_none=True)
+                found = trained(model, lambda model, seen: mine(model), [])  # noqa: B023
+            runs.append(found)
+    return [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.sample(14)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("habit", ON_ONE_RANK)
+def test_a_habit_of_one_rank_costs_time_and_nothing_else(ranks, habit, sequence_parallel):
+    assert ranks(2).run(one_rank, habit, {"sequence_parallel": sequence_parallel}) == [[], []]
+
+
+def frozen(group):
+    """COC_VERIFY with the lower layers frozen."""
+    import ascend_parallel
+    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
+
+    runs = []
+    with megatron(group.size()):
+        for settings in ({"num_chunks": 1}, {**REGION, "verify_every": 1}):
+            ascend_parallel.configure(**settings)
+            model = small_gpt()
+            for parameter in (*model.embedding.parameters(), *layer(model).parameters()):
+                parameter.requires_grad_(False)
+            loss = next_token_loss(model, tokens())
+            loss.backward()
+            runs.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+        report = ascend_parallel.verification()
+    return all(map(torch.equal, *runs)), report.passed, len(report.layers)
+
+
+def test_checked_runs_with_frozen_layers(ranks):
+    assert ranks(2).run(frozen) == [(True, True, 9)] * 2
