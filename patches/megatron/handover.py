@@ -23,12 +23,11 @@ from ascend_parallel.overlap.region.rows import LazyRows, PendingRows
 from ascend_parallel.overlap.region.tail import Tail
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, defined_in
-from ascend_parallel.patches.check import LayerCall
+from ascend_parallel.patches.check import CheckedCall
+from ascend_parallel.patches.megatron.check import MegatronLinear, TailOperands, checked_tail
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.region_checks import successor_reason
-from ascend_parallel.patches.megatron.tail_verification import LinearCall, TailCall
-from ascend_parallel.patches.verification import Verifier
 from ascend_parallel.settings import Settings
 
 BLOCK = "megatron.core.transformer.transformer_block"
@@ -42,13 +41,10 @@ _PLACES: WeakKeyDictionary[torch.nn.Module, tuple[ReferenceType[Any], int]] = We
 class LeftRows:
     """The result y of a row-parallel layer whose collectives still run, and the sum and norm that take its rows."""
 
-    def __init__(self, linear: Any, cut: RegionCut, stack: ExitStack, verifier: Verifier | None) -> None:
-        """Expect the collectives of the layer `linear` in the chunks of `cut`; `stack` waits for them at last.
-
-        verifier: selects the calls that are checked.
-        """
-        self.cut, self.sizes, self.verifier = cut, cut.sizes, verifier
-        self._linear = linear
+    def __init__(self, linear: Any, cut: RegionCut, stack: ExitStack, megatron: Megatron) -> None:
+        """Expect the collectives of the layer `linear` in the chunks of `cut`; `stack` waits for them at last."""
+        self.cut, self.sizes, self.verifier = cut, cut.sizes, megatron.verifier
+        self._linear, self._group = linear, megatron.group_of(linear)
         self._checks: list[Callable[[], None]] = []
         self.pending = stack.enter_context(PendingRows(cut.sizes))
         self.y: torch.Tensor | None = None
@@ -62,10 +58,10 @@ class LeftRows:
             if rows is not None:
                 rows.finish()
 
-    def checked(self, call: LayerCall) -> Any:
+    def checked(self, call: CheckedCall) -> Any:
         """Run a call that takes part in the region; if its check is due, `compare` compares it."""
         if self.verifier is None:
-            return call.patched(None)
+            return call.run(None)
         returned, compare = self.verifier.start(call)
         if compare is not None:
             self._checks.append(compare)
@@ -94,23 +90,16 @@ class LeftRows:
                 self.pending.rows,
                 self.sizes,
             )
-            self.sum, self.normed = self.checked(
-                TailCall(
-                    layer=norm,
-                    path="addition and norm",
-                    x=y,
-                    weight=next(norm.parameters(), residual),
-                    patched=lambda _: tail.apply(y, bias, residual),
-                    original=add,
-                    settings=lambda: self.cut.settings,
-                    sequence_parallel=self._linear.sequence_parallel,
-                    cut=self.cut,
-                    linear=self._linear,
-                    bias=bias,
-                    residual=residual,
-                    add=lambda y, bias, residual: add((y, bias), residual, prob),
-                )
+            operands = TailOperands(
+                linear=self._linear,
+                norm=norm,
+                y=y,
+                bias=bias,
+                residual=residual,
+                add=lambda y, bias, residual: add((y, bias), residual, prob),
             )
+            call = checked_tail(operands, self.cut, self._group, lambda _: tail.apply(y, bias, residual))
+            self.sum, self.normed = self.checked(call)
             self.rows = tail.rows
             return self.sum
 
@@ -164,19 +153,18 @@ class Handover:
             self._left.finish()
             output: Output = type(layer).forward(layer, input_, *args, **kwargs)
             return output
-        output = self._left.checked(
-            LinearCall(
-                layer=layer,
-                path="column",
-                x=input_,
-                weight=weight,
-                patched=lambda begin: self._pull(layer, input_, group, settings, begin),
-                original=type(layer).forward.__wrapped__,
-                settings=lambda: settings,
-                sequence_parallel=layer.sequence_parallel,
-                cut=self._left.cut,
-            )
+        call = MegatronLinear(
+            layer=layer,
+            kind="column",
+            x=input_,
+            weight=weight,
+            original=type(layer).forward.__wrapped__,
+            settings=lambda: settings,
+            sequence_parallel=layer.sequence_parallel,
+            cut=self._left.cut,
         )
+        run = functools.partial(self._pull, layer, input_, group, settings)
+        output = self._left.checked(call.checked(group, run))
         self._left.compare()
         return output
 

@@ -11,6 +11,7 @@ one returns to the next.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -24,10 +25,10 @@ from ascend_parallel.overlap.region.cuts import RegionCut
 from ascend_parallel.overlap.region.row import send_rows_on_demand
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.handover import Handover, LeftRows, replaced, successor_of
 from ascend_parallel.patches.megatron.original import Output
 from ascend_parallel.patches.megatron.regions import Regions, region_call
-from ascend_parallel.patches.megatron.tail_verification import LinearCall
 
 
 class LayerRegion:
@@ -91,19 +92,18 @@ class LayerRegion:
             return output
         if (recorder := RECORDING.recorder) is not None:
             self._recording.enter_context(recorder.layer("region", "forward", self._name, input_.device.type))
-        self._proj_rows = LeftRows(layer, cut, self._stack, megatron.verifier)
-        call = LinearCall(
+        self._proj_rows = LeftRows(layer, cut, self._stack, megatron)
+        call = MegatronLinear(
             layer=layer,
-            path="row",
+            kind="row",
             x=input_,
             weight=weight,
-            patched=lambda begin: self._send_proj(input_, begin),
             original=lambda stand_in, x, _: type(layer).forward.__wrapped__(stand_in, x),
             settings=lambda: cut.settings,
             sequence_parallel=layer.sequence_parallel,
             cut=cut,
         )
-        output = self._proj_rows.checked(call)
+        output = self._proj_rows.checked(call.checked(group, functools.partial(self._send_proj, input_)))
         return output
 
     def _send_proj(self, input_: torch.Tensor, begin: Begin | None) -> Output:
@@ -151,7 +151,7 @@ class LayerRegion:
             source.finish()
         options: dict[str, Any] = {}
         if self._successor is not None:
-            self._mlp_rows = LeftRows(self._mlp_layer.linear_fc2, cut, self._kept, self._regions.megatron.verifier)
+            self._mlp_rows = LeftRows(self._mlp_layer.linear_fc2, cut, self._kept, self._regions.megatron)
             options["finish"] = self._mlp_rows.pending.take
         call = region_call(self._mlp_layer, own, hidden, cut, self._regions, source.rows, **options)
         y, bias = (self._mlp_rows or source).checked(call)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -22,9 +23,9 @@ from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
-from ascend_parallel.patches.megatron.check import MegatronCall
+from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
-from ascend_parallel.patches.megatron.original import Output
+from ascend_parallel.patches.megatron.original import Output, lent_buffer
 from ascend_parallel.patches.megatron.region_choice import RegionChoice
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
@@ -37,6 +38,8 @@ OriginalForward = Callable[..., Output]
 
 class Megatron(Framework):
     """The installed Megatron-core: its layers' module, its version, and the settings of its patched layers."""
+
+    by = "megatron-core's own"
 
     def __init__(self, layers: ModuleType, version: tuple[int, ...], settings: Settings) -> None:
         """Hold `layers`, the module megatron.core.tensor_parallel.layers of `version`."""
@@ -114,6 +117,10 @@ class Megatron(Framework):
             return False
         return x.device.type == "cuda" or not layer.gradient_accumulation_fusion
 
+    def beside_run(self) -> AbstractContextManager[None]:
+        """Return a context in which an original layer uses another global buffer than the run."""
+        return lent_buffer()
+
     def with_options(self, layer: Any, settings: Settings) -> Settings:
         """Return the settings of a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1."""
         return _deterministic(settings) if layer.config.deterministic_mode else settings
@@ -139,18 +146,18 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
         used = self.weight if weight is None else weight
         if megatron.verifier is None:
             return _column(self, input_, used, runtime_gather_output, megatron, original)
-        call = MegatronCall(
+        call = MegatronLinear(
             layer=self,
-            path="column",
-            sequence_parallel=self.sequence_parallel,
-            reduces=not self.disable_grad_reduce,
+            kind="column",
             x=input_,
             weight=used,
-            patched=lambda begin: _column(self, input_, used, runtime_gather_output, megatron, original, begin),
             original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
             settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
+            sequence_parallel=self.sequence_parallel,
+            reduces=not self.disable_grad_reduce,
         )
-        output: Output = megatron.verifier.run(call)
+        run = functools.partial(_column, self, input_, used, runtime_gather_output, megatron, original)
+        output: Output = megatron.verifier.run(call.checked(megatron.group_of(self), run))
         return output
 
     vars(forward)["ascend_parallel"] = megatron
@@ -169,17 +176,17 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         if megatron.verifier is None:
             return _row(self, input_, megatron, original)
         used = self.weight
-        call = MegatronCall(
+        call = MegatronLinear(
             layer=self,
-            path="row",
-            sequence_parallel=self.sequence_parallel,
+            kind="row",
             x=input_,
             weight=used,
-            patched=lambda begin: _row(self, input_, megatron, original, used, begin),
             original=lambda layer, x, _: original(layer, x),
             settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
+            sequence_parallel=self.sequence_parallel,
         )
-        output: Output = megatron.verifier.run(call)
+        run = functools.partial(_row, self, input_, megatron, original, used)
+        output: Output = megatron.verifier.run(call.checked(megatron.group_of(self), run))
         return output
 
     vars(forward)["ascend_parallel"] = megatron

@@ -26,11 +26,12 @@ from ascend_parallel.overlap.region.mlp import Activate, ChunkedMlp, chunked_mlp
 from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import RegionKind
+from ascend_parallel.patches.megatron.check import checked_mlp
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import Output, StandIn
 from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
-from ascend_parallel.patches.megatron.region_verification import RegionCall
 from ascend_parallel.patches.tuned import overlapped
 
 log = logging.getLogger("ascend_parallel")
@@ -195,20 +196,11 @@ def region_call(
     regions: Regions,
     source: LazyRows | None = None,
     **options: Any,
-) -> RegionCall:
+) -> CheckedCall:
     """Return the call of an MLP in chunks; `source` and `options` as in `Regions.run_mlp`."""
-    return RegionCall(
-        layer=mlp,
-        path="region",
-        x=hidden,
-        weight=mlp.linear_fc2.weight,
-        patched=lambda begin: regions.run_mlp(mlp, original, hidden, cut, source, begin=begin, **options),
-        original=original,
-        settings=lambda: cut.settings,
-        sequence_parallel=mlp.linear_fc2.sequence_parallel,
-        cut=cut,
-        whole=original,
-    )
+    group = regions.megatron.group_of(mlp.linear_fc2)
+    run = functools.partial(regions.run_mlp, mlp, original, hidden, cut, source, **options)
+    return checked_mlp(mlp, original, hidden, cut, group, lambda begin: run(begin=begin))
 
 
 def _run_alone(mlp: Any, original: Function, hidden: torch.Tensor, cut: RegionCut, regions: Regions) -> Output:
