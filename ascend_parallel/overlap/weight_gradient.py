@@ -50,6 +50,8 @@ class GradientParts:
 class WeightGradient:
     """Returns the weight gradient to autograd; frameworks derive from this class to accumulate elsewhere."""
 
+    _begin: Begin | None = None  # of classes that derive from this without calling its constructor
+
     def __init__(self, begin: Begin | None = None) -> None:
         """`begin` observes the backward of a call that is checked; None for other calls."""
         self._begin = begin
