@@ -1,5 +1,6 @@
 """Overlapped replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
+seam       these and all other patches of Megatron-core, applied together
 layers     the two replacements, and which calls they cover
 uncovered  layers and calls that run the original
 region_patches, regions, layer_region, handover, region_checks  MLPs and transformer layers as regions

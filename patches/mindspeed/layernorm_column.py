@@ -21,6 +21,8 @@ from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import StandIn
+from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.patches.mindspeed import version_note
 
 MODULE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 NAMES = ("MindSpeedTELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear")
@@ -38,6 +40,9 @@ def patch_set(megatron: Megatron) -> PatchSet:
         reason="gathers under the matmul after MindSpeed's norm, reduces under the backward's matmuls",
     )
     return PatchSet("MindSpeed", None, [patch])
+
+
+ON_TOP = OnTop(MODULE, patch_set, version_note)
 
 
 def forward_with_norm(original: Function, megatron: Megatron) -> Function:
