@@ -107,7 +107,7 @@ def register_symm_mem() -> tuple[str, ...]:
     nothing. Call it on every rank before torch.compile runs. See docs/symm_mem.md.
     """
     # Imports torch's private library of these operators, which no other program needs.
-    from ascend_parallel.patches.symm_mem import register
+    from ascend_parallel.patches.symm_mem.registration import register
 
     return register()
 
@@ -117,7 +117,7 @@ def unregister_symm_mem() -> None:
 
     Programs that were compiled with the kernels have to be compiled again (``torch._dynamo.reset()``).
     """
-    from ascend_parallel.patches.symm_mem import unregister
+    from ascend_parallel.patches.symm_mem.registration import unregister
 
     unregister()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,24 +43,46 @@ _CHOICES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Choice]] = 
 log = logging.getLogger("ascend_parallel")
 
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def autocast_off(x: Input) -> AbstractContextManager[object]:
+    """Return a context without autocast on the device of x: autocast would treat mm and mm(out=) differently."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` without autocast, which would treat mm and mm(out=) differently; operands are cast before."""
+    """Run `function` in `autocast_off` of its first tensor; operands are cast before."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        for arg in args:
-            if isinstance(arg, (torch.Tensor, QuantisedRows)):
-                device = arg.device.type
-                break
-        if not torch.is_autocast_enabled(device):
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
+        with autocast_off(next(arg for arg in args if isinstance(arg, (torch.Tensor, QuantisedRows)))):
             return function(*args, **kwargs)
 
     return run
 
 
-@without_autocast
+class OperatorCall(NamedTuple):
+    """What an operator multiplies, and how.
+
+    x, w
+        The operands: x [..., K], w [K, N].
+    layout
+        The memory layout of w (ops/bits.py), the same on every rank.
+    comm_scales
+        The scales of an exchange in int8.
+    """
+
+    operator: str
+    x: Input
+    w: Weight
+    group: dist.ProcessGroup
+    settings: OperatorSettings
+    layout: str = ANY
+    comm_scales: CommScales | None = None
+
+
 def start_matmul_all_reduce(
     x: Input,
     w: Weight,
@@ -74,13 +97,16 @@ def start_matmul_all_reduce(
     `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
     int8, the ranks exchange int8: sums are rounded.
     """
-    x_m, w, choice = _prepare(ALL_REDUCE, x, w, group, settings, layout, comm_scales)
-    options = {} if comm_scales is None else {"comm_scales": comm_scales}
-    pending: Pending = _run(choice, x_m, w, group, **options)
+    with autocast_off(x):
+        x_m, right, choice = _prepare(OperatorCall(ALL_REDUCE, x, w, group, settings, layout, comm_scales))
+        kernel, options = kernel_of(choice), dict(choice.options)
+        if comm_scales is not None:
+            options["comm_scales"] = comm_scales
+        with in_timeline(choice, group):
+            pending: Pending = kernel(x_m, right, group, choice.sizes, **options)
     return pending
 
 
-@without_autocast
 def start_matmul_reduce_scatter(
     x: Input,
     w: Weight,
@@ -98,15 +124,18 @@ def start_matmul_reduce_scatter(
     `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
     order; gloo runs them at the same time, so only gloo needs `after`. `layout` as in `start_matmul_all_reduce`.
     """
-    x_m, right, choice = _prepare(REDUCE_SCATTER, x, w, group, settings, layout)
-    if after is not None and not on_gloo(group, x.device):
-        after = None
-    more = {} if addend is None else {"addend": addend}
-    pending: Pending = _run(choice, x_m, right, group, after, **more)
+    with autocast_off(x):
+        x_m, right, choice = _prepare(OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout))
+        if after is not None and not on_gloo(group, x.device):
+            after = None
+        kernel, options = kernel_of(choice), dict(choice.options)
+        if addend is not None:
+            options["addend"] = addend
+        with in_timeline(choice, group):
+            pending: Pending = kernel(x_m, right, group, choice.sizes, after, **options)
     return pending
 
 
-@without_autocast
 def run_all_gather_matmul(
     x_shard: Input,
     w: Weight,
@@ -126,9 +155,13 @@ def run_all_gather_matmul(
     unfinished, if its chunks have as many rows of a rank.
     """
     assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
-    x_m, right, choice = _prepare(ALL_GATHER, x_shard, w, group, settings, layout)
-    more = {"each": each, "leaves_rows": leaves_rows} if choice.kernel == "chunked" else {}
-    y_m, gathered_m = _run(choice, x_m, right, group, keep_gathered=keep_gathered, **more)
+    with autocast_off(x_shard):
+        x_m, right, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout))
+        kernel, options = kernel_of(choice), dict(choice.options)
+        if choice.kernel == "chunked":
+            options |= {"each": each, "leaves_rows": leaves_rows}
+        with in_timeline(choice, group):
+            y_m, gathered_m = kernel(x_m, right, group, choice.sizes, keep_gathered=keep_gathered, **options)
     return y_m, gathered_m
 
 
@@ -168,16 +201,18 @@ def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]
     return (shape[0] // ranks, *shape[1:-1], last)
 
 
-def _run(choice: Choice, x_m: Input, w: Weight, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-    """Call the chosen kernel, and record the call if a recorder is active."""
-    problem = choice.problem
-    kernel = getattr(KERNELS[choice.kernel], problem.operator)
-    options |= dict(choice.options)
+def kernel_of(choice: Choice) -> Callable[..., Any]:
+    """Return the function of the chosen kernel: ``kernel(x_m, w, group, sizes, ...)``."""
+    kernel: Callable[..., Any] = getattr(KERNELS[choice.kernel], choice.problem.operator)
+    return kernel
+
+
+def in_timeline(choice: Choice, group: dist.ProcessGroup) -> AbstractContextManager[object]:
+    """Return a context that records the call of the chosen kernel, if a recorder is active."""
     recorder = RECORDING.recorder
     if recorder is None:
-        return kernel(x_m, w, group, choice.sizes, *args, **options)
-    with recorder.call(recorded(choice), problem.device, group, fused=choice.kernel in FUSED):
-        return kernel(x_m, w, group, choice.sizes, *args, **options)
+        return _NOTHING
+    return recorder.call(recorded(choice), choice.problem.device, group, fused=choice.kernel in FUSED)
 
 
 def recorded(choice: Choice) -> dict[str, object]:
@@ -214,70 +249,49 @@ def choice_for(
     return keep_bits(choose(problem, settings), group, device, layout)
 
 
-def _new_choice(
-    operator: str,
-    x: Input,
-    w: Weight,
-    group: dist.ProcessGroup,
-    settings: OperatorSettings,
-    layout: str,
-    comm_scales: CommScales | None,
-) -> Choice:
+def _new_choice(call: OperatorCall) -> Choice:
     """Check the operands, and choose kernel and chunks."""
-    problem = problem_of(operator, x, w, group)
-    if comm_scales is not None:
+    problem = problem_of(call.operator, call.x, call.w, call.group)
+    if call.comm_scales is not None:
         problem = replace(problem, comm_quant=True)
-        comm_scales.check(operator, problem.n, problem.dtype, x.device)
-    choice = choice_for(problem, group, settings, x.device, layout)
+        call.comm_scales.check(call.operator, problem.n, problem.dtype, call.x.device)
+    choice = choice_for(problem, call.group, call.settings, call.x.device, call.layout)
     _log_once(choice)
     return choice
 
 
-def _choice_of_operands(
-    operator: str,
-    x: Input,
-    w: Weight,
-    group: dist.ProcessGroup,
-    settings: OperatorSettings,
-    layout: str,
-    comm_scales: CommScales | None,
-) -> Choice:
+def _choice_of_operands(call: OperatorCall) -> Choice:
     """Return `_new_choice`, kept for later calls with such operands: the checks and the choice depend on the key alone.
 
     The choices of int8 weights, and of fused kernels, which may open shared memory, are not kept here.
     """
+    operator, x, w, group, settings, layout, comm_scales = call
     if settings.fused or not isinstance(w, torch.Tensor) or comm_scales is not None:
-        return _new_choice(operator, x, w, group, settings, layout, comm_scales)
+        return _new_choice(call)
     kept = _CHOICES.get(group)
     if kept is None:
         kept = _CHOICES[group] = {}
     key = (operator, type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device, settings, layout)
     choice = kept.get(key)
     if choice is None:
-        choice = _new_choice(operator, x, w, group, settings, layout, None)
+        choice = _new_choice(call)
         if len(kept) == MOST_CHOICES:
             kept.clear()
         kept[key] = choice
     return choice
 
 
-def _prepare(
-    operator: str,
-    x: Input,
-    w: Weight,
-    group: dist.ProcessGroup,
-    settings: OperatorSettings,
-    layout: str,
-    comm_scales: CommScales | None = None,
-) -> tuple[Input, Weight, Choice]:
-    choice = _choice_of_operands(operator, x, w, group, settings, layout, comm_scales)
+def _prepare(call: OperatorCall) -> tuple[Input, Weight, Choice]:
+    """Return the operands as the chosen kernel takes them, and the choice."""
+    x, w, settings = call.x, call.w, call.settings
+    choice = _choice_of_operands(call)
     if isinstance(x, QuantisedRows):
         if choice.kernel == "npu":
             return x.rows(), w, choice
         x, w = compute(BESIDE, "dequantise", _dequantised, x, w)
     problem, x_m = choice.problem, rows_of(x)
     # An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
-    aligns = settings.matmul_soc_friendly and problem.device == "npu" and operator != ALL_GATHER
+    aligns = settings.matmul_soc_friendly and problem.device == "npu" and call.operator != ALL_GATHER
     if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice

@@ -233,20 +233,29 @@ def compute(kind: str, name: str, function: Callable[P, T], *args: P.args, **kwa
     return recorder.compute(kind, name, function, *args, **kwargs)
 
 
+@contextmanager
+def recorded_pass(ctx: Any, kind: str, direction: str, device: str) -> Iterator[None]:
+    """Record the context as a forward or backward of an autograd function; backward takes forward's layer name."""
+    recorder = RECORDING.recorder
+    if recorder is None:
+        yield
+        return
+    if direction == "forward" and recorder.modules:
+        ctx.recorded_as = recorder.modules[-1]
+    with recorder.layer(kind, direction, getattr(ctx, "recorded_as", ""), device):
+        yield
+
+
 def recorded_layer(kind: str, direction: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Record an autograd function's forward ``(ctx, x, ...)`` or backward; backward takes forward's layer name."""
+    """Run an autograd function's ``forward(ctx, x, ...)`` or ``backward(ctx, dy, ...)`` in `recorded_pass`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            recorder = RECORDING.recorder
-            if recorder is None:
+            if RECORDING.recorder is None:
                 return function(*args, **kwargs)
-            ctx: Any = args[0]
             x: Any = args[1]
-            if direction == "forward" and recorder.modules:
-                ctx.recorded_as = recorder.modules[-1]
-            with recorder.layer(kind, direction, getattr(ctx, "recorded_as", ""), x.device.type):
+            with recorded_pass(args[0], kind, direction, x.device.type):
                 return function(*args, **kwargs)
 
         return run

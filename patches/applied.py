@@ -11,16 +11,17 @@ from types import ModuleType
 
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.deepspeed import DEEPSPEED
-from ascend_parallel.patches.megatron_seam import MEGATRON
+from ascend_parallel.patches.megatron import seam as megatron_core
+from ascend_parallel.patches.mindspeed import layernorm_column
 from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
-from ascend_parallel.patches.symm_mem_seam import SYMM_MEM
+from ascend_parallel.patches.symm_mem.seam import SYMM_MEM
 from ascend_parallel.patches.torch_native import TORCH
 from ascend_parallel.patches.transformers import TRANSFORMERS
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM)
+SEAMS = (megatron_core.seam(layernorm_column.ON_TOP), TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 
 
 class BatchFirstWeightGradient(WeightGradient):
     """Gradients of weight and bias whose sums run over the rows in the order of [batch, sequence], as torch's does."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, begin: Begin | None = None) -> None:
         """Hold the size of the batch; rows come in the order of [sequence, batch]."""
+        super().__init__(begin)
         self._batch = batch
 
     def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:

@@ -1,19 +1,21 @@
-"""Compare a call of a patched layer with the framework's own forward and backward on the same input.
+"""Compare a call of a patched layer with the framework's own code on the same operands.
 
-The patched layer runs on the run's own operands. Its gradients are read from autograd's edges. A framework that keeps
-gradients elsewhere, or whose layers cannot run twice as they are, derives its own call, check and reference.
+The call runs on the run's own operands, and autograd's edges give its gradients. The framework's own code runs twice on
+aliases: beside the call's forward, and with its backward beside the call's backward, on the operands which that has.
+Nothing but the operands is held in between.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ascend_parallel.consistency import exchange
 from ascend_parallel.diagnostics.verify import (
@@ -30,161 +32,210 @@ from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import (
     LayerOperator,
     backward_settings,
-    cast_by_autocast,
     column_backward_settings,
     column_operators,
+    operand_dtype,
     row_operators,
 )
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import Begin
-from ascend_parallel.patches.reference import PlainReference, Reference
 from ascend_parallel.process_groups import describe
 from ascend_parallel.settings import Settings
 
+Tensors = Mapping[str, torch.Tensor]  # operands or results by name
 Gradient = tuple[torch.Tensor | None, float]  # the gradient (None: zeros), and the largest rounding error of main_grad
 Pair = tuple[torch.Tensor, torch.Tensor, float]  # actual, expected, and the largest rounding error of actual
+OperatorsRan = Callable[[str], str]  # a sentence about the operators of "forward" or "backward"
+
+
+class Gradients:
+    """Reads the gradients of a call; frameworks that keep gradients elsewhere derive from this class."""
+
+    def begin(self) -> None:
+        """Note what has to be known of the time before the backward, which starts now."""
+
+    def read(self, name: str, gradient: torch.Tensor | None) -> Gradient | str:
+        """Return an operand's gradient, for which autograd has got `gradient`; or why it cannot be known."""
+        return gradient, 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCall:
-    """A call of a patched layer.
+class CheckedCall:
+    """A call of a patched layer, or of a part of a region, beside the framework's own code.
 
     path
-        "column" or "row".
-    weight
-        The weight that the patched layer multiplies with.
-    patched
+        What the layer does, in words: "column, sequence parallel".
+    group
+        The ranks that call the layer alike.
+    operands
+        The tensors whose gradients are compared, by name; "input" is one of them.
+    run
         Runs the call; its argument observes the start of the backward.
+    results
+        Returns the call's outputs by name, from what `run` returned.
     original
-        Runs the framework's own forward on an alias of x.
-    settings
-        Returns the operators' settings; called after `patched`, when this needs no communication.
-    parameter
-        What the framework's own forward reads as the weight, None: `weight` itself.
-    sequence_parallel, reduces
-        Whether the layer gathers or scatters rows; whether the input gradient of a column layer is summed.
-    by
-        Whose the original is, in words.
+        Runs the framework's own code on aliases of `operands`; returns its outputs by the names of `results`.
+    operators
+        Returns what tells the operators of a pass in words. Called after `run`, when this needs no communication.
+    gradients
+        Reads the gradients.
+    backward_operands
+        Returns the operands that the backward has, from what `Begin` is called with; those not named are as they are
+        when the backward runs.
     """
 
     layer: Any
     path: str
-    x: torch.Tensor
-    weight: torch.Tensor
-    patched: Callable[[Begin | None], Any]
-    original: Callable[..., Any]
-    settings: Callable[[], Settings]
-    parameter: torch.Tensor | None = None
-    sequence_parallel: bool = False
-    reduces: bool = True
-    by: str = "the framework's own"
+    group: dist.ProcessGroup
+    operands: Tensors
+    run: Callable[[Begin | None], Any]
+    results: Callable[[Any], Tensors]
+    original: Callable[[Tensors], Tensors]
+    operators: Callable[[], OperatorsRan]
+    gradients: Gradients = field(default_factory=Gradients)
+    backward_operands: Callable[[torch.Tensor | None, torch.Tensor | None], Tensors] = lambda kept, weight: {}
 
     @property
     def graded(self) -> bool:
         """Whether a backward can follow."""
-        return torch.is_grad_enabled() and (self.x.requires_grad or self.weight.requires_grad)
+        return torch.is_grad_enabled() and any(operand.requires_grad for operand in self.operands.values())
 
-    @property
-    def communicates(self) -> Any:
-        """The layer whose group the call uses."""
-        return self.layer
 
-    def output(self, returned: Any) -> torch.Tensor:
-        """Return the layer's output from what its forward returned."""
-        output: torch.Tensor = returned
-        return output
+@dataclass(frozen=True)
+class CheckRules:
+    """How the calls of a framework's layers are compared.
 
-    def reference(self, rank: int) -> Reference:
-        """Return the original computation of this call; `rank`: this process's in the layer's group."""
-        parameter = self.weight if self.parameter is None else self.parameter
-        return PlainReference(self.x, parameter, lambda x: self.output(self.original(x)))
+    limit
+        The largest error, None: by the dtype.
+    by
+        Whose the original code is, in words.
+    beside_run
+        Returns a context in which the original code leaves no trace in the framework's state.
+    """
 
-    def check(self, group: dist.ProcessGroup, number: int, limit: float | None) -> Check:
-        """Return the check of this call, the layer's `number`-th."""
-        return Check(self, group, number, limit)
+    limit: float | None
+    by: str
+    beside_run: Callable[[], AbstractContextManager[None]]
 
 
 class Check:
     """The check of a call: of its forward and, if a backward follows, of its backward."""
 
-    def __init__(self, call: LayerCall, group: dist.ProcessGroup, number: int, limit: float | None) -> None:
-        """Prepare the check of `call`, the layer's `number`-th; `limit` is the largest error, None: by its dtype."""
-        self._layer, self._path, self._group, self._number = call.layer, call.path, group, number
-        self._sequence_parallel, self._reduces, self._by = call.sequence_parallel, call.reduces, call.by
-        self._weight: Any = call.weight  # frameworks attach attributes to it
-        self._shape, self._device = call.x.shape, call.x.device.type
-        self._graded, self._needs_dx = call.graded, call.x.requires_grad
-        self._dtype = cast_by_autocast(call.x.detach()).dtype
-        self._limit = default_limit(self._dtype) if limit is None else limit
+    def __init__(self, call: CheckedCall, number: int, rules: CheckRules) -> None:
+        """Prepare the check of `call`, the layer's `number`-th."""
+        x = call.operands["input"]
+        self._call: CheckedCall | None = call
+        self._group, self._path, self._number, self._rules = call.group, call.path, number, rules
+        self._graded, self._device, self._dtype = call.graded, x.device, operand_dtype(x)
+        self._autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        self._limit = default_limit(self._dtype) if rules.limit is None else rules.limit
+        shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in call.operands.items())
+        self._operands = f"{shapes}, {self._dtype}"
         self._record = LEDGER.record(call.layer)
-        self._settings: Settings | None = None
-        self._original: Reference | None = None
-        self._dy: torch.Tensor | None = None
-        self._saved: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        self._checked: list[str] = []
-        self._gradients: dict[str, Gradient | None] = {}
+        self._operators: OperatorsRan | None = None
+        self._backward_operands: Tensors = {}
+        self._output_gradients: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, Gradient | str] = {}
         LEDGER.rank = dist.get_rank()
 
-    def run(self, call: LayerCall) -> Any:
-        """Run the patched layer's forward; return what it returns."""
-        self._confirm_same_call()
-        return call.patched(self._begin if self._graded else None)
+    def run(self, call: CheckedCall) -> Any:
+        """Run the call; return what it returns."""
+        self._confirm_same_call(call)
+        return call.run(self._begin if self._graded else None)
 
-    def compare(self, call: LayerCall, returned: Any) -> None:
-        """Run the original's forward and compare its output with that of `run`, whose rows are finished by now."""
+    def compare(self, call: CheckedCall, returned: Any) -> None:
+        """Run the original code and compare its results with those of `run`, whose rows are finished by now."""
         with hide_from_selective_checkpoint(), torch.set_grad_enabled(self._graded):
-            self._compare(call, returned)
+            self._operators = call.operators()
+            results = call.results(returned)
+            with self._beside_run():
+                expected = {name: y.detach() for name, y in call.original(self._aliases(call)).items()}
+            self._judge("forward", {name: (y.detach(), expected[name], 0.0) for name, y in results.items()})
+            if self._graded:
+                self._hook(call, results)
 
-    def _compare(self, call: LayerCall, returned: Any) -> None:
-        """Compare the patched layer's output with the original's, and hook the backward."""
-        y = call.output(returned)
-        self._settings = call.settings()
-        original = call.reference(self._group.rank())
-        self._judge("forward", {"output": (y.detach(), original.forward(), 0.0)})
-        if self._graded:
-            self._original = original
+    def _hook(self, call: CheckedCall, results: Tensors) -> None:
+        """Have autograd give the gradients of results and operands to this check."""
+        for name, y in results.items():
             assert y.grad_fn is not None
-            y.grad_fn.register_prehook(self._keep_dy)
-            operands = {"weight": call.weight, "input": call.x}
-            self._checked = [name for name, operand in operands.items() if operand.requires_grad]
-            for name in self._checked:
-                node, index = gradient_source(y, operands[name], operands.values())
+            y.grad_fn.register_prehook(functools.partial(self._keep_output_gradient, name, y.output_nr))
+        for name, operand in call.operands.items():
+            if operand.requires_grad:
+                node, index = gradient_source(results.values(), operand, call.operands.values())
                 node.register_hook(functools.partial(self._keep_gradient, name, index))
 
     def _begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
-        """Keep the tensors from which the patched layer's backward starts."""
-        if self._original is not None:
-            self._saved = kept, weight
+        """Keep the operands from which the call's backward starts."""
+        if self._call is not None:
+            self._backward_operands = self._call.backward_operands(kept, weight)
+            self._call.gradients.begin()
+
+    def _keep_output_gradient(self, name: str, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep the gradient of a result."""
+        gradient = gradients[index]
+        if self._call is not None and gradient is not None:
+            self._output_gradients[name] = gradient.detach()
 
     def _keep_gradient(self, name: str, index: int, gradients: Sequence[torch.Tensor | None], _: object) -> None:
         """Keep a gradient before it is accumulated or sent, and compare when all gradients have arrived."""
-        if self._original is None or self._dy is None:  # a second backward of a retained graph
+        call = self._call
+        if call is None or not self._output_gradients:  # a second backward of a retained graph
             return
-        gradient = gradients[index]
-        self._gradients[name] = self._weight_gradient(gradient) if name == "weight" else (gradient, 0.0)
-        if len(self._gradients) == len(self._checked):
-            self._backward(self._original, self._dy)
+        self._gradients[name] = call.gradients.read(name, gradients[index])
+        if len(self._gradients) == sum(operand.requires_grad for operand in call.operands.values()):
+            self._compare_gradients(call)
 
-    def _backward(self, original: Reference, dy: torch.Tensor) -> None:
-        """Run the original's backward and compare its gradients with the patched layer's."""
-        expected = dict(zip(("input", "weight"), original.backward(dy, *self._saved), strict=True))
+    def _compare_gradients(self, call: CheckedCall) -> None:
+        """Run the original forward and backward, and compare its gradients with those of the call."""
+        aliases = self._aliases(call)
+        wanted = [alias for alias in aliases.values() if alias.requires_grad]
+        with torch.enable_grad(), self._beside_run():
+            results = call.original(aliases)
+            given = {results[name]: dy for name, dy in self._output_gradients.items() if results[name].requires_grad}
+            by_original = torch.autograd.grad(
+                list(given), wanted, list(given.values()), allow_unused=True, materialize_grads=True
+            )
+        gradients, self._gradients, self._output_gradients = self._gradients, {}, {}
+        self._call, self._backward_operands = None, {}
         pairs: dict[str, Pair] = {}
-        for name in self._checked:
-            by_patched, by_original = self._gradients[name], expected[name]
-            if by_patched is not None and by_original is not None:
-                gradient, rounding = by_patched
-                gradient = torch.zeros_like(by_original) if gradient is None else gradient
-                pairs[f"{name} gradient"] = (gradient, by_original, rounding)
+        for name, expected in zip((name for name in aliases if aliases[name].requires_grad), by_original, strict=True):
+            gradient = gradients[name]
+            if isinstance(gradient, str):
+                text = f"{self._record.layer}: the {name} gradient {gradient} and is not checked"
+                LEDGER.note(text, dist.get_rank())
+            else:
+                found, rounding = gradient
+                pairs[f"{name} gradient"] = (torch.zeros_like(expected) if found is None else found, expected, rounding)
         self._judge("backward", pairs)
-        self._original, self._dy = None, None
-        self._saved, self._gradients = (None, None), {}
 
-    def _confirm_same_call(self) -> None:
+    def _aliases(self, call: CheckedCall) -> dict[str, torch.Tensor]:
+        """Return aliases of the operands; in backward of those that the call's backward has."""
+        aliases = {name: self._backward_operands.get(name, x).detach() for name, x in call.operands.items()}
+        if self._graded:
+            for name, operand in call.operands.items():
+                aliases[name].requires_grad_(operand.requires_grad)
+        return aliases
+
+    @contextmanager
+    def _beside_run(self) -> Iterator[None]:
+        """Run the original code as the call ran, hidden from the run: its random states, hooks and autocast's cache."""
+        device = self._device
+        enabled, dtype = self._autocast
+        devices = [] if device.type == "cpu" else [device.index]
+        with (
+            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            torch.autocast(device.type, dtype, enabled, cache_enabled=False),
+            saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+            self._rules.beside_run(),
+        ):
+            yield
+
+    def _confirm_same_call(self, call: CheckedCall) -> None:
         """Raise `VerificationError` unless every rank of the group has come to the check of the same call."""
-        graded = f"gradients of input {self._needs_dx}, of weight {self._weight.requires_grad}"
-        mine = f"call {self._number} of a {self._record.kind}: {self._operands()}; "
-        mine += graded if self._graded else "no gradients"
+        graded = ", ".join(f"of {name} {operand.requires_grad}" for name, operand in call.operands.items())
+        mine = f"call {self._number} of a {self._record.kind}: {self._operands}; "
+        mine += f"gradients {graded}" if self._graded else "no gradients"
         calls_by_rank = exchange(
             self._group,
             f"the check of call {self._number} of {self._record.layer}",
@@ -197,15 +248,6 @@ class Check:
                 f"ranks of {describe(self._group)} came to the checks of different calls ({what}): a layer has to be "
                 "called alike on every rank of its group"
             )
-
-    def _keep_dy(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep the output's gradient."""
-        if self._original is not None and gradients[0] is not None:
-            self._dy = gradients[0].detach()
-
-    def _weight_gradient(self, dw: torch.Tensor | None) -> Gradient | None:
-        """Return the patched layer's weight gradient; None if it cannot be known."""
-        return dw, 0.0
 
     def _judge(self, direction: str, pairs: dict[str, Pair]) -> None:
         """Compare the pairs; raise on every rank if a rank has an error over the limit."""
@@ -227,60 +269,103 @@ class Check:
 
     def _failure(self, direction: str, quantity: str, pair: Pair, apart: Difference) -> str:
         actual, expected, _ = pair
+        by = self._rules.by
         if actual.shape == expected.shape:
             place, value, original = worst_place(actual, expected)
             wrong = (
                 f"its error is {apart.error:.2e} of the largest magnitude {apart.scale:.3g}, more than {self._limit:g} "
-                f"(verify_limit); worst at {place} of {list(actual.shape)}: {value:.6g}, by {self._by} "
-                f"{original:.6g}"
+                f"(verify_limit); worst at {place} of {list(actual.shape)}: {value:.6g}, by {by} {original:.6g}"
             )
         else:
-            wrong = f"its shape is {list(actual.shape)}, by {self._by} {list(expected.shape)}"
+            wrong = f"its shape is {list(actual.shape)}, by {by} {list(expected.shape)}"
+        assert self._operators is not None
         return (
-            f"{self._record.layer} ({self._record.kind}, {self._where()}): the {quantity} of call "
+            f"{self._record.layer} ({self._record.kind}, {self._path}): the {quantity} of call "
             f"{self._number} is wrong on rank {dist.get_rank()} of {describe(self._group)}: {wrong}. Called with "
-            f"{self._operands()}. {self._operators(direction)}"
+            f"{self._operands}. {self._operators(direction)}"
         )
 
-    def _where(self) -> str:
-        return f"{self._path}, sequence parallel" if self._sequence_parallel else self._path
 
-    def _operands(self) -> str:
-        return f"input {list(self._shape)}, weight {list(self._weight.shape)}, {self._dtype}"
+@dataclass(frozen=True, kw_only=True)
+class LinearOperators:
+    """The operators that a call of a linear layer ran, in words; x and the weight as the layer was called with.
 
-    def _operators(self, direction: str) -> str:
+    kind
+        "column" or "row".
+    reduces
+        Whether the input gradient of a column layer is summed.
+    """
+
+    layer: Any
+    kind: str
+    x: torch.Tensor
+    weight: torch.Tensor
+    group: dist.ProcessGroup
+    settings: Settings
+    dtype: torch.dtype
+    sequence_parallel: bool = False
+    reduces: bool = True
+
+    def __call__(self, direction: str) -> str:
         """Return a sentence with the kernels and chunks of the pass's operators."""
-        column, sequence_parallel, settings = self._path == "column", self._sequence_parallel, self._settings
-        assert settings is not None
-        (n, k), m = self._weight.shape, self._shape[:-1].numel()
-        operators = (column_operators if column else row_operators)(m, k, n, self._group.size(), sequence_parallel)
+        column, settings = self.kind == "column", self.settings
+        (n, k), m = self.weight.shape, self.x.shape[:-1].numel()
+        layer_operators = column_operators if column else row_operators
+        operators = layer_operators(m, k, n, self.group.size(), self.sequence_parallel)
         if direction == "backward":
             settings = column_backward_settings(settings) if column else backward_settings(settings)
-            unreduced = column and not sequence_parallel and not self._reduces
-            operators = operators if self._needs_dx and not unreduced else []
+            unreduced = column and not self.sequence_parallel and not self.reduces
+            operators = operators if self.x.requires_grad and not unreduced else []
         texts = [self._operator(operator, settings) for operator in operators if operator.run == direction]
         return f"Its {direction} ran {', '.join(texts) or 'no operator'}"
 
     def _operator(self, operator: LayerOperator, settings: Settings) -> str:
         m, k, n = operator.m, operator.k, operator.n
-        problem = Problem(operator.operator, m, k, n, self._dtype, self._device, self._group.size())
-        int8 = int8_weight(self._layer)
+        problem = Problem(operator.operator, m, k, n, self.dtype, self.x.device.type, self.group.size())
+        int8 = int8_weight(self.layer)
         if int8 is not None and operator.operator == ALL_REDUCE:
             problem = with_scales(problem, int8)
         # The operator has run, so its choice is cached and needs no communication.
-        choice = choice_for(problem, self._group, settings, self._weight.device, operator.layout)
+        choice = choice_for(problem, self.group, settings, self.weight.device, operator.layout)
         return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
 
 
-def gradient_source(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.Tensor]) -> tuple[Any, int]:
+def linear_path(kind: str, sequence_parallel: bool) -> str:
+    """Return the path of a call of a linear layer, in words."""
+    return f"{kind}, sequence parallel" if sequence_parallel else kind
+
+
+def linear_operands(
+    shape: torch.Size, rank: int, kept: torch.Tensor | None, weight: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the operands that a linear layer's backward has: its input has `shape`, and `rank` is this rank's number.
+
+    `kept` and `weight` are what backward starts with (`Begin`). A saved-tensor hook may have given other tensors than
+    those of forward, and the weight's data may have been replaced. `kept` is the input, the rows that were gathered
+    from all ranks, or this rank's features of it.
+    """
+    operands = {} if weight is None else {"weight": weight}
+    if kept is None:
+        return operands
+    if kept.numel() < shape.numel():  # the other features are not read
+        whole = kept.new_zeros(shape)
+        whole[..., rank * kept.shape[-1] : (rank + 1) * kept.shape[-1]] = kept
+        return operands | {"input": whole}
+    own = rank if kept.numel() > shape.numel() else 0
+    return operands | {"input": kept.reshape(-1, *shape)[own]}
+
+
+def gradient_source(
+    results: Iterable[torch.Tensor], x: torch.Tensor, operands: Iterable[torch.Tensor]
+) -> tuple[Any, int]:
     """Return the graph node that computes the gradient of x, and the index of this gradient among its outputs.
 
-    Searches from y; does not search behind `operands`. Hooking an alias of x would be simpler, but the layer would then
-    save the alias, and hooks and swaps of ``x.data`` would act differently from a run without the check.
+    Searches from `results`; does not search behind `operands`. Hooking an alias of x would be simpler, but the layer
+    would then save the alias, and hooks and swaps of ``x.data`` would act differently from a run without the check.
     """
     target = get_gradient_edge(x)
     seen = {get_gradient_edge(operand).node for operand in operands if operand.requires_grad}
-    pending: list[Any] = [y.grad_fn]
+    pending: list[Any] = [y.grad_fn for y in results]
     while pending:
         node = pending.pop()
         for index, (next_node, output_nr) in enumerate(node.next_functions):
@@ -289,4 +374,4 @@ def gradient_source(y: torch.Tensor, x: torch.Tensor, operands: Iterable[torch.T
             if next_node is not None and next_node not in seen:
                 seen.add(next_node)
                 pending.append(next_node)
-    raise AssertionError("the layer's output does not depend on its input")
+    raise AssertionError("the call's results do not depend on this operand")

@@ -6,6 +6,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -33,7 +34,12 @@ class Framework(ABC):
 
     A replaced forward asks `uncovered` whether the original must run, and otherwise `prepare` for the settings of the
     call. `settings.enabled` of these is false where the original is as fast.
+
+    by
+        Whose the original layers are, in words.
     """
+
+    by = "the framework's own"
 
     def __init__(self, settings: Settings) -> None:
         """Hold the settings of all patched layers."""
@@ -41,7 +47,7 @@ class Framework(ABC):
         self._agreement = SettingsAgreement(lambda: {**settings.shared(), **self.compared()})
         self._tuner = tuner_of(settings)
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
-        self.verifier = Verifier(settings, self.group_of, self.confirm) if settings.verify_every else None
+        self.verifier = Verifier(settings, self.confirm, self.by, self.beside_run) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
         self._logged: set[str] = set()
         self._announced = False
@@ -69,6 +75,10 @@ class Framework(ABC):
     @abstractmethod
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` for features that exclude overlap."""
+
+    def beside_run(self) -> AbstractContextManager[None]:
+        """Return a context in which an original layer leaves no trace in the framework's state."""
+        return nullcontext()
 
     def with_options(self, layer: Any, settings: Settings) -> Settings:
         """Return the settings of a call with those that the framework's own configuration of `layer` asks for."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
-from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.choices import cast_by_autocast, operand_dtype
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
-from ascend_parallel.patches.check import LayerCall
+from ascend_parallel.patches.check import CheckedCall, LinearOperators, linear_operands, linear_path
 from ascend_parallel.patches.framework import Framework
 
 # Rows of a call without gradients below which the original runs: one token of a generation has nothing to cut.
@@ -62,27 +65,13 @@ class LinearCall:
 
 def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
     """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks."""
-    found: torch.Tensor = framework.timed(call.layer, call.x, lambda: _checked(framework, call))
-    return found
-
-
-def _checked(framework: Framework, call: LinearCall) -> torch.Tensor:
-    if framework.verifier is None:
-        return _run(framework, call)
-    checked: torch.Tensor = framework.verifier.run(
-        LayerCall(
-            layer=call.layer,
-            path=call.kind,
-            x=call.x,
-            weight=call.weight,
-            parameter=call.parameter,
-            sequence_parallel=call.sequence_dim is not None,
-            patched=lambda _: _run(framework, call),
-            original=call.original,
-            settings=lambda: framework.settings_for(call.layer, call.kind, call.x, call.weight, **call.options),
-        )
-    )
-    return checked
+    if (verifier := framework.verifier) is not None:
+        y: torch.Tensor = framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
+    elif framework.region_choice.undecided:
+        y = framework.timed(call.layer, call.x, lambda: _run(framework, call))
+    else:
+        y = _run(framework, call)
+    return y
 
 
 def too_few_rows(call: LinearCall) -> bool:
@@ -91,7 +80,56 @@ def too_few_rows(call: LinearCall) -> bool:
     return not graded and call.x.shape[:-1].numel() < LEAST_ROWS
 
 
-def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
+def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
+    """Return the call beside the framework's own forward."""
+    group, sequence_parallel = framework.group_of(call.layer), call.sequence_dim is not None
+    return CheckedCall(
+        layer=call.layer,
+        path=linear_path(call.kind, sequence_parallel),
+        group=group,
+        operands={"input": call.x, "weight": call.weight},
+        run=lambda begin: _run(framework, call, begin),
+        results=lambda y: {"output": y},
+        original=lambda operands: {"output": _by_framework(call, operands["input"], operands["weight"])},
+        operators=lambda: LinearOperators(
+            layer=call.layer,
+            kind=call.kind,
+            x=call.x,
+            weight=call.weight,
+            group=group,
+            settings=framework.settings_for(call.layer, call.kind, call.x, call.weight, **call.options),
+            dtype=operand_dtype(call.x),
+            sequence_parallel=sequence_parallel,
+        ),
+        backward_operands=functools.partial(_backward_operands, call, group.rank()),
+    )
+
+
+def _by_framework(call: LinearCall, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the output of the framework's own forward on x and the local weight."""
+    parameter = call.parameter
+    if isinstance(parameter, DTensor):
+        weight = DTensor.from_local(weight, parameter.device_mesh, parameter.placements, run_check=False)
+    held: dict[str, Any] = call.layer._parameters if "weight" in call.layer._parameters else vars(call.layer)
+    before, held["weight"] = held["weight"], weight
+    try:
+        return call.original(x)
+    finally:
+        held["weight"] = before
+
+
+def _backward_operands(
+    call: LinearCall, rank: int, kept: torch.Tensor | None, weight: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the operands that the backward of `call` has, from what it starts with."""
+    if call.sequence_dim != 1:
+        return linear_operands(call.x.shape, rank, kept, weight)
+    operands = linear_operands(call.x.transpose(0, 1).shape, rank, kept, weight)
+    return {name: x.transpose(0, 1) if name == "input" else x for name, x in operands.items()}
+
+
+def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> torch.Tensor:
+    """Run the call; a check observes the start of its backward."""
     group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
     if not settings.enabled:
         return call.original(call.x)
@@ -100,8 +138,7 @@ def _run(framework: Framework, call: LinearCall) -> torch.Tensor:
     x, batch_first = call.x, call.sequence_dim == 1 and call.x.shape[0] > 1
     if call.sequence_dim is not None:
         options["sequence_parallel"] = True
-    if batch_first:
-        options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0])
+    options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0], begin) if batch_first else WeightGradient(begin)
     if call.sequence_dim == 1:
         x = swapped(x)
     if call.kind == "column":

@@ -2,8 +2,8 @@
 
 A pass is one forward through the layers, and its backward: the time from the first layer's entry to the last layer's
 exit, and from the gradient of the last layer's output, or the first recomputed layer, to the end of backward. What lies
-between (loss, optimizer, data, other pipeline stages) is not timed. The way changes only where no forward waits for its backward, so
-that a recomputed forward runs as the first one did, and a pipeline's micro-batches of one step all run alike.
+between (loss, optimizer, data, other pipeline stages) is not timed. The way changes only where no forward waits for its
+backward, so that a recomputed forward runs as the first one did, and a pipeline's micro-batches of one step run alike.
 
 Every decision follows from the calls of the layers, which are the same on all ranks of a tensor-parallel group, and
 from figures that all of them have.

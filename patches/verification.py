@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.verify import LEDGER
-from ascend_parallel.patches.check import LayerCall
+from ascend_parallel.patches.check import Check, CheckedCall, CheckRules
 from ascend_parallel.settings import Settings
 
 
@@ -29,25 +30,26 @@ class Verifier:
     def __init__(
         self,
         settings: Settings,
-        group_of: Callable[[Any], dist.ProcessGroup],
         confirm: Callable[[dist.ProcessGroup], Callable[[], None]],
+        by: str,
+        beside_run: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Count from zero; `settings` has the interval and the error limit.
 
-        ``group_of(layer)`` returns a layer's group; ``confirm(group)()`` compares the settings of the group's ranks.
+        ``confirm(group)()`` compares the settings of the group's ranks; `by` and `beside_run` as in `CheckRules`.
         """
-        self._every, self._limit = settings.verify_every, settings.verify_limit
-        self._group_of, self._confirm = group_of, confirm
+        self._every, self._confirm = settings.verify_every, confirm
+        self._rules = CheckRules(settings.verify_limit, by, beside_run)
         self._calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
-    def run(self, call: LayerCall) -> Any:
+    def run(self, call: CheckedCall) -> Any:
         """Run the call; if its check is due, also run the original and compare."""
         returned, compare = self.start(call)
         if compare is not None:
             compare()
         return returned
 
-    def start(self, call: LayerCall) -> tuple[Any, Callable[[], None] | None]:
+    def start(self, call: CheckedCall) -> tuple[Any, Callable[[], None] | None]:
         """Run the call; return also what runs the original and compares, or None if the check of this call is not due.
 
         A call may return rows that are not finished: compare once they are.
@@ -61,13 +63,12 @@ class Verifier:
         graded = call.graded
         if calls.left[graded]:
             calls.left[graded] -= 1
-            return call.patched(None), None
-        if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return call.run(None), None
+        if call.operands["input"].is_cuda and torch.cuda.is_current_stream_capturing():
             self.note("calls captured in a CUDA graph are not checked")
-            return call.patched(None), None
-        group = self._group_of(call.communicates)
-        self._confirm(group)()
-        check = call.check(group, calls.total, self._limit)
+            return call.run(None), None
+        self._confirm(call.group)()
+        check = Check(call, calls.total, self._rules)
         returned = check.run(call)
 
         def compare() -> None:

@@ -30,14 +30,7 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as slow all but `count` parameter sets, evenly spread, of each test that is marked ``sample(count)``.
-
-    Skip the tests of regions in Megatron-core's layers where these are not supported.
-    """
-    if megatron_version() >= [0, 17, 0]:
-        for item in items:
-            if item.path.parent.name == "patches" and item.path.name.startswith("test_region"):
-                item.add_marker(pytest.mark.skip(reason="regions are for megatron-core 0.10 to 0.16"))
+    """Mark as slow all but `count` parameter sets, evenly spread, of each test that is marked ``sample(count)``."""
     for _, sets in itertools.groupby(items, key=lambda item: (item.path, getattr(item, "originalname", item.name))):
         sets = list(sets)
         mark = sets[0].get_closest_marker("sample")

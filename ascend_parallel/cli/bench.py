@@ -13,7 +13,7 @@ import typer
 
 from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.text import shown, whole
-from ascend_parallel.tuning.bench.results import Row, plot, regions_in_words, rows_of, show
+from ascend_parallel.tuning.bench.results import Row, plot, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
@@ -170,8 +170,6 @@ def tune(
     show(rows, _conditions(request, measured), console(WIDTH), kept=True)
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
-    if text := regions_in_words(rows):
-        typer.echo(text)
 
 
 def _request(

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.operators import (
@@ -30,13 +29,12 @@ from ascend_parallel.ops.operators import (
     shaped,
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
-    without_autocast,
 )
 from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.quantised_rows import quantise_rows
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_layer
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.overlap.choices import backward_settings, cast_by_autocast, column_backward_settings
-from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
+from ascend_parallel.overlap.layer import in_forward, layer_backward
 from ascend_parallel.settings import Settings
 
 
@@ -95,21 +93,17 @@ def int8_row_linear(
 
 class _Int8Column(torch.autograd.Function):
     @staticmethod
-    @hidden_from_selective_checkpoint
-    @recorded_layer("column", "forward")
-    @without_autocast
     def forward(
         ctx: Any, x: torch.Tensor, weight: QuantisedWeight, group: dist.ProcessGroup, settings: Settings, grain: str
     ) -> torch.Tensor:
         _save(ctx, x, weight, group, settings)
-        rows = compute(BESIDE, "quantise", quantise_rows, x, grain)
-        y_m, _ = run_all_gather_matmul(rows, weight, group, settings, keep_gathered=False)
-        return shaped(y_m, gathered_shape(x.shape, group.size(), weight.shape[1]))
+        with in_forward(ctx, "column", x):
+            rows = compute(BESIDE, "quantise", quantise_rows, x, grain)
+            y_m, _ = run_all_gather_matmul(rows, weight, group, settings, keep_gathered=False)
+            return shaped(y_m, gathered_shape(x.shape, group.size(), weight.shape[1]))
 
     @staticmethod
-    @once_differentiable
-    @recorded_layer("column", "backward")
-    @without_autocast
+    @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         settings = column_backward_settings(ctx.settings)
         dx_m = start_matmul_reduce_scatter(dy.to(ctx.x_dtype), _transposed(ctx), ctx.group, settings).wait()
@@ -118,9 +112,6 @@ class _Int8Column(torch.autograd.Function):
 
 class _Int8Row(torch.autograd.Function):
     @staticmethod
-    @hidden_from_selective_checkpoint
-    @recorded_layer("row", "forward")
-    @without_autocast
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -133,17 +124,16 @@ class _Int8Row(torch.autograd.Function):
     ) -> torch.Tensor:
         _save(ctx, x, weight, group, settings)
         ctx.sequence_parallel = sequence_parallel
-        rows = compute(BESIDE, "quantise", quantise_rows, x, grain)
-        if not sequence_parallel:
-            y_m = start_matmul_all_reduce(rows, weight, group, settings, comm_scales=comm_scales).wait()
-            return shaped(y_m, (*x.shape[:-1], weight.shape[1]))
-        y_m = start_matmul_reduce_scatter(rows, weight, group, settings).wait()
-        return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[1]))
+        with in_forward(ctx, "row", x):
+            rows = compute(BESIDE, "quantise", quantise_rows, x, grain)
+            if not sequence_parallel:
+                y_m = start_matmul_all_reduce(rows, weight, group, settings, comm_scales=comm_scales).wait()
+                return shaped(y_m, (*x.shape[:-1], weight.shape[1]))
+            y_m = start_matmul_reduce_scatter(rows, weight, group, settings).wait()
+            return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[1]))
 
     @staticmethod
-    @once_differentiable
-    @recorded_layer("row", "backward")
-    @without_autocast
+    @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         dy, w_t, settings = dy.to(ctx.x_dtype), _transposed(ctx), backward_settings(ctx.settings)
         if ctx.sequence_parallel:

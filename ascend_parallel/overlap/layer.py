@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,17 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.ops.operators import without_autocast
+from ascend_parallel.ops.operators import autocast_off, without_autocast
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.record import RECORDING, recorded_layer
+from ascend_parallel.ops.record import RECORDING, recorded_layer, recorded_pass
 from ascend_parallel.ops.unfinished import unfinished
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
-from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
 
 Pass = Callable[..., Any]
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +66,21 @@ class Layer:
             self.before_communicating()
 
 
-def layer_forward(kind: str) -> Callable[[Pass], Pass]:
-    """Run an autograd function's ``forward(ctx, x, ...)`` recorded, without autocast and selective checkpoints.
+def in_forward(ctx: Any, kind: str, x: torch.Tensor) -> AbstractContextManager[object]:
+    """Return the context of an autograd function's forward: recorded, without autocast and selective checkpoints.
 
-    Operands are cast before. In the usual case, none of the three is active, and forward runs at once.
+    Operands are cast before. In the usual case, none of the three is active, and the context does nothing.
     """
+    active = RECORDING.recorder is not None or torch._C._len_torch_dispatch_stack()
+    if active or torch.is_autocast_enabled(x.device.type):
+        return _guarded_forward(ctx, kind, x)
+    return _NOTHING
 
-    def decorate(forward: Pass) -> Pass:
-        guarded = hidden_from_selective_checkpoint(recorded_layer(kind, "forward")(without_autocast(forward)))
 
-        @functools.wraps(forward)
-        def run(ctx: Any, x: torch.Tensor, *args: Any) -> Any:
-            active = RECORDING.recorder is not None or torch._C._len_torch_dispatch_stack()
-            if active or torch.is_autocast_enabled(x.device.type):
-                return guarded(ctx, x, *args)
-            return forward(ctx, x, *args)
-
-        return run
-
-    return decorate
+@contextmanager
+def _guarded_forward(ctx: Any, kind: str, x: torch.Tensor) -> Iterator[None]:
+    with hide_from_selective_checkpoint(), recorded_pass(ctx, kind, "forward", x.device.type), autocast_off(x):
+        yield
 
 
 def layer_backward(kind: str) -> Callable[[Pass], Pass]:

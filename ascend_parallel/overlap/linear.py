@@ -1,16 +1,8 @@
-"""Tensor-parallel linear layers: two autograd functions over the three operators.
+"""Tensor-parallel linear layers: two autograd functions, `ColumnLinear` and `RowLinear`, over the three operators.
 
-w [N, K] as in torch.nn.functional.linear; w_shard_n [N / R, K], w_shard_k [N, K / R]. The second line of each layer
-is with sequence parallelism:
-
-column  y_shard_n = x @ w_shard_n.t()                          dx = all_reduce(dy_shard_n @ w_shard_n)
-        y_shard_n = all_gather(x_shard_m) @ w_shard_n.t()      dx_shard_m = reduce_scatter(dy_shard_n @ w_shard_n)
-row     y = all_reduce(x_shard_k @ w_shard_k.t())              dx_shard_k = dy @ w_shard_k
-        y_shard_m = reduce_scatter(x_shard_k @ w_shard_k.t())  dx_shard_k = all_gather(dy_shard_m) @ w_shard_k
-
-Every matmul next to a collective overlaps with it, in forward and backward. The weight gradient runs under the rest of
-the input gradient's communication. It is not cut, since chunks would change the order of its sum over rows, and its
-bits; `split_weight_gradient` cuts that of the row layer with sequence parallelism.
+A call goes from `row_linear` or `run_row` through `RowLinear.forward` and `_row_forward` to an operator of
+ops/operators.py, which calls the chosen kernel; nothing stands in between but torch's `apply`. A `forward_wrapper`, of
+recompute and regions, is called in `RowLinear.forward`. A column layer goes the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +29,7 @@ from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.overlap.choices import cast_by_autocast, region_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.layer import Layer, layer_backward, layer_forward
+from ascend_parallel.overlap.layer import Layer, in_forward, layer_backward
 from ascend_parallel.overlap.sequence_backward import (
     column_sequence_backward,
     row_sequence_backward,
@@ -94,7 +86,7 @@ def run_column(
     """Run `column_linear` with the options of `layer`."""
     if torch.is_autocast_enabled(x.device.type):
         x, weight_shard_n = cast_by_autocast(x), cast_by_autocast(weight_shard_n)
-    y: torch.Tensor = _ColumnLinear.apply(x, weight_shard_n, bias_shard_n, layer)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = ColumnLinear.apply(x, weight_shard_n, bias_shard_n, layer)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -138,24 +130,47 @@ def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: Layer) -> to
         x_shard_k = cast_by_autocast(x_shard_k)
         if isinstance(weight_shard_k, torch.Tensor):
             weight_shard_k = cast_by_autocast(weight_shard_k)
-    y: torch.Tensor = _RowLinear.apply(x_shard_k, weight_shard_k, layer)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = RowLinear.apply(x_shard_k, weight_shard_k, layer)  # type: ignore[no-untyped-call]
     return y
 
 
-class _ColumnLinear(torch.autograd.Function):
+class ColumnLinear(torch.autograd.Function):
+    """A linear layer whose weight w [N, K] is cut along N: each rank has w_shard_n [N / R, K].
+
+    y_shard_n  = x @ w_shard_n.t()                       [..., N / R]  x [..., K], the same on every rank
+    dx         = all_reduce(dy_shard_n @ w_shard_n)      [..., K]
+    dw_shard_n = dy_shard_n.t() @ x                      [N / R, K]
+
+    with sequence parallelism:
+
+    y_shard_n  = all_gather(x_shard_m) @ w_shard_n.t()   [S, ..., N / R]  x_shard_m [S / R, ..., K]
+    dx_shard_m = reduce_scatter(dy_shard_n @ w_shard_n)  [S / R, ..., K]
+    dw_shard_n = dy_shard_n.t() @ all_gather(x_shard_m)  [N / R, K]
+
+    Each rank's outputs depend on all inputs, so forward needs whole rows, and each rank has a part of the sum dx.
+    Every matmul next to a collective overlaps with it. dw runs under the rest of the communication of dx; it is not
+    cut, since chunks would change the order of its sum over rows, and its bits. Backward gathers x_shard_m again,
+    unless `recompute_all_gather` is off: the gathered rows are R times as large.
+    """
+
     @staticmethod
-    @layer_forward("column")
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
     ) -> torch.Tensor:
+        """Return y_shard_n with the bias added."""
         keep = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
-        y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
+        with in_forward(ctx, "column", x):
+            if layer.forward_wrapper is run_directly:
+                y, gathered_m = _column_forward(x, weight, bias, layer, keep)
+            else:
+                y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
         _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
         return y
 
     @staticmethod
     @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of x, weight and bias."""
         layer: Layer = ctx.layer.in_column_backward
         kept, weight = ctx.saved_tensors
         layer.weight_gradient.begin(kept, weight)
@@ -178,17 +193,39 @@ class _ColumnLinear(torch.autograd.Function):
         return dx, placeholder if postponed else dw, db, None
 
 
-class _RowLinear(torch.autograd.Function):
+class RowLinear(torch.autograd.Function):
+    """A linear layer whose weight w [N, K] is cut along K: each rank has w_shard_k [N, K / R], and x_shard_k.
+
+    y          = all_reduce(x_shard_k @ w_shard_k.t())      [..., N], the same on every rank  x_shard_k [..., K / R]
+    dx_shard_k = dy @ w_shard_k                             [..., K / R]
+    dw_shard_k = dy.t() @ x_shard_k                         [N, K / R]
+
+    with sequence parallelism:
+
+    y_shard_m  = reduce_scatter(x_shard_k @ w_shard_k.t())  [S / R, ..., N]
+    dx_shard_k = all_gather(dy_shard_m) @ w_shard_k         [S, ..., K / R]
+    dw_shard_k = all_gather(dy_shard_m).t() @ x_shard_k     [N, K / R]
+
+    Each rank's product is a part of the sum y. The bias is added to the sum, once, by the caller. Every matmul next to
+    a collective overlaps with it. dw runs after the gather; only `split_weight_gradient` cuts it along the rows, which
+    changes the order of its sum, and its bits.
+    """
+
     @staticmethod
-    @layer_forward("row")
     def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
-        y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
+        """Return y, or y_shard_m."""
+        with in_forward(ctx, "row", x):
+            if layer.forward_wrapper is run_directly:
+                y = _row_forward(x, weight, layer)
+            else:
+                y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         return y
 
     @staticmethod
     @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of x and weight."""
         layer: Layer = ctx.layer.in_row_backward
         x, weight, *scales = ctx.saved_tensors
         dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR

@@ -22,7 +22,7 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.overlap.choices import cast_by_autocast
-from ascend_parallel.overlap.layer import Layer, layer_backward, layer_forward
+from ascend_parallel.overlap.layer import Layer, in_forward, layer_backward
 from ascend_parallel.overlap.sequence_backward import weight_gradient_of
 
 
@@ -41,18 +41,18 @@ def shared_column_linear(
 
 class _SharedColumnLinear(torch.autograd.Function):
     @staticmethod
-    @layer_forward("column")
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer.about_to_communicate()
-        group = layer.group
-        y_m, x_m = run_all_gather_matmul(x, weight.t(), group, layer.settings, layout=TRANSPOSED)
-        assert x_m is not None
-        y = shaped(y_m, gathered_shape(x.shape, group.size(), weight.shape[0]))
-        if bias is not None:
-            y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
-        gathered = shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
+        with in_forward(ctx, "column", x):
+            layer.about_to_communicate()
+            group = layer.group
+            y_m, x_m = run_all_gather_matmul(x, weight.t(), group, layer.settings, layout=TRANSPOSED)
+            assert x_m is not None
+            y = shaped(y_m, gathered_shape(x.shape, group.size(), weight.shape[0]))
+            if bias is not None:
+                y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
+            gathered = shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
         input_grad, weight_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(gathered if weight_grad else None, weight if input_grad else None)
         ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype

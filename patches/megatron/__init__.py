@@ -1,9 +1,10 @@
 """Overlapped replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
+seam       these and all other patches of Megatron-core, applied together
 layers     the two replacements, and which calls they cover
 uncovered  layers and calls that run the original
 region_patches, regions, layer_region, handover, region_checks  MLPs and transformer layers as regions
-check, original, region_verification, tail_verification  checks inside a run
+check, original  checks inside a run, beside Megatron-core's own code
 wgrad      Megatron's weight gradient accumulation
 conflicts  features that exclude overlap, and replaced functions of Megatron
 built_classes  other classes that a program builds in place of Megatron's

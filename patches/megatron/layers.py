@@ -1,7 +1,7 @@
 """The replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
 If a replacement does not cover the layer or the call, the original runs, and rank 0 logs the reason once. Otherwise the
-replacement repeats the original's steps, with `column_linear` or `row_linear` in place of matmul and collective.
+replacement repeats the original's steps, with `run_column` or `run_row` in place of matmul and collective.
 Written against megatron-core 0.10 to 0.19; the methods of `Megatron` hide the differences between versions.
 """
 
@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.overlap.choices import operand_dtype
-from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
-from ascend_parallel.patches.megatron.check import MegatronCall
+from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
-from ascend_parallel.patches.megatron.original import Output
+from ascend_parallel.patches.megatron.original import Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.patches.tuned import case_of
+from ascend_parallel.patches.verification import Verifier
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
 
@@ -36,6 +40,8 @@ OriginalForward = Callable[..., Output]
 
 class Megatron(Framework):
     """The installed Megatron-core: its layers' module, its version, and the settings of its patched layers."""
+
+    by = "megatron-core's own"
 
     def __init__(self, layers: ModuleType, version: tuple[int, ...], settings: Settings) -> None:
         """Hold `layers`, the module megatron.core.tensor_parallel.layers of `version`."""
@@ -112,9 +118,46 @@ class Megatron(Framework):
             return False
         return x.device.type == "cuda" or not layer.gradient_accumulation_fusion
 
+    def beside_run(self) -> AbstractContextManager[None]:
+        """Return a context in which an original layer uses another global buffer than the run."""
+        return lent_buffer()
+
     def with_options(self, layer: Any, settings: Settings) -> Settings:
         """Return the settings of a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1."""
         return _deterministic(settings) if layer.config.deterministic_mode else settings
+
+
+class ColumnCall(NamedTuple):
+    """A call of ColumnParallelLinear that is covered.
+
+    weight
+        The layer's own, or the one that the call was given.
+    gathers_output
+        Whether the features of the output are gathered.
+    original
+        Runs Megatron-core's own forward on a layer, x and a weight, with the other arguments of this call.
+    """
+
+    layer: Any
+    x: torch.Tensor
+    weight: torch.Tensor
+    gathers_output: bool
+    original: OriginalForward
+
+
+class RowCall(NamedTuple):
+    """A call of RowParallelLinear that is covered.
+
+    weight
+        The layer's own, read once: a parametrised weight is recomputed at each read. Or its int8 weight.
+    original
+        Runs Megatron-core's own forward on a layer and x.
+    """
+
+    layer: Any
+    x: torch.Tensor
+    weight: Weight
+    original: OriginalForward
 
 
 def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
@@ -127,30 +170,19 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
-        gathers = _gathers_output(self, runtime_gather_output)
+        gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
         reason = megatron.uncovered(self) or uncovered_column(
             self, weight, gathers_output=gathers, version=megatron.version
         )
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
-        used = self.weight if weight is None else weight
-        if (verifier := megatron.verifier) is None:
-            run = functools.partial(_column, self, input_, used, runtime_gather_output, megatron, original)
-            overlapped: Output = megatron.timed(self, input_, run)
-            return overlapped
-        call = MegatronCall(
-            layer=self,
-            path="column",
-            sequence_parallel=self.sequence_parallel,
-            reduces=not self.disable_grad_reduce,
-            x=input_,
-            weight=used,
-            patched=lambda begin: _column(self, input_, used, runtime_gather_output, megatron, original, begin),
-            original=lambda layer, x, w: original(layer, x, w, runtime_gather_output),
-            settings=lambda: megatron.settings_for(self, "column", input_, used, reduce_input_grad=_reduces(self)),
-        )
-        output: Output = megatron.timed(self, input_, lambda: verifier.run(call))
+        own = functools.partial(original, runtime_gather_output=runtime_gather_output)
+        call = ColumnCall(self, input_, self.weight if weight is None else weight, gathers, own)
+        run = functools.partial(_column, megatron, call)
+        if (verifier := megatron.verifier) is not None:
+            run = functools.partial(_checked_column, megatron, call, verifier)
+        output: Output = megatron.timed(self, input_, run) if megatron.region_choice.undecided else run()
         return output
 
     vars(forward)["ascend_parallel"] = megatron
@@ -166,95 +198,97 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_)
-        if (verifier := megatron.verifier) is None:
-            overlapped: Output = megatron.timed(self, input_, lambda: _row(self, input_, megatron, original))
-            return overlapped
-        used = self.weight
-        call = MegatronCall(
-            layer=self,
-            path="row",
-            sequence_parallel=self.sequence_parallel,
-            x=input_,
-            weight=used,
-            patched=lambda begin: _row(self, input_, megatron, original, used, begin),
-            original=lambda layer, x, _: original(layer, x),
-            settings=lambda: megatron.settings_for(self, "row", input_, used if int8_weight(self) is None else None),
-        )
-        output: Output = megatron.timed(self, input_, lambda: verifier.run(call))
+        int8 = int8_weight(self)
+        call = RowCall(self, input_, self.weight if int8 is None else int8, original)
+        run = functools.partial(_row, megatron, call)
+        if (verifier := megatron.verifier) is not None:
+            run = functools.partial(_checked_row, megatron, call, verifier)
+        output: Output = megatron.timed(self, input_, run) if megatron.region_choice.undecided else run()
         return output
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
 
 
-def _column(
-    layer: Any,
-    input_: torch.Tensor,
-    weight: torch.Tensor,
-    runtime_gather_output: bool | None,
-    megatron: Megatron,
-    original: OriginalForward,
-    begin: Begin | None = None,
-) -> Output:
+def _column(megatron: Megatron, call: ColumnCall, begin: Begin | None = None) -> Output:
     """Run a column layer; a check observes the start of its backward."""
-    reduces = _reduces(layer)
-    group, settings = megatron.prepare(layer, "column", input_, weight, reduce_input_grad=reduces)
+    layer, x = call.layer, call.x
+    group, settings = megatron.prepare(layer, "column", x, call.weight, reduce_input_grad=_reduces(layer))
     if not settings.enabled:
-        return original(layer, input_, weight, runtime_gather_output)
+        return call.original(layer, x, call.weight)
     if layer.config.defer_embedding_wgrad_compute:
         limit = layer.config.wgrad_deferral_limit
         if limit == 0 or len(layer.embedding_activation_buffer) < limit:
-            layer.embedding_activation_buffer.append(input_)
-    y = column_linear(
-        input_,
-        weight,
-        None if layer.skip_bias_add else layer.bias,
+            layer.embedding_activation_buffer.append(x)
+    options = Layer(
         group=group,
         settings=settings,
         sequence_parallel=layer.sequence_parallel,
-        reduce_input_grad=reduces,
+        reduce_input_grad=_reduces(layer),
+        weight_gradient=megatron.weight_gradient(layer, call.weight, begin, deferrable=True),
         before_communicating=megatron.confirm(group),
-        weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=True),
         leaves_rows=megatron.leaves_rows,
     )
-    if _gathers_output(layer, runtime_gather_output):
+    y = run_column(x, call.weight, None if layer.skip_bias_add else layer.bias, options)
+    if call.gathers_output:
         y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
     return y, layer.bias if layer.skip_bias_add else None
 
 
-def _row(
-    layer: Any,
-    input_: torch.Tensor,
-    megatron: Megatron,
-    original: OriginalForward,
-    weight: Any = None,
-    begin: Begin | None = None,
-) -> Output:
-    """Run a row layer; a check passes the weight that it has read, and observes the start of the backward."""
-    int8 = int8_weight(layer)
-    if int8 is not None or weight is None:
-        weight = layer.weight if int8 is None else int8  # read once: a parametrised weight is recomputed at each read
-    group, settings = megatron.prepare(layer, "row", input_, weight)
+def _row(megatron: Megatron, call: RowCall, begin: Begin | None = None) -> Output:
+    """Run a row layer; a check observes the start of its backward."""
+    layer, x, weight = call.layer, call.x, call.weight
+    group, settings = megatron.prepare(layer, "row", x, weight)
     if not settings.enabled:
-        return original(layer, input_)
+        return call.original(layer, x)
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
-        input_ = megatron.region("scatter_to_tensor_model_parallel_region", input_, group)
-    run: Function = quantised_row_linear
-    if int8 is None:
+        x = megatron.region("scatter_to_tensor_model_parallel_region", x, group)
+    options: dict[str, Any] = {"group": group, "settings": settings, "sequence_parallel": layer.sequence_parallel}
+    options["before_communicating"] = megatron.confirm(group)
+    if isinstance(weight, QuantisedWeight):
+        y = quantised_row_linear(x, weight, **options)
+    else:
         gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
-        run = functools.partial(row_linear, weight_gradient=gradient, leaves_rows=megatron.leaves_rows)
-    y = run(
-        input_,
-        weight,
-        group=group,
-        settings=settings,
-        sequence_parallel=layer.sequence_parallel,
-        before_communicating=megatron.confirm(group),
-    )
+        y = run_row(x, weight, Layer(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows))
     if layer.skip_bias_add:
         return y, layer.bias
     return (y if layer.bias is None else y + layer.bias), None
+
+
+def _checked_column(megatron: Megatron, call: ColumnCall, verifier: Verifier) -> Output:
+    """Run a column layer; compare it with Megatron-core's own if its check is due."""
+    layer, x, weight = call.layer, call.x, call.weight
+    linear = MegatronLinear(
+        layer=layer,
+        kind="column",
+        x=x,
+        weight=weight,
+        original=call.original,
+        settings=lambda: megatron.settings_for(layer, "column", x, weight, reduce_input_grad=_reduces(layer)),
+        sequence_parallel=layer.sequence_parallel,
+        reduces=not layer.disable_grad_reduce,
+    )
+    run = functools.partial(_column, megatron, call)
+    output: Output = verifier.run(linear.checked(megatron.group_of(layer), run))
+    return output
+
+
+def _checked_row(megatron: Megatron, call: RowCall, verifier: Verifier) -> Output:
+    """Run a row layer; compare it with Megatron-core's own, which reads an int8 weight dequantised."""
+    layer, x, weight = call.layer, call.x, call.weight
+    linear = MegatronLinear(
+        layer=layer,
+        kind="row",
+        x=x,
+        weight=layer.weight if isinstance(weight, QuantisedWeight) else weight,
+        original=lambda stand_in, x, _: call.original(stand_in, x),
+        settings=lambda: megatron.settings_for(layer, "row", x, weight),
+        sequence_parallel=layer.sequence_parallel,
+    )
+    run = functools.partial(_row, megatron, call)
+    output: Output = verifier.run(linear.checked(megatron.group_of(layer), run))
+    return output
 
 
 @functools.lru_cache(maxsize=64)
@@ -265,7 +299,3 @@ def _deterministic(settings: Settings) -> Settings:
 def _reduces(layer: Any) -> bool:
     """Tell whether the input gradient of a column layer is summed, by the layer or by Megatron's input mapping."""
     return bool(layer.allreduce_dgrad or not (layer.sequence_parallel or layer.disable_grad_reduce))
-
-
-def _gathers_output(layer: Any, runtime_gather_output: bool | None) -> bool:
-    return bool(layer.gather_output if runtime_gather_output is None else runtime_gather_output)

@@ -42,18 +42,13 @@ class MegatronWeightGradient(WeightGradient):
         begin
             Observes the backward of a call that is checked; None for other calls.
         """
+        super().__init__(begin)
         self._weight = weight
         self._fused = fused
         self._layers = layers
         self._main_grad = getattr(weight, "main_grad", None) if fused and main_grad_at_forward else None
         self._postponed = postponed
         self._limit = limit
-        self._begin = begin
-
-    def begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
-        """Tell the observer that backward starts."""
-        if self._begin is not None:
-            self._begin(kept, weight)
 
     def postpone(self, dy: torch.Tensor) -> bool:
         """Keep dy and return True if the embedding's weight gradient is deferred and the list has room."""

@@ -7,8 +7,6 @@ take_over         COC_TAKE_OVER=1: this package in place of MindSpeed's CoC, wit
 from __future__ import annotations
 
 import importlib.metadata
-import sys
-from pathlib import Path
 
 TRIED = "0.12.1"
 
@@ -28,8 +26,3 @@ def version_note() -> str | None:
         f"MindSpeed {version} was found; {TRIED} (branch 26.1.0_core_r0.12.1) was tried. What it has "
         "replaced is looked at before every call"
     )
-
-
-def has_file(name: str) -> bool:
-    """Tell whether an imported module has a file; MindSpeed's dummy modules name one that does not exist."""
-    return Path(getattr(sys.modules.get(name), "__file__", None) or "").is_file()

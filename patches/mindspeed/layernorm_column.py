@@ -18,9 +18,11 @@ import torch
 from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, Patch, PatchSet
-from ascend_parallel.patches.megatron.check import MegatronCall
+from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import StandIn
+from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.patches.mindspeed import version_note
 
 MODULE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 NAMES = ("MindSpeedTELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear")
@@ -38,6 +40,9 @@ def patch_set(megatron: Megatron) -> PatchSet:
         reason="gathers under the matmul after MindSpeed's norm, reduces under the backward's matmuls",
     )
     return PatchSet("MindSpeed", None, [patch])
+
+
+ON_TOP = OnTop(MODULE, patch_set, version_note)
 
 
 def forward_with_norm(original: Function, megatron: Megatron) -> Function:
@@ -73,7 +78,7 @@ def _checked(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
         return _linear(layer, megatron, call)
     x, weight = call["input"], call["weight"]
 
-    def patched(begin: Begin | None) -> tuple[torch.Tensor, None]:
+    def run(begin: Begin | None) -> tuple[torch.Tensor, None]:
         return _linear(layer, megatron, call, begin), None
 
     def original(stand_in: Any, aliased_x: torch.Tensor, aliased_weight: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -81,20 +86,19 @@ def _checked(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
         aliased = {"input": aliased_x, "weight": aliased_weight, "bias": bias, "gradient_accumulation_fusion": False}
         return layer._linear_forward_impl(**(call | aliased | {"grad_output_buffer": None})), None
 
-    run = MegatronCall(
+    linear = MegatronLinear(
         layer=layer,
-        path="column",
-        sequence_parallel=call["sequence_parallel"],
-        reduces=not getattr(layer, "disable_grad_reduce", False),
+        kind="column",
         x=x,
         weight=weight,
-        patched=patched,
         original=original,
         settings=lambda: megatron.settings_for(
             layer, "column", x, weight, reduce_input_grad=bool(call["allreduce_dgrad"])
         ),
+        sequence_parallel=call["sequence_parallel"],
+        reduces=not getattr(layer, "disable_grad_reduce", False),
     )
-    y: torch.Tensor = megatron.verifier.run(run)[0]
+    y: torch.Tensor = megatron.verifier.run(linear.checked(megatron.group_of(layer), run))[0]
     return y
 
 

@@ -250,8 +250,8 @@ def test_the_command_fails_where_nothing_was_checked(tmp_path, variables):
     ("arguments", "variables", "message"),
     [
         ([], {"COC_PARALLEL_NUM": "1"}, "nothing to verify: export COC_PARALLEL_NUM=4"),
-        (["--every", "0"], {}, "nothing to verify"),
-        (["--every", "often"], {}, "COC_VERIFY='often' is not allowed: give 0 (off) or a whole number of calls from 1"),
+        (["--every", "0"], {}, "verify: --every '0': give a whole number of calls from 1 to 999999999"),
+        (["--every", "often"], {}, "verify: --every 'often': give a whole number of calls from 1 to 999999999"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, variables, message):

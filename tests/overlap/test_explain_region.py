@@ -6,27 +6,14 @@ import torch
 import ascend_parallel
 from ascend_parallel import Problem, Settings
 
+FINISHED = "COC_REGION=1: rows are finished in the layer: "
+WAITED = "rows are waited for where they are read, in 4 chunks"
 SAID = {  # operator, rows, settings, the line about regions
-    "chunks": ("matmul_all_reduce", 1024, {}, "COC_REGION=1: rows are waited for where they are read, in 4 chunks"),
-    "few rows": (
-        "matmul_all_reduce",
-        150,
-        {},
-        "COC_REGION=1: rows are finished in the layer: 150 rows in 4 chunks, at least 64",
-    ),
-    "too few rows": (
-        "matmul_reduce_scatter",
-        128,
-        {},
-        "not in a region: 64 rows, at least 64 in a chunk (region_rows)",
-    ),
-    "auto": (
-        "matmul_reduce_scatter",
-        1024,
-        {"region": "auto"},
-        "COC_REGION=auto: rows are waited for where they are read, in 4 chunks",
-    ),
-    "deterministic": ("matmul_all_reduce", 1024, {"deterministic": True}, "its kernel has chunks of its own"),
+    "chunks": ("matmul_all_reduce", 1024, {}, f"COC_REGION=1: {WAITED}"),
+    "few rows": ("matmul_all_reduce", 150, {}, f"{FINISHED}150 rows in 4 chunks, at least 64 in each (region_rows)"),
+    "one chunk": ("matmul_reduce_scatter", 16, {}, f"{FINISHED}its kernel has no chunks that can be waited for"),
+    "auto": ("matmul_reduce_scatter", 1024, {"region": "auto"}, f"COC_REGION=auto: {WAITED}"),
+    "deterministic": ("matmul_all_reduce", 1024, {"deterministic": True}, f"COC_REGION=1: {WAITED}"),
 }
 
 

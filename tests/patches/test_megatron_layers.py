@@ -1,7 +1,10 @@
 """Megatron-core's real layers, patched and unpatched, bit for bit in fp32 on 2 ranks."""
 
+import contextlib
 import itertools
+import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -344,3 +347,45 @@ def test_coverage_is_said(ranks):
     assert te_only.startswith("0 of 1 linear layers covered (1 TransformerEngine's TELinear")
     why = "not patched, overlap is off: COC_PARALLEL_NUM=4 or auto switches it on"
     assert off == f"0 of 1 linear layers covered (1 ColumnParallelLinear: {why})"
+
+
+def steps_to_the_kernel(group):
+    """Return the functions from a patched layer's forward down to its kernel, as a debugger steps through them."""
+    import ascend_parallel
+    from ascend_parallel.ops import chunked
+
+    steps = {}
+
+    def stepped(name, kernel):
+        def run(*args, **kwargs):
+            frame, frames = sys._getframe(1), [name]
+            while frames.count("forward") < 2:  # of the autograd function, then of Megatron-core's layer
+                frames.append(frame.f_code.co_name)
+                frame = frame.f_back
+            steps[name] = frames[::-1]
+            return kernel(*args, **kwargs)
+
+        return mock.patch.object(chunked, name, run)
+
+    with Layers(group.size()) as layers, contextlib.ExitStack() as stack:
+        for name in ("matmul_all_reduce", "all_gather_matmul"):
+            stack.enter_context(stepped(name, getattr(chunked, name)))
+        ascend_parallel.configure(num_chunks=4)
+        layers.make("RowParallelLinear")(torch.randn(64, 2, 48))
+        layers.make("ColumnParallelLinear", config={"sequence_parallel": True})(torch.randn(64, 2, 96))
+    return steps
+
+
+def test_nothing_stands_between_a_layer_and_its_kernel(ranks):
+    """Eight frames, `apply` is torch's: no wrapper and no closure in which a reader loses the input."""
+    for steps in ranks(2).run(steps_to_the_kernel):
+        assert steps == {
+            "matmul_all_reduce": [
+                *("forward", "_row", "run_row", "apply", "forward", "_row_forward"),
+                *("start_matmul_all_reduce", "matmul_all_reduce"),
+            ],
+            "all_gather_matmul": [
+                *("forward", "_column", "run_column", "apply", "forward", "_column_forward"),
+                *("run_all_gather_matmul", "all_gather_matmul"),
+            ],
+        }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hugging_face import both, unequal, whole, worst
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -16,6 +17,7 @@ from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import read_run
+from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches import linear_call
 from ascend_parallel.tuning.measured.tuner import Tuner
@@ -215,6 +217,37 @@ def checked(group, plan):
 def test_verification_finds_a_planted_fault(ranks, plan):
     for error in ranks(2).run(checked, plan):
         assert "is wrong on rank 1" in error
+
+
+USES = {  # what a user's code runs the forward and backward in
+    "saved tensors that lose precision": lambda: saved_tensors_hooks(
+        lambda saved: (saved.dtype, saved.bfloat16() if saved.is_floating_point() else saved),
+        lambda packed: packed[1].to(packed[0]),
+    ),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def verified(group, plan, use, batch):
+    """Return what a checked step changes, the checked backwards, and the notes."""
+    model = parallelised(group, plan, layers=1, bias=True)
+    steps = []
+    for every in (0, 1):
+        ascend_parallel.configure(num_chunks=4, verify_every=every)
+        with USES[use]():
+            steps.append(step(model, rows=(batch, 96)))
+    report = ascend_parallel.verification()
+    LEDGER.clear()
+    ascend_parallel.configure(num_chunks=1, verify_every=0)
+    return unequal(*steps), sum(layer.backwards for layer in report.layers), report.notes
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("plan", "batch"), [("plain", 2), ("layers", 2), ("layers", 1)])
+def test_a_check_sees_the_operands_that_the_layer_sees(ranks, plan, use, batch):
+    for different, backwards, notes in ranks(2).run(verified, plan, use, batch):
+        assert (different, notes) == ([], [])
+        assert backwards >= 2  # both row layers at least
 
 
 def recorded(group, folder):

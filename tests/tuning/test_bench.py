@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ascend_parallel.ops import shm
 from ascend_parallel.tuning.bench.passes import SERIAL
-from ascend_parallel.tuning.bench.results import interval, regions_in_words, rows_of, show
+from ascend_parallel.tuning.bench.results import interval, rows_of, show
 from ascend_parallel.tuning.bench.shapes import scaled
 from ascend_parallel.tuning.cost_model.models import all_models, find_model
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
@@ -146,21 +146,6 @@ def test_figures():
     assert lost.best is None
     assert lost.as_dict()["best"] == SERIAL
     assert lost.variants[0].e_bound is None
-
-
-@pytest.mark.parametrize(
-    ("kept", "said"),
-    [
-        ([48, 48], "regions (COC_REGION) take the 2 chunks of down, forward; "),
-        ([96], "regions (COC_REGION) take COC_PARALLEL_NUM chunks, or 4, because down alone is best whole; "),
-    ],
-)
-def test_a_plan_says_in_which_chunks_regions_take_it(kept, said):
-    passes = [{**found(NOISY), "case": case, "run": "forward", "kept": kept} for case in range(2)]
-    text = regions_in_words(rows_of(["up", "down"], passes))
-    assert text.startswith(said)
-    assert "no region was timed" in text
-    assert regions_in_words(rows_of(["up", "row"], passes)) == ""
 
 
 # Three noisy rounds of each: paired speedups of 0.5, 1.25 and 2 for two chunks, of 1.3 to 1.4 for four.

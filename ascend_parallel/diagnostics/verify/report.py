@@ -113,8 +113,6 @@ class LayerErrors:
         which output or operand they are of, such as "linear_fc1 weight gradient" or "norm output".
     limit
         The allowed error.
-    region
-        Whether this is a whole region, with the layers inside.
     """
 
     layer: str
@@ -123,7 +121,6 @@ class LayerErrors:
     backwards: int = 0
     errors: dict[str, float] = field(default_factory=dict)
     limit: float = 0.0
-    region: bool = False
 
     def add(self, direction: str, errors: list[dict[str, float]], limit: float) -> None:
         """Count a check of a "forward" or "backward", and update the largest errors with those of each rank."""
@@ -158,11 +155,6 @@ class Verification:
         """Whether at least one layer was checked and no error exceeded its limit."""
         return bool(self.layers) and not self.failures
 
-    @property
-    def regions(self) -> int:
-        """The number of checked regions."""
-        return sum(layer.region for layer in self.layers)
-
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {**asdict(self), "passed": self.passed}
@@ -171,8 +163,6 @@ class Verification:
         """Return a summary, a line for each layer, the failures and the notes."""
         checks = sum(layer.forwards + layer.backwards for layer in self.layers)
         lines = [f"verification, every {self.every} calls: {checks} checks of {len(self.layers)} layers, "]
-        if self.regions:
-            lines[0] += f"{self.regions} of them regions, "
         lines[0] += f"{len(self.failures)} over the limit" if self.layers else "so nothing is known"
         if self.layers:
             width = max(len(layer.layer) for layer in self.layers)

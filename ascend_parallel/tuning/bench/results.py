@@ -6,7 +6,6 @@ or of its pieces, whichever is faster. T is T_serial / speedup, so E_bound and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -16,13 +15,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ascend_parallel.overlap.choices import CHUNKS_UNLESS_PLANNED
 from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.e_bound import e_bound
 from ascend_parallel.tuning.measured.pass_parts import Parts
 
 RESAMPLES = 2000
-LAST_OF_MLP = "down"  # the name of a model's layer whose chunks regions take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +82,6 @@ class Row:
 def rows_of(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
     """Return the figures of each measured pass; names: the names of the cases."""
     return [_row(names[result["case"]], result) for result in measured]
-
-
-def regions_in_words(rows: Sequence[Row]) -> str:
-    """Return the chunks in which regions take a plan of these passes; empty without the last layer of an MLP."""
-    kept = [len(row.kept) for row in rows if (row.layer, row.run) == (LAST_OF_MLP, "forward")]
-    if not kept:
-        return ""
-    chunks = f"the {kept[0]} chunks of {LAST_OF_MLP}, forward"
-    if kept[0] == 1:
-        chunks = f"COC_PARALLEL_NUM chunks, or {CHUNKS_UNLESS_PLANNED}, because {LAST_OF_MLP} alone is best whole"
-    return f"regions (COC_REGION) take {chunks}; no region was timed: COC_REGION=auto times them in a run"
 
 
 def _row(name: str, result: dict[str, Any]) -> Row:

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
-from ascend_parallel.patches import megatron, mindspeed
+from ascend_parallel.patches import megatron
 from ascend_parallel.patches.base import PatchError, PatchSet
 from ascend_parallel.patches.megatron.built_classes import BuiltClasses, replaced_classes
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.mindspeed import has_file, layernorm_column
 from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
 from ascend_parallel.settings import Settings
 
-# Modules that need Megatron-core's layers -> the patches of their classes, once the module is imported.
-MINDSPEED: dict[str, Callable[[Megatron], PatchSet]] = {layernorm_column.MODULE: layernorm_column.patch_set}
-ON_TOP = dict(MINDSPEED)
+
+@dataclass(frozen=True)
+class OnTop:
+    """A module that needs Megatron-core's layers, whose classes are patched once it is imported.
+
+    note
+        Returns what is said when that happens, or None.
+    """
+
+    module: str
+    patch_set: Callable[[Megatron], PatchSet]
+    note: Callable[[], str | None] = lambda: None
 
 
 class MegatronPatches(AppliedPatches):
-    """Patched layers with the same settings: Megatron-core's, and those of `ON_TOP` whose modules are imported."""
+    """Patched layers with the same settings: Megatron-core's, and those of `on_top` whose modules are imported."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_top: Sequence[OnTop]) -> None:
         """Import Megatron-core's layers."""
+        self._on_top = on_top
         self.layers: ModuleType = importlib.import_module(megatron.LAYERS)
         self._strict = settings.strict
         self._megatron = megatron.installed(settings)
@@ -39,14 +50,14 @@ class MegatronPatches(AppliedPatches):
         self._built = BuiltClasses(self.layers, patched, strict=self._strict)
 
     def extend(self, imported: ModuleType | None = None) -> None:
-        """Apply the patches of the modules of `ON_TOP` that have been imported, `imported` just now."""
-        for module, patch_set in ON_TOP.items():
-            found = sys.modules.get(module)
+        """Apply the patches of the modules of `on_top` that have been imported, `imported` just now."""
+        for other in self._on_top:
+            found = sys.modules.get(other.module)
             # A module that imports Megatron-core itself is still being executed: it is imported later.
             unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False) and found is not imported
-            if found is not None and not unfinished and module not in self._sets:
-                self._add(module, patch_set(self._megatron))
-                if module in MINDSPEED and (note := mindspeed.version_note()):
+            if found is not None and not unfinished and other.module not in self._sets:
+                self._add(other.module, other.patch_set(self._megatron))
+                if note := other.note():
                     say_once(note)
         super().apply()
 
@@ -71,16 +82,23 @@ class MegatronPatches(AppliedPatches):
         if others := replaced_classes(self.layers):
             return others
         why = super().why_idle()
-        if all(patch.applied for patch in self.status()) and has_file("transformer_engine"):
+        if all(patch.applied for patch in self.status()) and _has_file("transformer_engine"):
             return "TransformerEngine's layers are not covered: use --transformer-impl local"
         return why
 
 
-MEGATRON = Seam(
-    name="megatron",
-    title="megatron-core",
-    module=megatron.LAYERS,
-    make=MegatronPatches,
-    on_top=tuple(ON_TOP),
-    imported_by_apply=True,
-)
+def seam(*others: OnTop) -> Seam:
+    """Return Megatron-core as a framework, with the patches of `others`."""
+    return Seam(
+        name="megatron",
+        title="megatron-core",
+        module=megatron.LAYERS,
+        make=lambda settings: MegatronPatches(settings, others),
+        on_top=tuple(other.module for other in others),
+        imported_by_apply=True,
+    )
+
+
+def _has_file(name: str) -> bool:
+    """Tell whether an imported module has a file; MindSpeed's dummy modules name one that does not exist."""
+    return Path(getattr(sys.modules.get(name), "__file__", None) or "").is_file()

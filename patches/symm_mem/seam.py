@@ -20,13 +20,13 @@ class SymmMemPatches(AppliedPatches):
 
     def apply(self) -> None:
         """Register the kernels that torch lacks."""
-        from ascend_parallel.patches.symm_mem import register  # imports torch's private library of these operators
+        from ascend_parallel.patches.symm_mem.registration import register  # imports torch's private library
 
         self._registered = register()
 
     def revert(self) -> None:
         """Take the kernels back."""
-        from ascend_parallel.patches.symm_mem import unregister
+        from ascend_parallel.patches.symm_mem.registration import unregister
 
         unregister()
         self._registered = ()
