@@ -77,6 +77,11 @@ class _Given:
     nodes: tuple[str, ...]
     origins: tuple[Any, ...]
 
+    @property
+    def require_grad(self) -> tuple[bool, ...]:
+        """Which tensors require gradients: operators on others get a `detach` where gradients are off."""
+        return tuple(tensor.requires_grad for tensor in self.tensors)
+
     def maps_to(self, other: _Given) -> bool:
         """Tell whether equal nodes and origins here are equal in the other."""
         pairs = [*zip(self.nodes, other.nodes, strict=True), *zip(self.origins, other.origins, strict=True)]
@@ -100,6 +105,7 @@ class _Body:
         What it returned: each leaf as MADE and its place in `results`, GIVEN and its place, or CONSTANT and its value.
     """
 
+    path: str
     given: _Given
     nodes: range
     calls: range
@@ -115,7 +121,6 @@ class _Stub:
     """A block that did not run, its entry among the recorded calls."""
 
     path: str
-    first: str
     given: _Given
     body: _Body
 
@@ -141,7 +146,7 @@ class Stubs:
         """Prepare stubs for a forward that `recording` records."""
         self._same, self._noted, self._recording = same, noted, recording
         self._notes = ForwardNotes(noted.kinds)
-        self._bodies: dict[str, _Body | None] = {}
+        self._bodies: dict[Any, _Body | None] = {}  # by the first block's path, and what requires gradients
         self._stubs: dict[str, _Stub] = {}  # by the name of the stub's node
         self._placeholders: dict[str, Any] = {}  # origins by the name of the tracer's node
         self._traced: list[_Traced] = []
@@ -152,9 +157,8 @@ class Stubs:
         blocks = blocks_of(model)
         with ExitStack() as stack:
             stack.enter_context(self._notes.noting_blocks(model))
-            for path, first in self._same.items():
-                run = self._first if path == first else self._later
-                stack.enter_context(replaced_forward(blocks[path], partial(run, path, blocks[path])))
+            for path in self._same:
+                stack.enter_context(replaced_forward(blocks[path], partial(self._run, path, blocks[path])))
             stack.enter_context(replaced_forward(model, partial(self._forward, model)))
             yield
 
@@ -175,27 +179,25 @@ class Stubs:
             return _Traced(node.name, "", stub, int(node.args[1]))  # type: ignore[arg-type]
         return _Traced(node.name, _base(node))
 
-    def _first(self, path: str, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the first block of a kind, and note what its stubs stand for."""
+    def _run(self, path: str, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the stub of a block; the block itself if it is the first, or no stub can stand for it."""
         nodes, calls = _tracer().graph.nodes, self._recording.calls
         with torch._C.DisableTorchFunction():
-            begin, given = (len(nodes), len(calls)), self._given(block, (args, kwargs))
-        returned = forward(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            ranges = range(begin[0], len(nodes)), range(begin[1], len(calls))
-            self._bodies[path] = None if given is None else _body(given, *ranges, returned)
-        return returned
-
-    def _later(self, path: str, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the stub of a block; the block itself where that is not possible."""
-        body = self._bodies.get(self._same[path])
-        with torch._C.DisableTorchFunction():
-            given = self._given(block, (args, kwargs)) if body is not None else None
-            if body is not None and given is not None and body.given.maps_to(given):
-                returned = self._run_stub(_Stub(path, self._same[path], given, body))
+            given = self._given(block, (args, kwargs))
+            if given is None:
+                return forward(*args, **kwargs)
+            key, begin = (self._same[path], given.require_grad), (len(nodes), len(calls))
+            body = self._bodies.get(key)
+            if body is not None and body.given.maps_to(given):
+                returned = self._run_stub(_Stub(path, given, body))
                 self._notes.skip(path, self._noted.kind_of(path), (args, kwargs), returned)
                 return returned
-        return forward(*args, **kwargs)
+        returned = forward(*args, **kwargs)
+        if key not in self._bodies:
+            with torch._C.DisableTorchFunction():
+                ranges = range(begin[0], len(nodes)), range(begin[1], len(calls))
+                self._bodies[key] = _body(path, given, *ranges, returned)
+        return returned
 
     def _given(self, block: torch.nn.Module, arguments: Any) -> _Given | None:
         tensors = (*tensors_of(block).values(), *_tensors_in(arguments))
@@ -314,7 +316,7 @@ class Expansion:
 
     def _copy(self, name: str, stub: _Stub, places: Sequence[int]) -> None:
         """Add the nodes of a stub's first block with the stub's own tensors."""
-        body, first = stub.body, stub.first
+        body, first = stub.body, stub.body.path
         copies = self._copies[stub.path] = {}
         for base, old in self._made[places[body.nodes.start] : places[body.nodes.stop]]:
             copies[old] = self._named(base)
@@ -405,7 +407,7 @@ def _with_origins(call: RecordedCall, moved: Callable[[Any], Any]) -> RecordedCa
     return replace(call, arguments=arguments, results=results)
 
 
-def _body(given: _Given, nodes: range, calls: range, returned: Any) -> _Body | None:
+def _body(path: str, given: _Given, nodes: range, calls: range, returned: Any) -> _Body | None:
     """Return what a block did; None if stubs cannot stand for such blocks."""
     own = {node.name: node for node in list(islice(reversed(_tracer().graph.nodes), len(nodes)))[::-1]}
     if not all(_is_copyable(node, own, given.nodes) for node in own.values()):
@@ -417,7 +419,7 @@ def _body(given: _Given, nodes: range, calls: range, returned: Any) -> _Body | N
     moved = [index for index, node in enumerate(after) if node is None or node.name != given.nodes[index]]
     tensors = (*results.values(), *(given.tensors[index] for index in moved))
     names = tuple(node.name for tensor in tensors if (node := _node(tensor)) is not None and node.name in own)
-    if not results or len(names) < len(tensors) or not all(map(_is_dense, tensors)):
+    if not results or len(names) < len(tensors) or not all(map(_is_dense, results.values())):
         return None
     places = {key: place for place, key in enumerate(results)}
     kinds = [
@@ -428,7 +430,7 @@ def _body(given: _Given, nodes: range, calls: range, returned: Any) -> _Body | N
         else (CONSTANT, leaf)
         for leaf in leaves
     ]
-    return _Body(given, nodes, calls, tensors, names, tuple(moved), tuple(kinds), spec)
+    return _Body(path, given, nodes, calls, tensors, names, tuple(moved), tuple(kinds), spec)
 
 
 def _is_copyable(node: TracedNode, own: Mapping[str, TracedNode], given: Sequence[str]) -> bool:

@@ -70,7 +70,7 @@ class ForwardNotes(TorchFunctionMode):
     def same_blocks(self) -> dict[str, str]:
         """Return {path of a block: path of the first block that did the same}, also for the first."""
         first: dict[int, str] = {}
-        kinds = {path: kinds[0] for path, kinds in self._blocks.items() if len(kinds) == 1 and path not in self._open}
+        kinds = {path: kinds[0] for path, kinds in self._blocks.items() if len(kinds) == 1}
         same = {path: first.setdefault(kind, path) for path, kind in kinds.items()}
         count = Counter(same.values())
         return {path: like for path, like in same.items() if count[like] > 1}
@@ -87,16 +87,31 @@ class ForwardNotes(TorchFunctionMode):
             self.kind = self._close(returned)
         return returned
 
+    def repeatable_blocks(self, model: torch.nn.Module) -> dict[str, str]:
+        """Return those of `same_blocks` for which stubs can stand.
+
+        Left out are blocks that read or write tensors from outside, blocks that share parameters or buffers with
+        others, and all blocks of a model that has a module under two names: torch.export names the paths of such a
+        model by how its code reads them.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if len(set(map(id, modules.values()))) < len(modules):
+            return {}
+        uses = Counter(map(id, tensors_of(model, all_names=True).values()))
+        same = {path: like for path, like in self.same_blocks().items() if path not in self._open}
+        return {path: like for path, like in same.items() if _is_alone(modules[path], uses)}
+
     @contextmanager
     def noting_blocks(self, model: torch.nn.Module) -> Iterator[None]:
         """Note the blocks of a model, and their modules, whenever they run inside the context."""
         blocks = blocks_of(model)
-        modules = {f"{path}.{name}": module for path, block in blocks.items() for name, module in block.named_modules()}
+        paths = {id(block): path for path, block in blocks.items()}
         with ExitStack() as stack:
-            for path, module in modules.items():
-                if path.removesuffix(".") not in blocks:
-                    stack.enter_context(replaced_forward(module, partial(self._enter, path)))
             for path, block in blocks.items():
+                for name, module in block.named_modules():
+                    if id(module) not in paths:
+                        paths[id(module)] = f"{path}.{name}"
+                        stack.enter_context(replaced_forward(module, partial(self._enter, paths[id(module)])))
                 stack.enter_context(replaced_forward(block, partial(self._run, path, block)))
             yield
 
@@ -243,23 +258,15 @@ class _Made(NamedTuple):
 
 
 def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules in lists that hold several of their class, by path.
-
-    Left out are modules that share parameters or buffers with others, and all modules of a model that has a module
-    under two names: torch.export names the paths of such a model by how its code reads them.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if len(set(map(id, modules.values()))) < len(modules):
-        return {}
-    uses = Counter(map(id, tensors_of(model, all_names=True).values()))
-    found: dict[str, torch.nn.Module] = {}
-    for prefix, parent in modules.items():
+    """Return the modules in lists that hold several of their class, by path."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    for prefix, parent in model.named_modules():
         if isinstance(parent, LISTS):
             classes = Counter(type(child) for child in parent.children())
-            children = {f"{prefix}.{name}" if prefix else name: child for name, child in parent.named_children()}
-            several = {path: child for path, child in children.items() if classes[type(child)] > 1}
-            found |= {path: child for path, child in several.items() if _is_alone(child, uses)}
-    return found
+            for name, child in parent.named_children():
+                if classes[type(child)] > 1:
+                    found.setdefault(id(child), (f"{prefix}.{name}" if prefix else name, child))
+    return dict(found.values())
 
 
 def _is_alone(block: torch.nn.Module, uses: Mapping[int, int]) -> bool:
@@ -291,12 +298,12 @@ def tensors_of(module: torch.nn.Module, all_names: bool = False) -> dict[str, to
 def _state_of(own: Mapping[str, torch.Tensor], given: Sequence[tuple[int, torch.Tensor]]) -> Any:
     """Return the kinds of a block's parameters, buffers and arguments; and what tells whether they were changed."""
     tensors = [*own.items(), *given]
-    changes = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for _, tensor in tensors]
+    changes = [(id(t), t.requires_grad, -1 if t.is_inference() else t._version) for _, t in tensors]
     return tuple((name, _kind_of(tensor)) for name, tensor in tensors), changes
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -95,28 +95,24 @@ def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             checked = checked_forward(model, args, kwargs) if twice else CheckedForward()
         except ForwardChangesError as error:
             raise TraceError(str(error)) from error
-        same = checked.notes.same_blocks() if checked.notes is not None else {}
         try:
-            graph = _exported(model, args, kwargs, same, checked.notes)
+            graph = _exported(model, args, kwargs, checked.notes)
         except CannotExpandError:
-            graph = _exported(model, args, kwargs, {}, None)
+            graph = _exported(model, args, kwargs, None)
     if checked.failure:
         name = type(model).__name__
         log.warning("whether the forward of %s does the same every time was not checked: %s", name, checked.failure)
     training = any(module.training for module in model.modules())
-    binding = bind(model, *given)
-    return replace(graph, binding=binding, training=training, only_in_python=checked.only_in_python, blocks=same)
+    binding, blocks = bind(model, *given), checked.notes.same_blocks() if checked.notes is not None else {}
+    return replace(graph, binding=binding, training=training, only_in_python=checked.only_in_python, blocks=blocks)
 
 
 def _exported(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    same: Mapping[str, str],
-    notes: ForwardNotes | None,
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: ForwardNotes | None
 ) -> Graph:
-    """Return the graph of one torch.export, in which the blocks of `same` are stubs."""
+    """Return the graph of one torch.export, with stubs for the blocks that did the same by the notes of a run."""
     recording = Recording()
+    same = notes.repeatable_blocks(model) if notes is not None else {}
     stubs = Stubs(same, notes, recording) if same and notes is not None else None
     try:
         # node metadata carries the marks
