@@ -221,6 +221,8 @@ class Graph:
         Side effects of the forward that the graph leaves out and only an eager run has; "": none.
     placed
         The placements of parameters and buffers that were DTensors when traced, by name; plans keep them.
+    blocks
+        Modules that did the same as others of a list: {path: path of the first that did the same}, also for the first.
     """
 
     nodes: Mapping[str, Node]
@@ -233,6 +235,7 @@ class Graph:
     calls: tuple[FunctionCall, ...] | str = "the graph was not made by trace"
     only_in_python: str = ""
     placed: Mapping[str, Placed] = field(default_factory=dict)
+    blocks: Mapping[str, str] = field(default_factory=dict)
 
     def meta(self, value: Value) -> TensorMeta:
         """Return the shape and dtype of a tensor."""

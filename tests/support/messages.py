@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("ascend_parallel", "ops", "patches", "ascend_parallel_autoload.py")
 LOGGING = {"warning", "info", "error", "warn", "say_once", "log_uncovered", "_warn_once"}
 FILLED = "…"
-CAUGHT = {"UnknownValueError"}  # by the package itself, always: no user sees them
+CAUGHT = {"CannotExpandError"}  # by the package itself, always: no user sees them
 
 
 @dataclass(frozen=True)

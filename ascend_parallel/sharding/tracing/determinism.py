@@ -8,35 +8,34 @@ differ, a third run finds the source line.
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.tracing.block_results import CallsOfBlocks
 from ascend_parallel.sharding.tracing.function_calls import name_of
-from ascend_parallel.sharding.tracing.model_files import is_model_file
-from ascend_parallel.sharding.tracing.repeated_blocks import RepeatedBlocks
-
-log = logging.getLogger("ascend_parallel")
+from ascend_parallel.sharding.tracing.model_files import is_model_frame, is_of_fake_tensors
+from ascend_parallel.sharding.tracing.regions import autocast_switched_off
+from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes, replaced_forward
 
 # Attributes that every nn.Module has.
 MODULE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 MAX_DEPTH = 4
-FAKE_TENSORS = str(Path(torch.__file__).parent / "_subclasses")
 REMEDY = "compute it with tensors, give it as an argument, or take it out of the forward"
 
 
@@ -44,12 +43,29 @@ class ForwardChangesError(ValueError):
     """The forward differs from run to run."""
 
 
-def only_in_python(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the forward's side effect that a graph would leave out, such as "changes steps in every run"; or "".
+@dataclass(frozen=True)
+class CheckedForward:
+    """What the runs of a forward have shown.
+
+    only_in_python
+        A side effect that a graph would leave out, such as "changes steps in every run"; or "".
+    notes
+        What the first run did; None if the forward could not be run by itself.
+    failure
+        Why it could not.
+    """
+
+    only_in_python: str = ""
+    notes: ForwardNotes | None = None
+    failure: str = ""
+
+
+def checked_forward(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CheckedForward:
+    """Run a copy of the model twice, and return what it did.
 
     Side effects are changed attributes (``self.steps += 1``) and hooks set on tensors. Raises `ForwardChangesError`
     for a forward that cannot be traced at all: it draws random numbers of Python or numpy, or its calls or constants
-    differ from run to run. Warns if the model cannot be copied or run by itself, so that runs cannot be compared.
+    differ from run to run. A model may be one that cannot be copied or run by itself; then runs are not compared.
     """
     with random_states_kept():
         try:
@@ -58,11 +74,7 @@ def only_in_python(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[
             raise
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
             message = next(iter(str(error).splitlines()), "")
-            name, kind = type(model).__name__, type(error).__name__
-            log.warning(
-                "whether the forward of %s does the same every time was not checked: %s: %s", name, kind, message
-            )
-            return ""
+            return CheckedForward(failure=f"{type(error).__name__}: {message}")
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], str]  # the function, its constants, file and line of the call
@@ -76,10 +88,10 @@ class _RepeatedForward:
         self._model = _copied(model, self._fake)
         self._arguments = pytree.tree_map_only(torch.Tensor, self._fake.from_tensor, (tuple(args), dict(kwargs)))
 
-    def compare(self) -> str:
-        """Run twice; see `only_in_python`."""
-        states = _random_states()
-        first, between = self._run(), _attributes(self._model)
+    def compare(self) -> CheckedForward:
+        """Run twice; see `checked_forward`."""
+        states, notes = _random_states(), ForwardNotes({})
+        first, between = self._noted(notes), _attributes(self._model)
         second, after = self._run(), _attributes(self._model)
         for name, state in _random_states().items():
             if state != states[name]:
@@ -92,16 +104,20 @@ class _RepeatedForward:
         for key, value in after.items():
             if between.get(key, value) != value:
                 line = self._line(lambda key=key: _attributes(self._model).get(key))  # type: ignore[misc]
-                return f"changes {'.'.join(key).lstrip('.')} in every run{line}"
+                return CheckedForward(f"changes {'.'.join(key).lstrip('.')} in every run{line}", notes)
         hooked = next((place for function, _, place in second if function in HOOKS), None)
-        return "" if hooked is None else f"sets a hook on a tensor ({hooked})"
+        return CheckedForward("" if hooked is None else f"sets a hook on a tensor ({hooked})", notes)
 
-    def _run(self, is_repeating: bool = True) -> list[_Call]:
+    def _run(self) -> list[_Call]:
         (args, kwargs), recorder = self._arguments, _CallRecorder()
-        blocks = RepeatedBlocks(CallsOfBlocks(recorder.calls)).repeating(self._model) if is_repeating else nullcontext()
-        with self._fake, recorder, blocks:
+        with _compiling_state_context(), enable_python_dispatcher(), self._fake, recorder:
             self._model(*args, **kwargs)
         return recorder.calls
+
+    def _noted(self, notes: ForwardNotes) -> list[_Call]:
+        run = partial(notes.run, self._model)
+        with autocast_switched_off(), notes.noting_blocks(self._model), replaced_forward(self._model, run):
+            return self._run()
 
     def _check_same_calls(self, first: Sequence[_Call], second: Sequence[_Call]) -> None:
         for before, after in zip_longest(first, second):
@@ -124,9 +140,9 @@ class _RepeatedForward:
             return look
 
         tracing = sys.gettrace()
-        sys.settrace(lambda frame, _event, _argument: look if _is_model_code(frame) else None)
+        sys.settrace(lambda frame, _event, _argument: look if is_model_frame(frame) else None)
         try:
-            self._run(is_repeating=False)
+            self._run()
         finally:
             sys.settrace(tracing)
         return f" ({changing})" if changing else ""
@@ -146,30 +162,15 @@ class _CallRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if _is_of_fake_tensors():
+        if is_of_fake_tensors():
             return function(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, dict(kwargs or {})))
         constants = tuple("a tensor" if isinstance(leaf, torch.Tensor) else _plain(leaf, {}) for leaf in leaves)
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not _is_model_code(frame):
+        while frame is not None and not is_model_frame(frame):
             frame = frame.f_back
         self.calls.append((function, constants, "" if frame is None else _place(frame)))
         return function(*args, **(kwargs or {}))
-
-
-def _is_model_code(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return is_model_file(name) and name != __file__
-
-
-def _is_of_fake_tensors() -> bool:
-    """Tell whether a call only makes a fake result, as for torch.vmap. Fake results are cached, so runs differ."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not _is_model_code(frame):
-        if frame.f_code.co_filename.startswith(FAKE_TENSORS):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _place(frame: FrameType) -> str:

@@ -30,7 +30,17 @@ from ascend_parallel.sharding.tracing.regions import (
 # torch.library makes an autograd.Function of this name from the backward that register_autograd gave an operator.
 OF_CUSTOM_OPERATOR = "GeneratedBackwardFor_"
 
-RecordedCall = tuple[Callable[..., Any], list[Any], pytree.TreeSpec, list[Any], pytree.TreeSpec, dict[int, int]]
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call of a torch function; see `FunctionCall`. In place of tensors are their origins."""
+
+    function: Callable[..., Any]
+    arguments: list[Any]
+    arguments_spec: pytree.TreeSpec
+    results: list[Any]
+    results_spec: pytree.TreeSpec
+    changed: dict[int, int]
 
 
 @dataclass
@@ -39,14 +49,15 @@ class Recording:
 
     calls
         The calls in order, with origins in place of tensors: a `ParameterRef`, a `Ref` to a tensor among the forward's
-        arguments, or an `UntracedTensor` with the name of the tracer's node.
+        arguments, or an `UntracedTensor` with the name of the tracer's node. `Stubs` adds entries of its own, and
+        expands them.
     origins
         The origins of the parameters, buffers and arguments of the forward, by id.
     refused
         The reason why an eager run cannot follow the calls; "": it can.
     """
 
-    calls: list[RecordedCall] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
     origins: dict[int, Any] = field(default_factory=dict)
     refused: str = ""
 
@@ -120,7 +131,7 @@ class _CallRecorder(TorchFunctionMode):
             )
         if any(isinstance(result, torch.Tensor) for result in results):
             origins = [self._origin(result) for result in results]
-            self._recording.calls.append((function, arguments, spec, origins, results_spec, changed))
+            self._recording.calls.append(RecordedCall(function, arguments, spec, origins, results_spec, changed))
         return returned
 
     def _origin(self, leaf: Any) -> Any:
@@ -177,13 +188,15 @@ def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> t
     rest = [node for node in graph.nodes.values() if node.kind == CALL]
     places = {node.name: place for place, node in enumerate(rest)}
     done = 0
-    for count, (function, arguments, spec, results, results_spec, changed) in enumerate(recording.calls, start=1):
-        args, outputs = tuple(map(in_graph, arguments)), tuple(map(in_graph, results))
+    for count, entry in enumerate(recording.calls, start=1):
+        args, outputs = tuple(map(in_graph, entry.arguments)), tuple(map(in_graph, entry.results))
         last = max((places.get(value.node, -1) for value in outputs if isinstance(value, Value)), default=-1)
         end = len(rest) if count == len(recording.calls) else max(done, last + 1)
-        call = FunctionCall(function, args, spec, outputs, results_spec, changed, tuple(rest[done:end]))
+        nodes = tuple(rest[done:end])
+        specs = (entry.arguments_spec, entry.results_spec)
+        call = FunctionCall(entry.function, args, specs[0], outputs, specs[1], entry.changed, nodes)
         if missing := _missing(call, graph):
-            return f"{name_of(function)} works on {missing}, which is not among its arguments (an alias of one?)"
+            return f"{name_of(entry.function)} works on {missing}, which is not among its arguments (an alias of one?)"
         calls.append(call)
         done = end
     return tuple(calls)

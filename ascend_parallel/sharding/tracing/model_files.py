@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 # Paths of code that is not the model's: torch and Python's own library.
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(copy.__file__).parent), "<")
+FAKE_TENSORS = str(Path(torch.__file__).parent / "_subclasses")
+OWN = str(Path(__file__).parent)
 SITE = str(Path(torch.__file__).parent.parent)
 
 
@@ -17,3 +21,19 @@ SITE = str(Path(torch.__file__).parent.parent)
 def is_model_file(name: str) -> bool:
     """Tell whether a source file holds a model's code: it is not of torch or of Python's own library."""
     return not (name.startswith(LIBRARIES) and (name.startswith(LIBRARIES[0]) or not name.startswith(SITE)))
+
+
+def is_model_frame(frame: FrameType) -> bool:
+    """Tell whether a frame runs a model's code, not torch's, Python's or that of this package's tracing."""
+    name = frame.f_code.co_filename
+    return is_model_file(name) and not name.startswith(OWN)
+
+
+def is_of_fake_tensors() -> bool:
+    """Tell whether a call only makes a fake result, as for torch.vmap. Fake results are cached, so runs differ."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_model_frame(frame):
+        if frame.f_code.co_filename.startswith(FAKE_TENSORS):
+            return True
+        frame = frame.f_back
+    return False

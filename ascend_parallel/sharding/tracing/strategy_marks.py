@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,6 +26,7 @@ except ImportError as error:
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 KEY = "ascend_parallel_mark"
+_NOTE: ContextVar[Callable[[Any], None] | None] = ContextVar("ascend_parallel_note_mark", default=None)
 
 
 def marking(function: Callable[Params, Result], in_strategy: Any, out_strategy: Any) -> Callable[Params, Result]:
@@ -34,7 +37,11 @@ def marking(function: Callable[Params, Result], in_strategy: Any, out_strategy: 
 
     @wraps(function)
     def marked(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        mode = get_proxy_mode() if torch.compiler.is_exporting() else None
+        if not torch.compiler.is_exporting():
+            return function(*args, **kwargs)
+        if (note := _NOTE.get()) is not None:
+            note((_name(function), repr(in_strategy), repr(out_strategy)))
+        mode = get_proxy_mode()
         if mode is None:
             return function(*args, **kwargs)
         mark, nodes = Mark(_name(function), (in_strategy, out_strategy)), mode.tracer.graph.nodes
@@ -46,6 +53,16 @@ def marking(function: Callable[Params, Result], in_strategy: Any, out_strategy: 
         return result
 
     return marked
+
+
+@contextmanager
+def noting_marks(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call `note` with the function and the strategies of each marked call inside the context."""
+    token = _NOTE.set(note)
+    try:
+        yield
+    finally:
+        _NOTE.reset(token)
 
 
 def mark_of(node: torch.fx.Node) -> Mark | None:

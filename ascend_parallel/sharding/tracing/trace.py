@@ -7,7 +7,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +32,21 @@ from ascend_parallel.sharding.graph import (
     TensorMeta,
     Value,
 )
-from ascend_parallel.sharding.tracing.determinism import ForwardChangesError, only_in_python, random_states_kept
-from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
+from ascend_parallel.sharding.tracing.block_stubs import CannotExpandError, Stubs
+from ascend_parallel.sharding.tracing.determinism import (
+    CheckedForward,
+    ForwardChangesError,
+    checked_forward,
+    random_states_kept,
+)
+from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of, first_names
 from ascend_parallel.sharding.tracing.functionalize import FunctionalOp, functional_ops
 from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors
-from ascend_parallel.sharding.tracing.repeated_blocks import RepeatedBlocks
-from ascend_parallel.sharding.tracing.replay import NodeRecorder
+from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes
 from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
 from ascend_parallel.sharding.tracing.untraceable import CONTROL_FLOW, SHAPES, VALUES, place_of, reason
+
+log = logging.getLogger("ascend_parallel")
 
 KINDS = {
     InputKind.USER_INPUT: INPUT,
@@ -80,30 +87,52 @@ def trace(
 
 
 def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], twice: bool) -> Graph:
-    binding = bind(model, args, kwargs)
+    given = (args, kwargs)
+    args, kwargs = _without_shared_tensors(args, kwargs)
+    # where gradients are off is the model's own choice, not the caller's
+    with torch.enable_grad(), _quiet(), random_states_kept():
+        try:
+            checked = checked_forward(model, args, kwargs) if twice else CheckedForward()
+        except ForwardChangesError as error:
+            raise TraceError(str(error)) from error
+        try:
+            graph = _exported(model, args, kwargs, checked.notes)
+        except CannotExpandError:
+            graph = _exported(model, args, kwargs, None)
+    if checked.failure:
+        name = type(model).__name__
+        log.warning("whether the forward of %s does the same every time was not checked: %s", name, checked.failure)
+    training = any(module.training for module in model.modules())
+    binding, blocks = bind(model, *given), checked.notes.same_blocks() if checked.notes is not None else {}
+    return replace(graph, binding=binding, training=training, only_in_python=checked.only_in_python, blocks=blocks)
+
+
+def _exported(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: ForwardNotes | None
+) -> Graph:
+    """Return the graph of one torch.export, with stubs for the blocks that did the same by the notes of a run."""
     recording = Recording()
+    same = notes.repeatable_blocks(model) if notes is not None else {}
+    stubs = Stubs(same, notes, recording) if same and notes is not None else None
     try:
-        # node metadata carries the marks; where gradients are off is the model's own choice, not the caller's
-        with torch.enable_grad(), preserve_node_meta(), _quiet(), random_states_kept():
-            with recording.noting(model), RepeatedBlocks(NodeRecorder(recording)).repeating(model):
-                program = torch.export.export(model, *_without_shared_tensors(args, kwargs), strict=False)
-            replacements = functional_ops(program)
-            if replacements is None:
-                program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
-                recording.refuse("an in-place operator writes to a tensor with aliases: write it out of place")
+        # node metadata carries the marks
+        with preserve_node_meta(), stubs.stubbing(model) if stubs else nullcontext(), recording.noting(model):
+            program = torch.export.export(model, args, kwargs, strict=False)
+        replacements = functional_ops(program)
+        if replacements is None and stubs is None:
+            program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
+            recording.refuse("an in-place operator writes to a tensor with aliases: write it out of place")
     except Exception as error:  # torch.export passes on any exception
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {reason(error)}") from error
-    try:
-        with _quiet():
-            only = only_in_python(model, args, kwargs) if twice else ""
-    except ForwardChangesError as error:
-        raise TraceError(str(error)) from error
+    if replacements is None and stubs is not None:
+        raise CannotExpandError
     builder = _Builder(program, replacements or {})
-    graph = builder.build()
+    graph, values = builder.build(), builder.values
+    if stubs is not None:
+        expansion = stubs.expanded(graph, values, first_names(model))
+        graph, values, recording.calls = expansion.graph, expansion.values, expansion.calls
     check_marks(graph)
-    training = any(module.training for module in model.modules())
-    calls = calls_of(recording, graph, builder.values)
-    return replace(graph, binding=binding, training=training, calls=calls, only_in_python=only)
+    return replace(graph, calls=calls_of(recording, graph, values))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Repeated layers of a graph: which layers are equal, and which layers a picture leaves out."""
+"""Repeated layers of a graph, and which of them a picture leaves out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ascend_parallel.sharding.graph import CALL, Node
+from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.planner.options import signature
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 
 # The number of equal layers that a picture shows.
@@ -56,7 +55,7 @@ def folded(plan: ShardingPlan) -> list[Fold]:
     read by the same fold.
     """
     calls = [node for node in plan.graph.nodes.values() if node.kind == CALL]
-    like = _left_out(calls)
+    like = _left_out(plan.graph)
     runs: list[list[Node]] = []
     between: list[Node] | None = None  # operators outside of layers after a folded layer; None if no fold is open
     for node in calls:
@@ -73,16 +72,13 @@ def folded(plan: ShardingPlan) -> list[Fold]:
     return [_fold(plan, run, like) for run in runs]
 
 
-def _left_out(calls: Sequence[Node]) -> dict[str, str]:
+def _left_out(graph: Graph) -> dict[str, str]:
     """Return the layers that are left out, each with the shown layer that stands for it."""
-    layers: dict[str, list[Node]] = {}
-    for node in calls:
-        if layer_of(node.module):
-            layers.setdefault(layer_of(node.module), []).append(node)
-    kinds: dict[object, list[str]] = {}
-    for layer, nodes in layers.items():
-        if len(nodes) > 1:  # the modules of an nn.Sequential are no layers
-            kinds.setdefault((repeated(layer), tuple(map(signature, nodes))), []).append(layer)
+    sizes = Counter(layer_of(node.module) for node in graph.nodes.values() if node.kind == CALL)
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for layer, size in sizes.items():
+        if layer in graph.blocks and size > 1:  # the modules of an nn.Sequential are no layers
+            kinds.setdefault((repeated(layer), graph.blocks[layer]), []).append(layer)
     return {layer: equal[SHOWN - 1] for equal in kinds.values() for layer in equal[SHOWN:]}
 
 

@@ -52,7 +52,7 @@ def fold(graph: Graph, layers: int | None = None) -> Folded:
         The number of layers of the whole model, if `graph` has been traced with three of them.
     """
     calls = [node for node in graph.nodes.values() if node.kind == CALL]
-    rows = _rows(calls)
+    rows = _rows(graph, calls)
     patterns = tuple(dict.fromkeys(repeated(layer_of(nodes[0].module)) for row in rows for nodes in row))
     row = max(rows, key=len, default=[])
     if layers is not None:
@@ -66,8 +66,8 @@ def fold(graph: Graph, layers: int | None = None) -> Folded:
     return Folded(shorter, _sequence(kept, row[1], len(row) - KEPT), patterns, len(row))
 
 
-def _rows(calls: Sequence[Node]) -> list[list[list[Node]]]:
-    """Return the rows of two or more layers that follow each other and have the same operators on the same shapes."""
+def _rows(graph: Graph, calls: Sequence[Node]) -> list[list[list[Node]]]:
+    """Return the rows of two or more layers that follow each other and did the same."""
     runs: list[tuple[str, list[Node]]] = []
     for node in calls:
         layer = layer_of(node.module)
@@ -77,7 +77,7 @@ def _rows(calls: Sequence[Node]) -> list[list[list[Node]]]:
     rows: list[list[list[Node]]] = []
     before: object = None
     for layer, nodes in runs:
-        kind = (repeated(layer), tuple(map(signature, nodes))) if layer and len(nodes) > 1 else None
+        kind = (repeated(layer), graph.blocks[layer]) if layer in graph.blocks and len(nodes) > 1 else None
         if kind is not None and kind == before:
             rows[-1].append(nodes)
         elif kind is not None:
@@ -115,9 +115,9 @@ def _foldable(graph: Graph, row: Sequence[Sequence[Node]]) -> bool:
 
 
 def _reads(graph: Graph, nodes: Sequence[Node], before: Mapping[str, int], own: Mapping[str, int]) -> list[object]:
-    """Return what each operator of a layer reads: places in its own layer and the one before, held tensors, others."""
+    """Return a layer's operators and what they read: places in it and in the layer before, held tensors, others."""
     held: dict[str, int] = {}
-    found: list[object] = []
+    found: list[object] = [signature(node) for node in nodes]
     for node in nodes:
         for value in node.inputs:
             source = graph.nodes[value.node]
