@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ascend_parallel.text import equal_runs, size_of
 from ascend_parallel.training.optimizer.partition import OptimizerMemory
-from ascend_parallel.training.pipeline.schedule import Simulated, most_held
+from ascend_parallel.training.pipeline.schedule import most_held
+from ascend_parallel.training.pipeline.timing import SimulatedStep
 
 HEADS = ("parameters", "gradients", "optimizer", "activations", "total")
 
@@ -33,7 +34,9 @@ def held_by_stage(stage: str, memory: OptimizerMemory, activations: float) -> He
     return Held((stage,), memory.parameters, memory.gradients, memory.optimizer, activations)
 
 
-def held_by_groups(memory: Sequence[OptimizerMemory], saved: Mapping[int, float], simulated: Simulated) -> list[Held]:
+def held_by_groups(
+    memory: Sequence[OptimizerMemory], saved: Mapping[int, float], simulated: SimulatedStep
+) -> list[Held]:
     """Return what a rank of each group holds.
 
     memory: of each stage. saved: by stage, the bytes that a micro-batch's forward keeps for its backward.

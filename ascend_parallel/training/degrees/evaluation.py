@@ -13,9 +13,9 @@ from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, 
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.stages import StageSums, stage_sums
-from ascend_parallel.training.degrees.timetable import live, step_seconds
 from ascend_parallel.training.degrees.work import Kept, Numbers, Work
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
+from ascend_parallel.training.pipeline.timing import live, step_seconds
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 
