@@ -256,7 +256,7 @@ def strategy(
     needs_sharding("strategy")
     from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
-    from ascend_parallel.training.explain import as_dict, explain
+    from ascend_parallel.training.explain import as_dict, explain, fullest_rank
     from ascend_parallel.training.loss import mean_loss
 
     with errors("strategy", ImportError), progress_console(as_json).status("planning"):
@@ -272,7 +272,7 @@ def strategy(
         if schedule is not None:
             schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
         if html is not None:
-            html.write_text(to_html(planned.plan), encoding="utf-8")
+            html.write_text(to_html(planned.plan, held=fullest_rank(planned)), encoding="utf-8")
     typer.echo(text)
     if planned.stages and not as_json:
         typer.echo(f"\n{requested.pipeline}")
