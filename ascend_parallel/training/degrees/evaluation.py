@@ -56,7 +56,7 @@ class Evaluation:
 
     def __init__(self, hardware: Hardware, planner: Planner, *, masters: bool) -> None:
         """Take the plans; masters: the optimizer has fp32 weights."""
-        self.hardware, self._model = hardware, CostModel(hardware)
+        self.hardware, self.costs = hardware, CostModel(hardware)
         self.planner, self._masters = planner, masters
         self.sums = cache(stage_sums)
         self._at = cache(lambda shared: _At(self, shared))
@@ -180,7 +180,7 @@ class Evaluation:
         mine = at.own if stage and dp > 1 else at.elements
         touched = 2 * self._optimizer_sizes(at) + gradient + at.itemsizes * (1 if self._masters else 2)
         streamed = at.ranks_of(mine * touched)
-        return seconds, np.array([self._model.stream(float(each)) for each in streamed])
+        return seconds, np.array([self.costs.stream(float(each)) for each in streamed])
 
     def _over_replicas(self, kind: str, nbytes: Numbers, shared: Degrees) -> Numbers:
         """Return the seconds of a collective over the replicas, in buckets, by rank."""
@@ -204,8 +204,8 @@ class _At:
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
         self._ranks = np.array(ranks)
-        network = evaluation.hardware.network
-        self.hop = network.latency + self.sums.sent / network.bandwidth if several else 0.0
+        inside = shared.pp * shared.tp * shared.dp <= evaluation.hardware.collectives.domain
+        self.hop = evaluation.costs.send(self.sums.sent, inside=inside) if several else 0.0
         parameters = self.work.parameters
         self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
         self.itemsizes = np.array([parameter.itemsize for parameter in parameters], dtype=float)
