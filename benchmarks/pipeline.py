@@ -17,7 +17,7 @@ from measuring import FOLDER, on_ranks, options_of, run, table
 from torch import nn
 
 from ascend_parallel.sharding import ProcessMesh, propagate, trace
-from ascend_parallel.training.pipeline.picture import Measured
+from ascend_parallel.training.pipeline.picture import MeasuredStep
 from ascend_parallel.training.pipeline.pipeline import Pipeline
 from ascend_parallel.training.pipeline.schedule import closed_bubble
 
@@ -46,7 +46,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def measured(schedule: str, several: int, count: int, rounds: int) -> tuple[list[Measured], int]:
+def measured(schedule: str, several: int, count: int, rounds: int) -> tuple[list[MeasuredStep], int]:
     """Return the steps of a pipeline, and the peak bytes of a step."""
     ranks = dist.get_world_size()
     stages = ranks * several

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
-from ascend_parallel.cli.propagate import build_model, bytes_of, refuse_sizes
+from ascend_parallel.cli.propagate import HARDWARE, build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 from ascend_parallel.tuning.cost_model.models import find_model
@@ -32,7 +32,7 @@ def plan_training(
     ],
     ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks; all are used.")],
     memory: Annotated[str, typer.Option(metavar="BYTES", help="Memory of a rank, such as 60e9 or 60GB.")],
-    hardware: Annotated[str, typer.Option(help="Hardware of the costs; predict --list shows all.")] = DEFAULT_HARDWARE,
+    hardware: Annotated[str, typer.Option(help=HARDWARE)] = DEFAULT_HARDWARE,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -68,7 +68,7 @@ def plan_training(
     needs_sharding("plan-training")
     from ascend_parallel.training.degrees.report import as_dict, text, toml_of
 
-    with errors("plan-training", ImportError), progress_console(as_json).status("planning") as status:
+    with errors("plan-training", ImportError, ArithmeticError), progress_console(as_json).status("planning") as status:
         limit = bytes_of(memory, "--memory")
         file = out or Path(f"{model.rpartition(':')[2]}-{ranks}.toml")
         _check_file(file)

@@ -52,9 +52,12 @@ Examples:
 ModelName = Annotated[str | None, typer.Option("--model", help="A preset; --list shows them.")]
 ModelFile = Annotated[Path | None, typer.Option(help="TOML file with layers, hidden, ffn, heads, vocab ...")]
 HardwareName = Annotated[
-    str | None, typer.Option("--hardware", help=f"A preset; --list shows them; default: {DEFAULT_HARDWARE}.")
+    str | None,
+    typer.Option(
+        "--hardware", help=f"A preset (--list shows them), or a TOML file of your own; default: {DEFAULT_HARDWARE}."
+    ),
 ]
-HardwareFile = Annotated[Path | None, typer.Option(help="TOML file with a hardware's numbers.")]
+HardwareFile = Annotated[Path | None, typer.Option(help="TOML file with a hardware's numbers; as --hardware FILE.")]
 LinkRate = Annotated[str | None, typer.Option(help="Rate of each rank's link, such as 1gbit; cpu-gloo only.")]
 TensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel ranks.")]
 Replicas = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel replicas.")]

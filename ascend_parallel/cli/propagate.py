@@ -21,6 +21,7 @@ from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 from ascend_parallel.tuning.cost_model.models import find_model
 
 MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
+HARDWARE = "Hardware of the costs: a name (ascend-parallel predict --list), or a TOML file of your own numbers."
 
 
 def propagate(
@@ -45,9 +46,7 @@ def propagate(
     memory_limit: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Memory of a rank in a training step, such as 32e9 or 32GB.")
     ] = None,
-    hardware: Annotated[
-        str, typer.Option(help="Hardware of the costs; ascend-parallel predict --list shows all.")
-    ] = DEFAULT_HARDWARE,
+    hardware: Annotated[str, typer.Option(help=HARDWARE)] = DEFAULT_HARDWARE,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
     advice: Annotated[
         bool, typer.Option("--advise", help="The fewest operators to configure, with reasons and costs.")
@@ -88,7 +87,7 @@ def propagate(
     from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
     from ascend_parallel.sharding.visualize.page import to_html
 
-    with errors("propagate", ImportError), progress_console(as_json).status("tracing") as status:
+    with errors("propagate", ImportError, ArithmeticError), progress_console(as_json).status("tracing") as status:
         if html is not None:
             needs_folder("--html", html)
         names, sizes = _mesh(mesh)
@@ -256,10 +255,10 @@ def strategy(
     needs_sharding("strategy")
     from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
-    from ascend_parallel.training.explain import as_dict, explain
+    from ascend_parallel.training.explain import as_dict, explain, fullest_rank
     from ascend_parallel.training.loss import mean_loss
 
-    with errors("strategy", ImportError), progress_console(as_json).status("planning"):
+    with errors("strategy", ImportError, ArithmeticError), progress_console(as_json).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
             if file is not None:
                 needs_folder(option, file)
@@ -272,7 +271,7 @@ def strategy(
         if schedule is not None:
             schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
         if html is not None:
-            html.write_text(to_html(planned.plan), encoding="utf-8")
+            html.write_text(to_html(planned.plan, held=fullest_rank(planned)), encoding="utf-8")
     typer.echo(text)
     if planned.stages and not as_json:
         typer.echo(f"\n{requested.pipeline}")

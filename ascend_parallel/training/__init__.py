@@ -3,7 +3,7 @@
 options, strategy    one frozen Strategy that configures the training, from Python or TOML
 training_plan        the strategy applied to a model: graph, sharding plan, stages
 degrees              the search for data, tensor and pipeline parallel sizes; confirm_degrees plans what it finds
-explain              the effect of each option, predicted; held_memory is what a rank holds
+explain              the effect of each option, predicted; held_memory is its table of memory
 train_step           the training step, step_arguments checks its arguments; runners/ run its forward and backward
 to_static            the training step of a model marked by shard_tensor
 loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused

@@ -16,6 +16,7 @@ from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion
@@ -26,8 +27,8 @@ from ascend_parallel.sharding.visualize.explain import explain as explain_plan
 from ascend_parallel.sharding.visualize.explain import summary, warnings
 from ascend_parallel.text import equal_runs, size_of
 from ascend_parallel.training.autocast import is_cast
-from ascend_parallel.training.held_memory import Held, held_by_groups, held_by_stage, table
-from ascend_parallel.training.optimizer.partition import OptimizerMemory, predicted_memory
+from ascend_parallel.training.held_memory import GroupMemory, memory_by_group, table
+from ascend_parallel.training.optimizer.partition import predicted_memory
 from ascend_parallel.training.pipeline.schedule import SPLIT, most_held, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.training_plan import TrainingPlan
@@ -48,15 +49,21 @@ def explain(
     explained = _Explained(planned, settings)
     lines = [f"{name}: {text}" for name, text in explained.lines()]
     lines += [f"warning: {text}" for text in explained.warnings()]
-    lines += ["", *table(explained.held)]
+    lines += ["", *table(explained.groups)]
     if operators:
-        lines += [line for plan in planned.different_plans for line in ("", explain_plan(plan, full=full))]
+        held = explained.fullest
+        lines += [line for plan in planned.different_plans for line in ("", explain_plan(plan, full=full, held=held))]
     return "\n".join(lines)
 
 
 def plan_warnings(planned: TrainingPlan) -> list[str]:
     """Return the warnings of a planned training: too little memory, repeated work. `explain` shows them too."""
     return list(_Explained(planned).warnings())
+
+
+def fullest_rank(planned: TrainingPlan) -> RankBytes:
+    """Return the bytes of the rank that holds the most, without buffers: the largest row of the table of `explain`."""
+    return _Explained(planned).fullest
 
 
 def as_dict(planned: TrainingPlan) -> dict[str, Any]:
@@ -72,9 +79,10 @@ def as_dict(planned: TrainingPlan) -> dict[str, Any]:
         "ops_fused": dict(planned.ops_fused),
         "bubble": explained.bubble,
         "stages": [
-            vars(stage.memory) | {"stage": stage.name, "activations": stage.activations} for stage in explained.stages
+            stage.memory.without_buffers() | {"stage": stage.name, "activations": stage.activations}
+            for stage in explained.stages
         ],
-        "groups": [vars(held) for held in explained.held],
+        "groups": [{"stages": group.stages, **group.held.without_buffers()} for group in explained.groups],
         "options": dict(explained.lines()),
         "warnings": list(explained.warnings()),
     }
@@ -86,7 +94,7 @@ class _Stage:
 
     name: str
     plan: ShardingPlan
-    memory: OptimizerMemory
+    memory: RankBytes
     saved: tuple[float, float]
     live: float
     fused: tuple[Fusion, ...]
@@ -148,15 +156,21 @@ class _Explained:
 
     def warnings(self) -> Iterator[str]:
         """Yield the warnings; memory counts for the rank that holds the most."""
-        yield from warnings(self._planned.plan, max(held.total for held in self.held))
+        yield from warnings(self._planned.plan, self.fullest.total)
 
     @cached_property
-    def held(self) -> list[Held]:
+    def groups(self) -> list[GroupMemory]:
         """What a rank of each group holds."""
         if not self.parts:
-            return [held_by_stage(stage.name, stage.memory, stage.activations) for stage in self.stages]
+            (stage,) = self.stages
+            return [GroupMemory((stage.name,), stage.memory + RankBytes(0, 0, 0, stage.activations))]
         saved = {place: stage.saved[1] for place, stage in enumerate(self.stages)}
-        return held_by_groups([stage.memory for stage in self.stages], saved, self._strategy.pipeline.simulated())
+        return memory_by_group([stage.memory for stage in self.stages], saved, self._strategy.pipeline.simulated())
+
+    @property
+    def fullest(self) -> RankBytes:
+        """What the rank holds that holds the most."""
+        return max((group.held for group in self.groups), key=lambda held: held.total)
 
     def _pipeline(self) -> Iterator[tuple[str, str]]:
         options = self._strategy.pipeline
@@ -260,7 +274,7 @@ class _Explained:
             tuple(group for groups in rank_plan.prefetches.values() for group in groups),
         )
 
-    def _memory(self, plan: ShardingPlan, zero_stage: int) -> OptimizerMemory:
+    def _memory(self, plan: ShardingPlan, zero_stage: int) -> RankBytes:
         amp, wide, first = self._strategy.amp, self._strategy.wide_gradients, (0,) * plan.mesh.ndim
         memories = []
         for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
@@ -283,8 +297,7 @@ class _Explained:
                         grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if wide else None,
                     )
                 )
-        names = ("parameters", "gradients", "optimizer")
-        return OptimizerMemory(*(sum(getattr(memory, name) for memory in memories) for name in names))
+        return sum(memories, RankBytes(0, 0, 0))
 
     def _grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of parameters of `dtype` accumulate."""

@@ -5,64 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.text import equal_runs, size_of
-from ascend_parallel.training.optimizer.partition import OptimizerMemory
-from ascend_parallel.training.pipeline.schedule import Simulated, most_held
+from ascend_parallel.training.pipeline.schedule import most_held
+from ascend_parallel.training.pipeline.timing import SimulatedStep
 
 HEADS = ("parameters", "gradients", "optimizer", "activations", "total")
 
 
 @dataclass(frozen=True)
-class Held:
-    """The bytes that a rank holds of its stages, by name; `activations`: the most at once, of all micro-batches."""
+class GroupMemory:
+    """The bytes that each rank of a group holds of its stages, by name."""
 
     stages: tuple[str, ...]
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+    held: RankBytes
 
 
-def held_by_stage(stage: str, memory: OptimizerMemory, activations: float) -> Held:
-    """Return what a rank holds that has one stage."""
-    return Held((stage,), memory.parameters, memory.gradients, memory.optimizer, activations)
-
-
-def held_by_groups(memory: Sequence[OptimizerMemory], saved: Mapping[int, float], simulated: Simulated) -> list[Held]:
+def memory_by_group(
+    memory: Sequence[RankBytes], saved: Mapping[int, float], simulated: SimulatedStep
+) -> list[GroupMemory]:
     """Return what a rank of each group holds.
 
-    memory: of each stage. saved: by stage, the bytes that a micro-batch's forward keeps for its backward.
+    memory: of each stage, without activations. saved: by stage, the bytes that a micro-batch's forward keeps for its
+    backward.
     """
-    found = []
+    groups = []
     for slots in simulated.slots:
-        stages = sorted({slot.action.stage for slot in slots})
-        own = [memory[stage] for stage in stages]
-        found.append(
-            Held(
-                tuple(map(str, stages)),
-                sum(each.parameters for each in own),
-                sum(each.gradients for each in own),
-                sum(each.optimizer for each in own),
-                most_held([slot.action for slot in slots], saved),
-            )
-        )
-    return found
+        actions = [slot.action for slot in slots]
+        stages = sorted({action.stage for action in actions})
+        activations = RankBytes(0, 0, 0, most_held(actions, saved))
+        groups.append(GroupMemory(tuple(map(str, stages)), sum((memory[stage] for stage in stages), activations)))
+    return groups
 
 
-def table(helds: Sequence[Held]) -> Iterator[str]:
+def table(groups: Sequence[GroupMemory]) -> Iterator[str]:
     """Yield the lines of a table; three or more equal ranks with one stage each, one after another, are a line."""
     rows = []
-    for held in helds:
-        sizes = held.parameters, held.gradients, held.optimizer, held.activations, held.total
+    for group in groups:
+        sizes = (*group.held.without_buffers().values(), group.held.total)
         rows.append("".join(f"{size_of(size):>12}" for size in sizes))
-    several = any(len(held.stages) > 1 for held in helds)
-    named = [(", ".join(held.stages), row) for held, row in zip(helds, rows, strict=True)]
-    if len(helds) > 1 and not several:
+    several = any(len(group.stages) > 1 for group in groups)
+    named = [(", ".join(group.stages), row) for group, row in zip(groups, rows, strict=True)]
+    if len(groups) > 1 and not several:
         named = equal_runs(rows)
     width = max(6, *(len(name) + 2 for name, _ in named))
     yield ("stages" if several else "stage").ljust(width) + "".join(f"{head:>12}" for head in HEADS)

@@ -66,7 +66,8 @@ class Strategy:
     max_norm
         Gradients are clipped to this global norm.
     memory_limit, hardware
-        As for `propagate`: the bytes that a rank may hold, and the hardware whose costs count.
+        As for `propagate`: the bytes that a rank may hold, and the hardware whose costs count: its
+        name, or a TOML file of your own numbers (docs/predict.md), by a path from the working directory.
 
     Raises `StrategyOptionError` for options that are not allowed, alone or together.
     """
@@ -197,7 +198,9 @@ class Strategy:
         if not isinstance(self.fused_passes, (tuple, list)):
             raise StrategyOptionError(f"fused_passes={self.fused_passes!r}: give a list of {', '.join(PASSES)}")
         if not isinstance(self.hardware, str):
-            raise StrategyOptionError(f"hardware={self.hardware!r}: give a name, such as '910b' or 'cpu-gloo'")
+            raise StrategyOptionError(
+                f"hardware={self.hardware!r}: give a name, such as '910b', or a file such as 'cluster.toml'"
+            )
         for name in ("max_norm", "memory_limit"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -40,3 +40,70 @@ def test_a_prediction_without_hardware_is_for_the_default():
     )
     assert found == named
     assert find_hardware(DEFAULT_HARDWARE).name in json.dumps(found)
+
+
+FILE = """
+base = "cpu-gloo"
+[link]
+rate = { value = 1e7, source = "measured" }
+"""
+MODEL = """
+import torch
+from torch import nn
+
+
+def planned():
+    return nn.Linear(1024, 1024, bias=False), (torch.zeros(16384, 1024),), lambda model, x: model(x).square().mean()
+
+
+def layer():
+    return planned()[:2]
+"""
+
+
+def test_a_hardware_file_counts_wherever_a_hardware_is_named(tmp_path, monkeypatch):
+    """The file has another link than its base, and the base's name: every sum over ranks takes longer."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.toml").write_text(FILE)
+    (tmp_path / "models.py").write_text(MODEL)
+    seconds = {}
+    for hardware in ("cpu-gloo", "slow.toml"):
+        (tmp_path / "s.toml").write_text(f'hardware = "{hardware}"\n[mesh]\ndp = 2\n')
+        named = ["--hardware", hardware, "--json"]
+        degrees = ["--ranks", "2", "--memory", "1GB", "--out", f"{hardware}-best.toml"]
+        words = {
+            "propagate": ["models.py:layer", "--mesh", "mp=2", "--data-dim", "mp", *named],
+            "strategy": ["models.py:planned", "--config", "s.toml", "--json"],
+            "plan-training": ["--model", "models.py:planned", *degrees, *named],
+            "predict": ["--model", "llama2-7b", "--tp", "2", *named],
+        }
+        told = {}
+        for command, more in words.items():
+            result = CliRunner().invoke(app, [command, *more])
+            assert result.exit_code == 0, result.output
+            told[command] = json.loads(result.stdout)
+        sums = told["propagate"]["communication"], told["strategy"]["communication"]
+        best = told["plan-training"]["best"][0]["seconds"]
+        seconds[hardware] = *sums, best, told["predict"]["step"]["serial"]["total"]
+        assert f'hardware = "{hardware}"' in (tmp_path / f"{hardware}-best.toml").read_text()
+    assert all(slow > fast > 0 for slow, fast in zip(seconds["slow.toml"], seconds["cpu-gloo"], strict=True))
+
+
+def test_a_hardware_file_that_is_missing_is_named(tmp_path):
+    result = CliRunner().invoke(
+        app,
+        [
+            "plan-training",
+            "--model",
+            "llama2-7b",
+            "--ranks",
+            "2",
+            "--memory",
+            "1GB",
+            "--hardware",
+            "no.toml",
+            "--out",
+            str(tmp_path / "s.toml"),
+        ],
+    )
+    assert result.exit_code == 2 and "no.toml cannot be read" in " ".join(result.output.split())

@@ -8,11 +8,13 @@ from math import ceil, prod
 
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape
+from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.training import Strategy, plan_training
-from ascend_parallel.training.pipeline.schedule import Times, simulate, stages_of
+from ascend_parallel.training.pipeline.schedule import stages_of
+from ascend_parallel.training.pipeline.timing import StageTimes, simulate
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
@@ -52,11 +54,13 @@ def step_of_whole_plan(tables, model, batch):
     end = _end(strategy, plan, stage_of, count, costs, hardware)
     if count == 1:
         return options.micro_batches * (forward[0] + backward[0]) + once[0] + end[0]
-    hop = hardware.network.latency + max(sent) / hardware.network.bandwidth
+    ranks = prod(plan.mesh.shape) * options.degree
+    pair = MeshCosts.of(ProcessMesh([[0], [ranks - 1]], ["pp", "other"]), hardware)
+    hop = pair.seconds("send", max(sent), 0)
     measured = {("F", stage): time for stage, time in enumerate(forward)}
     measured |= {("B", stage): time for stage, time in enumerate(backward)}
     measured |= {(half, stage): time / 2 for half in "IW" for stage, time in enumerate(backward)}
-    times = Times(send=hop, measured=measured)
+    times = StageTimes(send=hop, measured=measured)
     run = simulate(options.schedule, options.degree, options.count, options.micro_batches, times)
     ranks = stages_of(options.schedule, options.degree, options.count)
     by_rank = [sum(end[s] + once[s] for s in range(count) if ranks[s] == rank) for rank in range(options.degree)]

@@ -19,10 +19,10 @@ from ascend_parallel.training.degrees import search as searching
 from ascend_parallel.training.degrees.folding import Folded, fold
 from ascend_parallel.training.degrees.inputs import rows_part
 from ascend_parallel.training.degrees.rescaling import Growth, Rescaled, UnevenError, rescaled
-from ascend_parallel.training.degrees.timetable import live, step_seconds
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
-from ascend_parallel.training.pipeline.schedule import Times, check, simulate
+from ascend_parallel.training.pipeline.schedule import check
+from ascend_parallel.training.pipeline.timing import StageTimes, live, simulate, step_seconds
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 for folder in ("strategy", "sharding"):
@@ -194,7 +194,7 @@ def test_a_timed_schedule_is_the_simulated_one(name, several, ranks):
         measured = {("F", stage): time for stage, time in enumerate(forward)}
         measured |= {("B", stage): time for stage, time in enumerate(backward)}
         measured |= {(half, stage): time / 2 for half in "IW" for stage, time in enumerate(backward)}
-        expected = simulate(name, ranks, len(forward), count, Times(send=0.1, measured=measured))
+        expected = simulate(name, ranks, len(forward), count, StageTimes(send=0.1, measured=measured))
         found = step_seconds(name, ranks, count, forward, backward, 0.1)
         few = count <= 64
         assert found == pytest.approx(expected.seconds, rel=1e-12 if few else 0.01), count

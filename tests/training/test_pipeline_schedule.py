@@ -1,21 +1,14 @@
 """Schedules: each rank's actions and their order, times and drawing."""
 
-import itertools
+import random
 import re
 from pathlib import Path
 
 import pytest
 
 from ascend_parallel.training.pipeline.picture import svg, text
-from ascend_parallel.training.pipeline.schedule import (
-    SCHEDULES,
-    Action,
-    Times,
-    closed_bubble,
-    order,
-    simulate,
-    stages_of,
-)
+from ascend_parallel.training.pipeline.schedule import SCHEDULES, Action, closed_bubble, order, stages_of
+from ascend_parallel.training.pipeline.timing import StageTimes, simulate
 
 DRAWN = Path(__file__).parents[2] / "docs" / "images" / "pipeline.svg"
 SIZES = [
@@ -32,30 +25,36 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("name", "ranks", "stages", "count"), SIZES)
-def test_every_action_runs_once_after_what_it_needs(name, ranks, stages, count):
-    at = stages_of(name, ranks, stages)
-    found = simulate(name, ranks, stages, count, Times(forward=1.0, backward=2.0, send=0.25))
-    stop, start = {}, {}
-    for rank, slots in enumerate(found.slots):
-        assert [slot.action for slot in slots] == list(order(name, ranks, stages, count)[rank])
-        assert all(at[slot.action.stage] == rank for slot in slots)
-        assert all(first.stop <= second.start for first, second in itertools.pairwise(slots))
-        for slot in slots:
-            assert slot.action not in stop
-            start[slot.action], stop[slot.action] = slot.start, slot.stop
-    for stage in range(stages):
-        for number in range(count):
-            forward = Action("F", stage, number)
-            backward = Action("B", stage, number) if Action("B", stage, number) in stop else Action("I", stage, number)
-            assert start[backward] >= stop[forward]
-            if backward.kind == "I":
-                assert start[Action("W", stage, number)] >= stop[backward]
-            if stage:
-                send = 0.25 if at[stage] != at[stage - 1] else 0
-                assert start[forward] >= stop[Action("F", stage - 1, number)] + send
-                before = next(action for kind in "BI" if (action := Action(kind, stage - 1, number)) in stop)
-                assert start[before] >= stop[backward] + send
-    assert len(stop) == sum(len(actions) for actions in order(name, ranks, stages, count))
+def test_every_action_starts_when_its_rank_is_free_and_its_inputs_are_there(name, ranks, stages, count):
+    at, drawn = stages_of(name, ranks, stages), random.Random(count)
+    measured = {(kind, stage): drawn.uniform(0.5, 2) for kind in "FBIW" for stage in range(stages)}
+    step = simulate(name, ranks, stages, count, StageTimes(send=0.25, measured=measured))
+    slots = [slot for slots in step.slots for slot in slots]
+    stop = {slot.action: slot.stop for slot in slots}
+    assert len(stop) == len(slots) == sum(map(len, order(name, ranks, stages, count)))
+    forwards = {Action("F", stage, number) for stage in range(stages) for number in range(count)}
+    assert forwards <= stop.keys()
+
+    def arrives(action):
+        """Return when the inputs of an action are on its rank."""
+        kind, stage, number = action.kind, action.stage, action.micro_batch
+        if kind == "W":
+            return stop[Action("I", stage, number)]
+        source, kinds = (stage - 1, "F") if kind == "F" else (stage + 1, "BI")
+        own = 0.0 if kind == "F" else stop[Action("F", stage, number)]
+        if not 0 <= source < stages:
+            return own
+        sent = next(stop[action] for kind in kinds if (action := Action(kind, source, number)) in stop)
+        return max(own, sent + (0.25 if at[source] != at[stage] else 0.0))
+
+    for rank, rank_slots in enumerate(step.slots):
+        assert [slot.action for slot in rank_slots] == list(order(name, ranks, stages, count)[rank])
+        free = 0.0
+        for slot in rank_slots:
+            assert at[slot.action.stage] == rank
+            assert slot.start == max(free, arrives(slot.action))
+            assert slot.stop == slot.start + measured[slot.action.kind, slot.action.stage]
+            free = slot.stop
 
 
 @pytest.mark.parametrize(("name", "ranks", "stages", "count"), SIZES)
@@ -85,7 +84,7 @@ def test_live_micro_batches():
 def test_stages_of_their_own_times():
     """The slower of two stages is busy from its first forward to its last backward."""
     seconds = {("F", 0): 1.0, ("B", 0): 1.0, ("F", 1): 2.0, ("B", 1): 2.0}
-    found = simulate("1f1b", 2, 2, 4, Times(measured=seconds))
+    found = simulate("1f1b", 2, 2, 4, StageTimes(measured=seconds))
     slow = found.slots[1]
     assert slow[-1].stop - slow[0].start == 16
     assert found.seconds == 18

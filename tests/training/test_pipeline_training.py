@@ -21,8 +21,9 @@ from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.pipeline.pipeline import Pipeline, PipelineError
-from ascend_parallel.training.pipeline.schedule import order, simulate
+from ascend_parallel.training.pipeline.schedule import order
 from ascend_parallel.training.pipeline.split_plan import shared_parameters
+from ascend_parallel.training.pipeline.timing import simulate
 from ascend_parallel.training.recompute import Recompute
 
 STEPS = 10

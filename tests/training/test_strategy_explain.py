@@ -1,7 +1,9 @@
 """The explanation of a strategy: each option's effect, without processes."""
 
+import html
 import json
 import re
+from dataclasses import replace
 
 import gpt
 import pytest
@@ -9,7 +11,9 @@ import torch
 
 from ascend_parallel import Settings
 from ascend_parallel.sharding import explain as explain_plan
-from ascend_parallel.text import equal_runs
+from ascend_parallel.sharding import to_html
+from ascend_parallel.sharding.planner.propagate import MemoryLimitError
+from ascend_parallel.text import equal_runs, size_of
 from ascend_parallel.training import (
     AmpOptions,
     CommFusion,
@@ -22,7 +26,12 @@ from ascend_parallel.training import (
     explain,
     plan_training,
 )
-from ascend_parallel.training.explain import as_dict
+from ascend_parallel.training.confirm_degrees import planned_whole
+from ascend_parallel.training.degrees.search import Candidate, Found
+from ascend_parallel.training.degrees.space import SCHEDULES, Degrees
+from ascend_parallel.training.explain import as_dict, fullest_rank
+from ascend_parallel.training.loss import mean_loss
+from ascend_parallel.training.pipeline.schedule import order
 
 COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
 MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}
@@ -187,3 +196,55 @@ def test_a_rank_with_several_stages_holds_the_sum_of_them():
     begin, middle = (stage["activations"] / most for stage, most in zip(found["stages"][::2], (4, 2), strict=True))
     assert first["activations"] == pytest.approx(max(4 * begin + middle, 3 * begin + 2 * middle))
     assert explain(deep).splitlines()[-2].startswith("0, 2  ")
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
+def test_the_search_confirms_the_bytes_of_the_strategy(schedule, virtual_stages):
+    """plan-training's last check keeps the rank that `strategy` shows as the fullest, counted here action by action."""
+    degrees = Degrees(dp=1, tp=1, pp=2, rows=1, micro_batches=4, schedule=schedule, virtual_stages=virtual_stages)
+    found = Found(
+        ranks=2,
+        rows=4,
+        limit=0.0,
+        hardware="cpu-gloo",
+        amp=None,
+        layers=(),
+        best=(Candidate(degrees, None, None),),
+        too_large=None,
+        considered=1,
+        timed=1,
+    )
+    model, batch = gpt.GPT(), tuple(value[:4] for value in gpt.batch_of(0))
+    planned = plan_training(Strategy.from_dict(degrees.tables((), "cpu-gloo", None)), model, batch)
+    stages, actions = as_dict(planned)["stages"], order(schedule, 2, 2 * virtual_stages, 4)
+
+    def most_live(actions, saved):
+        """Return the most of a rank's sum of `saved`, of stages whose forward ran and whose last backward did not."""
+        live, most = dict.fromkeys(saved, 0), 0.0
+        for action in actions:
+            live[action.stage] += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+            most = max(most, sum(live[stage] * size for stage, size in saved.items()))
+        return most
+
+    totals = []
+    for rank_actions in actions:
+        own = sorted({action.stage for action in rank_actions})
+        counts = {stage: most_live([each for each in rank_actions if each.stage == stage], {stage: 1}) for stage in own}
+        saved = {stage: stages[stage]["activations"] / counts[stage] for stage in own}
+        held = sum(stages[stage][name] for stage in own for name in ("parameters", "gradients", "optimizer"))
+        totals.append(held + most_live(rank_actions, saved))
+    assert fullest_rank(planned).total == pytest.approx(max(totals))
+    confirmed = planned_whole(replace(found, limit=max(totals) * 1.001), model, batch, mean_loss)
+    assert confirmed.memory == pytest.approx(max(totals))
+    with pytest.raises(MemoryLimitError):
+        planned_whole(replace(found, limit=max(totals) * 0.999), model, batch, mean_loss)
+
+
+def test_page_and_text_of_a_strategy_give_the_same_bytes():
+    found = planned(pipeline=PipelineOptions(degree=2, micro_batches=4), recompute=Recompute(modules=["layers.*"]))
+    activations = size_of(fullest_rank(found).activations)
+    assert activations != size_of(found.plan.memory().activations)
+    page = html.unescape(to_html(found.plan, held=fullest_rank(found)))
+    for text in (page, explain(found, operators=True)):
+        assert set(re.findall(r"activations ([\d.]+ \w*B)", text)) == {activations}
+    assert activations in explain(found).partition("\n\n")[2]

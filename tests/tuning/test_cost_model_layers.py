@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware, read_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, Schedule
 from ascend_parallel.tuning.cost_model.layers import Layer
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, find_model, layer_linears, read_model
-from ascend_parallel.tuning.cost_model.step import Layout, spread, step_time
+from ascend_parallel.tuning.cost_model.step import Layout, pipeline_time, spread, step_time
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 COSTS = {name: CostModel(hardware) for name, hardware in all_hardware().items()}
@@ -57,6 +59,29 @@ def test_ten_thousand_ranks():
     )
     assert many.pipeline == few.pipeline and few.gradients == 0 < many.gradients
     assert len(many.stages) == 25 and many.total > few.total
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "pp", "inside"),
+    [(1, 8, 1, 8), (1, 16, 1, 8), (2, 8, 1, 4), (4, 4, 1, 2), (8, 4, 1, 1), (3, 8, 1, 1), (2, 2, 2, 2), (2, 2, 4, 2)],
+)
+def test_replicas_and_stages_that_share_a_server_use_its_links(tp, dp, pp, inside):
+    """Gradients cost what plan-training says on a mesh of dp x tp; `inside`: replicas of a line in a server of 8."""
+    costs, model = COSTS["ascend-910b2"], find_model("llama2-7b")
+    batch, layout = Batch(sequence=4096, micro_batch=1, tp=tp), Layout(dp=dp, pp=pp, micro_batches=8)
+    step = step_time(costs, model, batch, layout, MEGATRON)
+    nbytes = 4 * model.count_parameters() / tp / pp
+    network = costs.network(ALL_REDUCE, nbytes / inside, dp // inside)
+    assert step.gradients == pytest.approx(costs.collective(ALL_REDUCE, nbytes, inside) + network, rel=1e-12)
+    ranks = [[replica * tp + rank for rank in range(tp)] for replica in range(dp)]
+    planned = MeshCosts.of(ProcessMesh(ranks, ["dp", "tp"]), costs.hardware)
+    assert step.gradients == pytest.approx(planned.seconds("all_reduce", nbytes, 0), rel=1e-12)
+    sent = batch.own_rows * model.hidden * 2
+    in_server = costs.collective("all_gather", 2 * sent, 2)
+    over_network = costs.hardware.network.latency + sent / costs.hardware.network.bandwidth
+    assert over_network != pytest.approx(in_server, rel=0.1)
+    hop = 0.0 if pp == 1 else in_server if tp * dp * pp <= 8 else over_network
+    assert step.pipeline == pytest.approx(pipeline_time(list(step.stages), 8, hop), rel=1e-12)
 
 
 @pytest.mark.parametrize("tp", [3, 8, 16, 64, 1000])

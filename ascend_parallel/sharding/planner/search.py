@@ -39,7 +39,7 @@ from ascend_parallel.sharding.planner.redistribution_cost import conversion_cost
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
 
 # Seconds per byte that a rank holds: decides only between equal costs.
 TIE_BREAK = 1e-21
@@ -66,7 +66,7 @@ class Search:
     mesh: ProcessMesh
     strategies: Mapping[str, OperatorStrategy]
     objective: str
-    hardware: str
+    hardware: str | Hardware
     costs: MeshCosts
     data: str | None = None
     semi_auto: bool = False

@@ -12,6 +12,7 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node,
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
+from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 
@@ -50,21 +51,6 @@ class Conversion:
     def communicates(self) -> bool:
         """Whether the conversion sends any bytes."""
         return self.nbytes > 0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a rank holds."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -172,7 +158,7 @@ class ShardingPlan:
         sequences = [*(redistribution.steps for redistribution in redistributions), *self.op_collectives.values()]
         return dict(Counter(step.kind for steps in sequences for step in steps if step.nbytes))
 
-    def memory(self) -> Memory:
+    def memory(self) -> RankBytes:
         """Return the bytes that a rank holds in a training step with Adam; activations are the outputs for backward."""
         parameters = gradients = buffers = activations = count = 0.0
         for node in self.graph.nodes.values():
@@ -185,7 +171,7 @@ class ShardingPlan:
                     buffers += held
                 elif node.kind == CALL and value in self.differentiable:
                     activations += held
-        return Memory(parameters + buffers, gradients, ADAM * count, activations)
+        return RankBytes(parameters + buffers, gradients, ADAM * count, activations)
 
     def why(self, node: Node) -> str:
         """Return a short reason for the node's layouts."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ascend_parallel.ops.problem import ALL_REDUCE as MATMUL_ALL_REDUCE
 from ascend_parallel.ops.problem import REDUCE_SCATTER as MATMUL_REDUCE_SCATTER
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
+from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
 
 if TYPE_CHECKING:
@@ -61,14 +61,11 @@ class FittedCosts:
         """Return the time of a collective on a tensor of `nbytes` bytes in all."""
         model = _model(self.hardware)
         if kind == SEND:  # in an all-gather of 2 ranks each rank sends half of the bytes
-            return (
-                model.collective(GATHER, 2 * nbytes, 2) if self.in_domain > 1 else model.network(GATHER, 2 * nbytes, 2)
-            )
+            return model.send(nbytes, inside=self.in_domain > 1)
         if kind == ALL_TO_ALL:  # as long as an all-gather that sends the same number of bytes
             kind, nbytes = ALL_GATHER, nbytes / self.ranks
         operator = {ALL_GATHER: GATHER, REDUCE_SCATTER: MATMUL_REDUCE_SCATTER, ALL_REDUCE: MATMUL_ALL_REDUCE}[kind]
-        inside = model.collective(operator, nbytes, self.in_domain)
-        return inside + model.network(operator, nbytes / self.in_domain, self.ranks // self.in_domain)
+        return model.line(operator, nbytes, self.ranks, self.in_domain)
 
 
 @dataclass(frozen=True)
@@ -85,8 +82,7 @@ class MeshCosts:
         dims = []
         for dim, ranks in enumerate(mesh.shape):
             lines = mesh.array.swapaxes(dim, -1).reshape(-1, ranks)
-            domains = max(len({int(rank) // size for rank in line}) for line in lines)
-            dims.append(FittedCosts(ranks, ranks // domains if ranks % domains == 0 else 1, known))
+            dims.append(FittedCosts(ranks, ranks_in_domain(lines, size), known))
         return cls(tuple(dims))
 
     @property

@@ -12,6 +12,7 @@ from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.operator_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
+from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 from ascend_parallel.text import size_of
 
@@ -20,24 +21,30 @@ WIDTH = 34
 REPEATED = 0.5
 
 
-def explain(plan: ShardingPlan, *, memory: bool = False, full: bool = False) -> str:
+def explain(plan: ShardingPlan, *, memory: bool = False, full: bool = False, held: RankBytes | None = None) -> str:
     """Return the plan as text, one line per node and one per conversion that communicates.
 
     memory
         Also list the instructions that the first rank runs, and the bytes of activations that each allocates and frees.
     full
         Show every repeated layer; otherwise nodes that are laid out alike in three or more layers share a line.
+    held
+        See `summary`.
     """
-    lines = [*summary(plan), "", *_nodes(plan, full)]
+    lines = [*summary(plan, held), "", *_nodes(plan, full)]
     return "\n".join([*lines, "", instructions_as_text(list_instructions(plan))] if memory else lines)
 
 
-def summary(plan: ShardingPlan) -> list[str]:
-    """Return lines with the plan's cost, collectives and memory, and its warnings."""
+def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
+    """Return lines with the plan's cost, collectives and memory, and its warnings.
+
+    held
+        What a rank holds, where more is known than the plan: stages, recompute, ZeRO. None: `ShardingPlan.memory`.
+    """
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.dim_names, plan.mesh.shape, strict=True))
     calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
-    memory = plan.memory()
+    memory = held or plan.memory()
     proof = "the least there is" if plan.bound is None else f"no plan costs less than {1e3 * plan.bound:.3f} ms"
     return [
         f"{calls} operators on a mesh of {mesh}; objective {plan.objective}: {1e3 * plan.cost:.3f} ms, {proof}",
@@ -224,7 +231,7 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
         "bound": plan.bound,
         "communication": plan.seconds,
         "collectives": plan.collectives(),
-        "memory": vars(plan.memory()),
+        "memory": plan.memory().without_buffers(),
         "nodes": nodes,
         "conversions": conversions,
     }

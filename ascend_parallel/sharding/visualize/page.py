@@ -9,6 +9,7 @@ from pathlib import Path
 from ascend_parallel.folded_rows import FoldedRow, fold
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.visualize.advice import Advice
 from ascend_parallel.sharding.visualize.explain import NodeRow, node_rows, summary, text
 from ascend_parallel.sharding.visualize.graph_drawing import Point, draw
@@ -26,18 +27,20 @@ TEMPLATE = Path(__file__).with_name("page.html.jinja")
 Row = tuple[str, str, str, tuple[str, ...], tuple[str, ...]]
 
 
-def to_html(plan: ShardingPlan, advice: Advice | None = None) -> str:
+def to_html(plan: ShardingPlan, advice: Advice | None = None, held: RankBytes | None = None) -> str:
     """Return the page. Of equal repeated layers two are drawn; the others are counted.
 
     advice
         Is shown below the summary.
+    held
+        What a rank holds, as in `summary`; None: `ShardingPlan.memory`.
     """
     drawn = picture(plan)
     colours = _colours(plan, drawn)
-    memory = plan.memory()
+    memory = held or plan.memory()
     return render(
         TEMPLATE,
-        summary=summary(plan),
+        summary=summary(plan, memory),
         advice=advice,
         legend=_legend(colours),
         drawn=drawn,

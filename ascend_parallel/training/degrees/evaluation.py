@@ -9,18 +9,18 @@ from math import ceil, prod
 import numpy as np
 
 from ascend_parallel.sharding.layout import Shape
+from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.stages import StageSums, stage_sums
-from ascend_parallel.training.degrees.timetable import live, step_seconds
 from ascend_parallel.training.degrees.work import Kept, Numbers, Work
+from ascend_parallel.training.optimizer.partition import optimizer_bytes, zero_bytes
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
+from ascend_parallel.training.pipeline.timing import live, step_seconds
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 
-# Adam's states of a parameter's size (`OptimizerFactory.states`), in the dtype of the master weights.
-STATES = 2
 # Bytes of a bucket (`CommFusion`), and how many are in use at a time (docs/optimizer-parallel.md).
 BUCKET, BUCKETS = 25e6, 3
 WIDE = 4
@@ -51,28 +51,12 @@ class Parts:
         return float(sum(vars(self).values()))
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of the rank that holds the most, by part."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        """All bytes."""
-        return float(sum(vars(self).values()))
-
-
 class Evaluation:
     """Times and memory of degrees on a hardware; caches what degrees share."""
 
     def __init__(self, hardware: Hardware, planner: Planner, *, masters: bool) -> None:
         """Take the plans; masters: the optimizer has fp32 weights."""
-        self.hardware, self._model = hardware, CostModel(hardware)
+        self.hardware, self.costs = hardware, CostModel(hardware)
         self.planner, self._masters = planner, masters
         self.sums = cache(stage_sums)
         self._at = cache(lambda shared: _At(self, shared))
@@ -122,7 +106,7 @@ class Evaluation:
         before = np.concatenate(([0.0], np.cumsum(forward + (0.0 if split else backward))))[: degrees.pp]
         return float((m * at.by_rank(forward + backward) + before).max())
 
-    def memory(self, degrees: Degrees, in_flight: tuple[float, ...] | None = None) -> RankMemory:
+    def memory(self, degrees: Degrees, in_flight: tuple[float, ...] | None = None) -> RankBytes:
         """Return the bytes of the rank that holds the most.
 
         in_flight: for each rank the micro-batches whose activations it holds; None: those of the schedule.
@@ -142,7 +126,7 @@ class Evaluation:
         total = parameters + gradients + optimizer + activations + buffers
         most = int(total.argmax())
         parts = (parameters, gradients, optimizer, activations, buffers)
-        return RankMemory(*(float(part[most]) for part in parts))
+        return RankBytes(*(float(part[most]) for part in parts))
 
     def least_memory(self, degrees: Degrees) -> float:
         """Return a lower bound of the memory, without the schedule: one micro-batch is in flight."""
@@ -163,21 +147,19 @@ class Evaluation:
         at, stage, dp = self.at(degrees), degrees.zero_stage, degrees.dp
         mine = at.own if stage else at.elements
         gradient = at.gradient_sizes(degrees)
-        parameters = (mine if stage == 3 else at.elements) * at.itemsizes
-        gradients = (mine if stage >= 2 else at.elements) * gradient
-        optimizer = mine * self._state_sizes(at)
+        element = at.itemsizes, gradient, self._optimizer_sizes(at)
+        kept = zero_bytes(at.elements, mine, stage, element)
         buckets = np.zeros(degrees.pp)
         if dp > 1:
             buckets += BUCKETS * np.minimum(BUCKET, at.ranks_of(at.elements * gradient))
         if stage == 3:  # the running operator's parameter and its gradient, whole
             buckets += 2 * at.most_by_rank((at.sums.held.astype(bool) * at.elements * at.itemsizes).max(axis=1))
-        held, summed, states = (at.ranks_of(part) for part in (parameters, gradients, optimizer))
-        return held, summed, states, buckets
+        parameters, gradients, optimizer = (at.ranks_of(part) for part in kept)
+        return parameters, gradients, optimizer, buckets
 
-    def _state_sizes(self, at: _At) -> Numbers:
+    def _optimizer_sizes(self, at: _At) -> Numbers:
         """Return the optimizer's bytes for each element of each parameter."""
-        item = np.maximum(at.itemsizes, WIDE) if self._masters else at.itemsizes
-        return item * (STATES + (1 if self._masters else 0))
+        return optimizer_bytes(at.itemsizes, np.maximum(at.itemsizes, WIDE) if self._masters else None)
 
     def _end_of(self, key: tuple[Degrees, int]) -> tuple[Numbers, Numbers]:
         """Return, by rank, the seconds of sums over ranks and gathers, and of the optimizer, of a step."""
@@ -196,9 +178,9 @@ class Evaluation:
             seconds = seconds + self._over_replicas(ALL_GATHER, weights, shared)
         seconds = seconds + at.by_rank(at.sums.sum(at.work.summed))
         mine = at.own if stage and dp > 1 else at.elements
-        touched = 2 * self._state_sizes(at) + gradient + at.itemsizes * (1 if self._masters else 2)
+        touched = 2 * self._optimizer_sizes(at) + gradient + at.itemsizes * (1 if self._masters else 2)
         streamed = at.ranks_of(mine * touched)
-        return seconds, np.array([self._model.stream(float(each)) for each in streamed])
+        return seconds, np.array([self.costs.stream(float(each)) for each in streamed])
 
     def _over_replicas(self, kind: str, nbytes: Numbers, shared: Degrees) -> Numbers:
         """Return the seconds of a collective over the replicas, in buckets, by rank."""
@@ -222,8 +204,8 @@ class _At:
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
         self._ranks = np.array(ranks)
-        network = evaluation.hardware.network
-        self.hop = network.latency + self.sums.sent / network.bandwidth if several else 0.0
+        inside = shared.pp * shared.tp * shared.dp <= evaluation.hardware.collectives.domain
+        self.hop = evaluation.costs.send(self.sums.sent, inside=inside) if several else 0.0
         parameters = self.work.parameters
         self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
         self.itemsizes = np.array([parameter.itemsize for parameter in parameters], dtype=float)

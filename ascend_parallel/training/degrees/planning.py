@@ -63,5 +63,5 @@ class Planner:
     def _problem_of(self, rows: int, tp: int) -> tuple[Search, AssignmentProblem]:
         mesh = ProcessMesh(list(range(tp)), [TENSOR])
         costs = MeshCosts.of(mesh, self._hardware)
-        search = Search(self._folded(rows).graph, mesh, {}, "time", self._hardware.name, costs)
+        search = Search(self._folded(rows).graph, mesh, {}, "time", self._hardware, costs)
         return search, search.problem()

@@ -14,8 +14,9 @@ from torch import nn
 
 from ascend_parallel.current import current_settings
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
+from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.text import size_of
-from ascend_parallel.training.degrees.evaluation import Evaluation, Parts, RankMemory
+from ascend_parallel.training.degrees.evaluation import Evaluation, Parts
 from ascend_parallel.training.degrees.folding import Folded, fold
 from ascend_parallel.training.degrees.inputs import check_job, check_model, rows_of, rows_part, unmarked
 from ascend_parallel.training.degrees.planning import Planner
@@ -56,7 +57,7 @@ class Candidate:
 
     degrees: Degrees
     parts: Parts
-    memory: RankMemory
+    memory: RankBytes
 
     @property
     def seconds(self) -> float:

@@ -121,7 +121,7 @@ def work_of(folded: Folded, plan: ShardingPlan, settings: Settings) -> Work:
         summed=pricing.summed,
         touched=pricing.touched(),
         sent=np.array(crossing_bytes(folded.graph, calls, pricing.local_bytes)),
-        whole=np.diff(np.array(work_done(calls, hardware.name)), prepend=0.0),
+        whole=np.diff(np.array(work_done(calls, hardware)), prepend=0.0),
         crossing=np.array(crossing_bytes(folded.graph, calls), dtype=float),
         parameters=pricing.parameters(),
         kept=kept,

@@ -14,14 +14,13 @@ parallel_optimizer  the optimizer
 
 from ascend_parallel.training.optimizer.factory import OptimizerFactory, optimizer_factory
 from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimizer
-from ascend_parallel.training.optimizer.partition import OptimizerMemory, predicted_memory, sharded_parameters
+from ascend_parallel.training.optimizer.partition import predicted_memory, sharded_parameters
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.optimizer.targets import Target, data_parallel_targets, module_targets
 
 __all__ = [
     "LossScale",
     "OptimizerFactory",
-    "OptimizerMemory",
     "ParallelOptimizer",
     "Target",
     "data_parallel_targets",

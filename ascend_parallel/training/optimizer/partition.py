@@ -11,14 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, shard
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.rank_bytes import RankBytes
 
 PARTITIONS = ("slices", "parameters")
+# Adam's states of a parameter's size (`OptimizerFactory.states`), in the dtype of the master weights.
+ADAM_STATES = 2
+Count = TypeVar("Count", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -84,18 +91,24 @@ def _slice(shape: Shape, dim: int, start: int, width: int) -> ShardBounds | None
     return bounds if bounds.size else None
 
 
-@dataclass(frozen=True)
-class OptimizerMemory:
-    """Bytes of a rank between backward and step, without the buffers of collectives (two or three buckets)."""
+def zero_bytes(whole: Count, own: Count, zero_stage: int, element: tuple[Count, Count, Count]) -> tuple[Count, ...]:
+    """Return the bytes of parameters, gradients and optimizer state of a rank.
 
-    parameters: int
-    gradients: int
-    optimizer: int
+    whole, own
+        Elements of the parameters before, and of the rank's shards after they are partitioned over replicas.
+    element
+        The bytes of an element of each of the three.
+    """
+    parameter, gradient, optimizer = element
+    kept, summed = own if zero_stage == 3 else whole, own if zero_stage >= 2 else whole
+    return kept * parameter, summed * gradient, own * optimizer
 
-    @property
-    def total(self) -> int:
-        """The sum of all three."""
-        return self.parameters + self.gradients + self.optimizer
+
+def optimizer_bytes(itemsize: Count, master_itemsize: Count | None, states: int = ADAM_STATES) -> Count:
+    """Return the optimizer's bytes for an element of a parameter: its states, and the master weight."""
+    if master_itemsize is None:
+        return states * itemsize
+    return (states + 1) * master_itemsize
 
 
 def predicted_memory(
@@ -108,8 +121,8 @@ def predicted_memory(
     itemsize: int = 4,
     master_itemsize: int | None = None,
     grad_itemsize: int | None = None,
-    states: int = 2,
-) -> OptimizerMemory:
+    states: int = ADAM_STATES,
+) -> RankBytes:
     """Return the bytes that a rank holds for parameters, gradients and optimizer state.
 
     For P elements in 2 bytes, gradients alike, K bytes of optimizer state per element (fp32 master weights and Adam's
@@ -128,7 +141,7 @@ def predicted_memory(
         Bytes of an element of parameters and gradients; of master weights and state; of gradients, if these differ:
         16-bit gradients that several backwards add to are kept in fp32.
     states
-        Tensors of the parameter's size in the state: `OptimizerFactory.states`; 2 for Adam.
+        Tensors of the parameter's size in the state: `OptimizerFactory.states`.
 
     Gradients that are summed in fp32 (ZeRO stage 2) count as fp32. ZeRO stage 3 counts as `ParallelOptimizer`
     partitions: a parameter that a layout cannot cut stays whole, which this formula leaves out.
@@ -136,10 +149,9 @@ def predicted_memory(
     whole = sum(prod(shape) for shape in shapes)
     partitions = partition(shapes, ranks, partition_by) if zero_stage else []
     own = sum(bounds.size for rank_bounds in partitions if (bounds := rank_bounds[rank])) if zero_stage else whole
-    kept = states * (master_itemsize or itemsize) + (master_itemsize or 0)
-    parameters = (own if zero_stage == 3 else whole) * itemsize
-    of_gradient = grad_itemsize or (max(master_itemsize or itemsize, 4) if zero_stage == 2 else itemsize)
-    return OptimizerMemory(parameters, (own if zero_stage >= 2 else whole) * of_gradient, own * kept)
+    gradient = grad_itemsize or (max(master_itemsize or itemsize, 4) if zero_stage == 2 else itemsize)
+    element = itemsize, gradient, optimizer_bytes(itemsize, master_itemsize, states)
+    return RankBytes(*zero_bytes(whole, own, zero_stage, element))
 
 
 def sharded_parameters(plan: ShardingPlan, dim: str = "dp", *, regather: bool = True) -> ShardingPlan:

@@ -19,9 +19,9 @@ from ascend_parallel.sharding.layout import Layout, Shape, local_shape
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.redistribute.across_meshes import Transfer, block_of, rank_bounds, transfers
 from ascend_parallel.training.pipeline.groups import Groups
-from ascend_parallel.training.pipeline.schedule import Slot
 from ascend_parallel.training.pipeline.split_plan import StagePlan
 from ascend_parallel.training.pipeline.stage import RankStage, StageModule
+from ascend_parallel.training.pipeline.timing import Slot
 
 Blocks = list[tuple[Transfer, torch.Tensor]]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from ascend_parallel.training.options import StrategyOptionError, check_count, check_mesh, check_one_of
 from ascend_parallel.training.pipeline.picture import svg, text
-from ascend_parallel.training.pipeline.schedule import SCHEDULES, Simulated, Times, check, closed_bubble, simulate
+from ascend_parallel.training.pipeline.schedule import SCHEDULES, check, closed_bubble
+from ascend_parallel.training.pipeline.timing import SimulatedStep, StageTimes, simulate
 
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 
@@ -96,7 +97,7 @@ class PipelineOptions:
         """The number of stages, of all groups of ranks."""
         return self.degree * self.virtual_stages
 
-    def simulated(self, times: Times | None = None) -> Simulated:
+    def simulated(self, times: StageTimes | None = None) -> SimulatedStep:
         """Return the simulated schedule; by default a backward takes twice a forward."""
         return simulate(self.schedule, self.degree, self.count, self.micro_batches, times)
 

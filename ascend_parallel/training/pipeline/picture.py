@@ -11,18 +11,8 @@ import torch.distributed as dist
 
 from ascend_parallel.consistency import exchange
 from ascend_parallel.templates import render
-from ascend_parallel.training.pipeline.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    Action,
-    Simulated,
-    Slot,
-    Times,
-    closed_bubble,
-    simulate,
-)
+from ascend_parallel.training.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, closed_bubble
+from ascend_parallel.training.pipeline.timing import SimulatedStep, Slot, StageTimes, simulate
 
 WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
 MOST_COLUMNS = 240  # of a row of the text; the picture shows all
@@ -31,7 +21,7 @@ LISTED = 4
 TEMPLATE = Path(__file__).with_name("picture.svg.jinja")
 
 
-def text(simulated: Simulated) -> str:
+def text(simulated: SimulatedStep) -> str:
     """Return the schedule as text: "F3" is the forward of micro-batch 3, dots are bubbles.
 
     If ranks have several stages, a letter tells the stage: a for a rank's first, b for its second. A row longer than
@@ -54,7 +44,7 @@ def text(simulated: Simulated) -> str:
     return "\n".join((title(simulated), _held(simulated), *rows))
 
 
-def title(simulated: Simulated) -> str:
+def title(simulated: SimulatedStep) -> str:
     """Return the schedule's name, its numbers, and its bubbles: simulated and by the published formula."""
     ranks = len(simulated.slots)
     closed = closed_bubble(simulated.name, ranks, simulated.stages, simulated.micro_batches)
@@ -63,7 +53,7 @@ def title(simulated: Simulated) -> str:
     return f"{simulated.name}: {numbers}; bubbles {simulated.bubble:.1%}{formula}"
 
 
-def _held(simulated: Simulated) -> str:
+def _held(simulated: SimulatedStep) -> str:
     """Return what each rank holds; of more ranks than a line has room for, the least and the most."""
     live = ", ".join(f"{count:g}" for count in simulated.live)
     if len(simulated.live) > LISTED:
@@ -71,30 +61,30 @@ def _held(simulated: Simulated) -> str:
     return f"ranks hold the activations of at most {live} micro-batches"
 
 
-def svg(*schedules: Simulated) -> str:
+def svg(*schedules: SimulatedStep) -> str:
     """Return a picture of schedules, below each other on the same time scale."""
     return render(TEMPLATE, schedules=schedules, title=title, held=_held, legend=_legend, which=_which)
 
 
-def _legend(simulated: Simulated) -> list[tuple[str, str]]:
+def _legend(simulated: SimulatedStep) -> list[tuple[str, str]]:
     """Return the kinds of slots that the schedule has with their names; "" is the kind of bubbles."""
     kinds = [kind for kind in WORDS if any(slot.action.kind == kind for slot in simulated.slots[0])]
     return [*((kind, WORDS[kind]) for kind in kinds), ("", "bubble")]
 
 
-def _label(simulated: Simulated, rank: int, action: Action) -> str:
+def _label(simulated: SimulatedStep, rank: int, action: Action) -> str:
     several = simulated.stages > len(simulated.slots)
     which = chr(ord("a") + _which(simulated, rank, action.stage)) if several else ""
     return f"{action.kind}{action.micro_batch}{which}"
 
 
-def _which(simulated: Simulated, rank: int, stage: int) -> int:
+def _which(simulated: SimulatedStep, rank: int, stage: int) -> int:
     """Return which of its rank's stages a stage is, from 0."""
     return sorted({slot.action.stage for slot in simulated.slots[rank]}).index(stage)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A measured step on the ranks at the same place of all meshes.
 
     seconds, busy
@@ -105,7 +95,7 @@ class Measured:
 
     seconds: tuple[float, ...]
     busy: tuple[float, ...]
-    simulated: Simulated
+    simulated: SimulatedStep
 
     @property
     def bubble(self) -> float:
@@ -125,16 +115,16 @@ def measure_step(
     micro_batches: int,
     executed: Sequence[Slot],
     seconds: float,
-) -> Measured:
+) -> MeasuredStep:
     """Return the times that `ranks` of `group`, one of each mesh in order, measured. All ranks of it must call it."""
     busy = sum(slot.stop - slot.start for slot in executed)
     mine = {"seconds": seconds, "busy": busy, "medians": _medians(executed)}
     everything = exchange(group, "Pipeline.measure", mine, RuntimeError)
     by_rank = [everything[rank] for rank in ranks]
-    times = Times(measured={_key(name): value for times in by_rank for name, value in times["medians"].items()})
+    times = StageTimes(measured={_key(name): value for times in by_rank for name, value in times["medians"].items()})
     simulated = simulate(schedule, len(by_rank), stages, micro_batches, times)
     seconds_by_rank = tuple(times["seconds"] for times in by_rank)
-    return Measured(seconds_by_rank, tuple(times["busy"] for times in by_rank), simulated)
+    return MeasuredStep(seconds_by_rank, tuple(times["busy"] for times in by_rank), simulated)
 
 
 def _medians(executed: Sequence[Slot]) -> Mapping[str, float]:

@@ -28,11 +28,12 @@ from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.pipeline.cross_mesh import make_stage
 from ascend_parallel.training.pipeline.cross_mesh_sums import held_by_earlier_meshes
 from ascend_parallel.training.pipeline.groups import SharedGradients, check_meshes, make_groups, plan_of_each
-from ascend_parallel.training.pipeline.picture import Measured, measure_step
-from ascend_parallel.training.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, Slot, check, forward_only, stages_of
+from ascend_parallel.training.pipeline.picture import MeasuredStep, measure_step
+from ascend_parallel.training.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, check, forward_only, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.pipeline.stage import Batch, StageModule
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
+from ascend_parallel.training.pipeline.timing import Slot
 
 
 class PipelineError(RuntimeError):
@@ -193,7 +194,7 @@ class Pipeline:
         known = self.parts, self._mesh_of_stage, self._groups.index
         return frozenset() if self._groups.everybody is None else held_by_earlier_meshes(*known)
 
-    def measure(self, *args: Any, **kwargs: Any) -> Measured:
+    def measure(self, *args: Any, **kwargs: Any) -> MeasuredStep:
         """Run a step that all ranks begin together; return its measured times. Every rank must call it."""
         dist.barrier(self._groups.timed[0])
         self.step(*args, **kwargs)

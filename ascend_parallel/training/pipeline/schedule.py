@@ -1,4 +1,4 @@
-"""The order in which the ranks of a pipeline run micro-batches, and its cost. Pure: uses no processes.
+"""The order in which the ranks of a pipeline run micro-batches. Pure: uses no processes.
 
 The orders are torch.distributed.pipelining's own, so a drawn schedule is what runs.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,67 +63,6 @@ class Action:
     micro_batch: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Seconds of a micro-batch's forward and backward on a rank, all its stages together, and of a send.
-
-    Half of the backward is for the inputs, half for the weights.
-
-    measured
-        The measured seconds of an action, by (kind of action, stage); they replace those of forward and backward.
-    """
-
-    forward: float = 1.0
-    backward: float = 2.0
-    send: float = 0.0
-    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)
-
-    def of(self, action: Action, stages_of_rank: int) -> float:
-        """Return the seconds of one action."""
-        if self.measured:
-            return self.measured[action.kind, action.stage]
-        seconds = {FORWARD: self.forward, BACKWARD: self.backward}.get(action.kind, self.backward / 2)
-        return seconds / stages_of_rank
-
-
-@dataclass(frozen=True)
-class Slot:
-    """When an action runs, from `start` to `stop` in seconds."""
-
-    action: Action
-    start: float
-    stop: float
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A simulated step of a pipeline.
-
-    slots
-        Each rank's slots, in running order.
-    live
-        For each rank, the most micro-batches whose activations it holds at once. Activations of 1 of a rank's 2 stages
-        count as half a micro-batch.
-    """
-
-    name: str
-    stages: int
-    micro_batches: int
-    slots: tuple[tuple[Slot, ...], ...]
-    live: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        """When the last rank finishes."""
-        return max(slots[-1].stop for slots in self.slots)
-
-    @property
-    def bubble(self) -> float:
-        """The share of all ranks' time in which they are idle."""
-        busy = sum(slot.stop - slot.start for slots in self.slots for slot in slots)
-        return 1 - busy / (self.seconds * len(self.slots))
-
-
 def stages_of(name: str, ranks: int, stages: int) -> tuple[int, ...]:
     """Return, for each stage, the index of the rank (or mesh) that runs the stage."""
     ranks_by_stage = generate_stage_to_rank_mapping(ranks, stages, "v" if name == "zbv" else "loop")
@@ -152,30 +91,6 @@ def order(name: str, ranks: int, stages: int, micro_batches: int) -> tuple[tuple
         )
         for rank in range(ranks)
     )
-
-
-def simulate(name: str, ranks: int, stages: int, micro_batches: int, times: Times | None = None) -> Simulated:
-    """Return when each action runs. By default a backward takes twice a forward. A send runs under the next action.
-
-    Each rank runs its actions in `order`, each action as soon as its inputs are ready. Raises `ValueError` as `order`.
-    """
-    times, todo = times or Times(), order(name, ranks, stages, micro_batches)
-    rank_of_stage = stages_of(name, ranks, stages)
-    done: dict[Action, float] = {}
-    slots: list[list[Slot]] = [[] for _ in range(ranks)]
-    while any(len(rank_slots) < len(actions) for rank_slots, actions in zip(slots, todo, strict=True)):
-        before = len(done)
-        for rank_slots, actions in zip(slots, todo, strict=True):
-            for action in actions[len(rank_slots) :]:
-                ready = _ready(action, done, rank_of_stage, stages, times.send)
-                if ready is None:
-                    break
-                start = max(ready, rank_slots[-1].stop if rank_slots else 0.0)
-                done[action] = start + times.of(action, stages // ranks)
-                rank_slots.append(Slot(action, start, done[action]))
-        assert len(done) > before, "the schedule waits for itself"
-    live = tuple(live_of(actions, ranks / stages) for actions in todo)
-    return Simulated(name, stages, micro_batches, tuple(map(tuple, slots)), live)
 
 
 def closed_bubble(name: str, ranks: int, stages: int, micro_batches: int) -> float | None:
@@ -226,25 +141,6 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tupl
         if number + ahead < micro_batches:
             actions.append(Action(FORWARD, rank, number + ahead))
     return tuple(actions)
-
-
-def _ready(
-    action: Action, done: Mapping[Action, float], rank_of_stage: Sequence[int], stages: int, send: float
-) -> float | None:
-    """Return when an action's inputs are ready, or None if this is not known yet."""
-    kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
-    if kind == WEIGHT:
-        return done.get(Action(INPUT, stage, micro_batch))
-    source = stage - 1 if kind == FORWARD else stage + 1
-    own = 0.0 if kind == FORWARD else done.get(Action(FORWARD, stage, micro_batch))
-    if not 0 <= source < stages:
-        return own
-    kinds = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
-    candidates = [Action(source_kind, source, micro_batch) for source_kind in kinds]
-    finished = [done[candidate] for candidate in candidates if candidate in done]
-    if own is None or not finished:
-        return None
-    return max(own, finished[0] + (send if rank_of_stage[source] != rank_of_stage[stage] else 0.0))
 
 
 def live_of(actions: Sequence[Action], part: float) -> float:

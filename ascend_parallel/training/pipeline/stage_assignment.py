@@ -15,7 +15,7 @@ from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.operator_strategy import named_nodes, path_matches
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
 
 Module = TypeVar("Module", bound=nn.Module)
 MARK = "pipeline_stage"
@@ -183,7 +183,7 @@ def _check_gaps(used: set[int], stages: int | None) -> None:
         raise StageError(f"the model's operators are in {len(used)} stages, and there must be {stages}: give {stages}")
 
 
-def work_done(calls: Sequence[Node], hardware: str) -> list[float]:
+def work_done(calls: Sequence[Node], hardware: str | Hardware) -> list[float]:
     """Return, for each call, the seconds of all calls up to it, on one rank."""
     model, whole, sums, total = CostModel(find_hardware(hardware)), (REPLICATE,), [], 0.0
     for node in calls:

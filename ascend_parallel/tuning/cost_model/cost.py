@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
+import numpy as np
+import numpy.typing as npt
+
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall
@@ -78,6 +81,18 @@ class CostModel:
             return 0.0
         steps = (2 if kind == ALL_REDUCE else 1) * (ranks - 1)
         return steps * (self.hardware.network.latency + size / ranks / self.hardware.network.bandwidth)
+
+    def line(self, kind: str, size: float, ranks: int, in_domain: int) -> float:
+        """Return the time of a collective over a line of ranks, of which each `in_domain` share a domain."""
+        inside = self.collective(kind, size, in_domain)
+        return inside + self.network(kind, size / in_domain, ranks // in_domain)
+
+    def send(self, size: float, *, inside: bool) -> float:
+        """Return the time of `size` bytes from a rank to another one, inside a domain or over the network."""
+        if size == 0:
+            return 0.0
+        # In an all-gather of 2 ranks each rank sends half of the bytes.
+        return self.collective(GATHER, 2 * size, 2) if inside else self.network(GATHER, 2 * size, 2)
 
     def chunk(self, problem: Problem, rows: int, whole: bool) -> tuple[float, float]:
         """Return the times of matmul and collective of one chunk of `rows` rows (counted as in `Problem.rows`).
@@ -224,6 +239,16 @@ class CostModel:
             collective=tuple(time * collective for time in call.collective),
             own=call.own * compute,
         )
+
+
+def ranks_in_domain(lines: npt.NDArray[np.int64], domain: int) -> int:
+    """Return how many ranks of each line (``[lines, ranks]``) share a domain; 1 if a line is not divided evenly.
+
+    Global ranks fill domains in order; the line with the most domains counts.
+    """
+    ranks = lines.shape[1]
+    domains = int((np.diff(np.sort(lines // domain, axis=1), axis=1) > 0).sum(axis=1).max()) + 1
+    return ranks // domains if ranks % domains == 0 else 1
 
 
 def _stretches(hardware: Hardware) -> tuple[float, float]:

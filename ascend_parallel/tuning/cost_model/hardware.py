@@ -184,8 +184,15 @@ def all_hardware() -> Mapping[str, Hardware]:
     return {name: _hardware(texts[name], name, texts) for name in sorted(texts) if not name.startswith("_")}
 
 
-def find_hardware(name: str) -> Hardware:
-    """Return the hardware of a name or alias; raises `PlanningError` with the known names and the nearest."""
+def find_hardware(name: str | Hardware) -> Hardware:
+    """Return the hardware of a name or alias, or of a user's file (`read_hardware`) if the name ends in ``.toml``.
+
+    A relative path counts from the working directory. Raises `PlanningError` with the known names and the nearest.
+    """
+    if isinstance(name, Hardware):
+        return name
+    if name.endswith(".toml"):
+        return read_hardware(Path(name))
     known = dict(all_hardware())
     for hardware in all_hardware().values():
         known.update(dict.fromkeys(hardware.aliases, hardware))

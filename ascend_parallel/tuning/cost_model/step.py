@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from ascend_parallel.ops.problem import ALL_REDUCE
-from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.cost import CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.layer_passes import Schedule
 from ascend_parallel.tuning.cost_model.layers import Ends, Layer
 from ascend_parallel.tuning.cost_model.models import Batch, Model
@@ -52,8 +54,9 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
     """Return the time of one step.
 
     Assumptions: the schedule is 1F1B. Sending activations between stages is not hidden. Replicas sum their gradients
-    in fp32 after the last micro-batch, not hidden. Every replica has all of Adam's states. The rank with the most work
-    sets the pace.
+    in fp32 after the last micro-batch, not hidden. Ranks fill servers in Megatron-core's order: tensor-parallel ranks,
+    then replicas, then stages; the slowest send between two stages counts. Every replica has all of Adam's states. The
+    rank with the most work sets the pace.
     """
     require("--pp", layout.pp, layout.pp <= model.layers, f"at most the {model.layers} layers of {model.name}")
     layer, ends = parts_of(costs, model, batch)
@@ -68,14 +71,16 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
                 layers * backward + ends.embedding * first + last_backward * last,
             )
         )
+    domain, replica = costs.hardware.collectives.domain, batch.tp * layout.dp
     hop = 0.0
     if layout.pp > 1:
         size = batch.own_rows * model.hidden * batch.dtype.itemsize
-        hop = costs.hardware.network.latency + size / costs.hardware.network.bandwidth
+        hop = costs.send(size, inside=replica * layout.pp <= domain)
+    replicas = np.arange(replica).reshape(layout.dp, batch.tp).T
     parameters = model.count_parameters() / batch.tp / layout.pp
     return StepTime(
         pipeline=pipeline_time(stages, layout.micro_batches, hop),
-        gradients=costs.network(ALL_REDUCE, parameters * GRADIENT_BYTES, layout.dp),
+        gradients=costs.line(ALL_REDUCE, parameters * GRADIENT_BYTES, layout.dp, ranks_in_domain(replicas, domain)),
         optimizer=costs.stream(parameters * ADAM_BYTES),
         stages=tuple(stages),
     )
