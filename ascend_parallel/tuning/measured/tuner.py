@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +32,7 @@ from ascend_parallel.tuning.measured.chunk_plan import (
     cached_plan,
     differences,
     load_plan,
+    read_plan,
     this_machine,
 )
 from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
@@ -139,14 +139,13 @@ class Tuner:
         """Return the plan file as the group's first rank reads it, or an empty plan; the same plan on every rank."""
         backend: str = group._get_backend(torch.device(device)).name()
         here = this_machine(group.size(), torch.device(device), backend)
-        message: list[Any] = [None]
-        if group.rank() == 0:
-            message = [self._read(here)]
-        dist.broadcast_object_list(message, group=group, group_src=0)
-        if isinstance(message[0], str):
-            raise PlanError(message[0])
-        plan: Plan = message[0]
-        return plan
+        read = self._read(here) if group.rank() == 0 else ""
+        mine = {"error": read} if isinstance(read, str) else {"plan": read.as_dict()}
+        values = exchange(group, "the plan's reading", mine, DisagreementError)
+        first = values[dist.get_process_group_ranks(group)[0]]
+        if "error" in first:
+            raise PlanError(first["error"])
+        return read_plan(first["plan"])
 
     def _read(self, here: Machine) -> Plan | str:
         """Return the file's plan, an empty plan if there is no file, or the reason (a text) why the file is refused."""
