@@ -36,6 +36,7 @@ class Layer:
     before_communicating: Callable[[], None] | None = None
     forward_wrapper: ForwardWrapper = run_directly
     finish: Callable[[Pending], torch.Tensor] = Pending.wait
+    dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @cached_property
     def in_column_backward(self) -> Layer:
@@ -50,14 +51,27 @@ class Layer:
     @property
     def kept_for_backward(self) -> Layer:
         """The layer without what only its forward calls, which may hold tensors: a checkpoint is to free these."""
-        if self.forward_wrapper is run_directly and self.finish is Pending.wait:
+        if self.forward_wrapper is run_directly and self.finish is Pending.wait and self.dtensors == (None, None):
             return self
-        return replace(self, forward_wrapper=run_directly, finish=Pending.wait)
+        return replace(self, forward_wrapper=run_directly, finish=Pending.wait, dtensors=(None, None))
 
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""
         if self.before_communicating is not None:
             self.before_communicating()
+
+
+def checked(operand: torch.Tensor | None, dtensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what to save of an operand: `dtensor`, if the operand is its local tensor, not a copy that autocast made.
+
+    An operator in place raises the version of a DTensor, which autograd compares in backward, not of its local tensor.
+    """
+    return operand if operand is None or dtensor is None or dtensor.dtype != operand.dtype else dtensor
+
+
+def local(saved: Any) -> Any:
+    """Return the operand that `checked` saved."""
+    return saved.to_local() if hasattr(saved, "to_local") else saved
 
 
 def layer_forward(kind: str) -> Callable[[Pass], Pass]:

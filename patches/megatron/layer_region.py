@@ -111,7 +111,7 @@ class LayerRegion:
         layer, megatron, cut, rows = self._proj_layer, self._regions.megatron, self._cut, self._proj_rows
         assert cut is not None and rows is not None
         weight, group, pending = layer.weight, megatron.group_of(layer), rows.pending
-        on_demand = {}
+        on_demand: dict[str, Any] = {}
         if layer.sequence_parallel:
             x, w = input_.detach(), weight.detach()
             on_demand["forward_wrapper"] = lambda _: send_rows_on_demand(x, w, group, cut, pending)

@@ -124,6 +124,76 @@ def test_a_module_reads_its_gathered_input_in_any_way(ranks, hooks):
         assert {name: error for name, error in found.items() if error[0] > 1e-6} == {}
 
 
+def refused(model, x, change):
+    """Return whether backward refuses what `change` does after a forward: plain, and with overlap."""
+
+    def run(model):
+        model.zero_grad()
+        y = model(x)
+        y = whole(y if isinstance(y, torch.Tensor) else y.logits).square().sum()
+        with torch.no_grad():
+            change(model)
+        try:
+            y.backward()
+            return False
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error), error
+            return True
+
+    return both(model, run)
+
+
+def multiplied(name):
+    def change(model):
+        (model.h if name == "h" else getattr(model, name).weight).mul_(1.5)
+
+    return change
+
+
+def stepped(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(model.parameters()).step()
+
+
+CHANGES = {name: multiplied(name) for name in ("a", "b", "last", "h")} | {"step": stepped}
+
+
+def keeping(model, x):
+    model.h = torch.relu(model.a(x)) * model.b(x)
+    return model.last(model.h)
+
+
+def changed_before_backward(group, shared):
+    """Return what plain and overlap refuse, by change; `shared`: the two column layers share a gather."""
+    ascend_parallel.configure(num_chunks=4)
+    mesh = init_device_mesh("cpu", (group.size(),))
+    rows = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    columns = {name: ColwiseParallel(use_local_output=False) for name in ("a", "b")}
+    styles = {"": PrepareModuleInput(**rows)} if shared else {}
+    model = parallelize_module(Two(keeping), mesh, {**styles, **columns, "last": RowwiseParallel()})
+    x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(7))
+    x = (x.chunk(group.size(), 1)[group.rank()] if shared else x).clone().requires_grad_()
+    found = {name: refused(model, x, change) for name, change in CHANGES.items()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return {**found, "frozen": refused(model, x, CHANGES["last"]), "frozen, h": refused(model, x, CHANGES["h"])}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_weight_or_input_that_changes_before_backward_is_refused_as_plain_does(ranks, shared):
+    changes = dict.fromkeys((*CHANGES, "frozen"), (True, True))
+    assert ranks(2).run(changed_before_backward, shared) == [{**changes, "frozen, h": (False, False)}] * 2
+
+
+def loaded_and_stepped(group, path):
+    return refused(load(group, path), torch.randint(480, (2, 96)), stepped)
+
+
+def test_a_step_of_transformers_between_forward_and_backward_is_refused_as_plain_does(ranks, tmp_path):
+    assert ranks(2).run(loaded_and_stepped, write(tmp_path, "Llama", num_hidden_layers=1)) == [(True, True)] * 2
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
