@@ -1,10 +1,15 @@
 """What users do with models of transformers and torch beside training them, with overlap as without."""
 
+import contextlib
 import copy
+import functools
 import weakref
+from unittest.mock import patch
 
+import hugging_face
 import pytest
 import torch
+import torch.nn.functional as F
 from hugging_face import both, load, unequal, whole, worst, write
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -12,10 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
+from ascend_parallel.ops import COUNTS
 
 
 def scaled(model, x):
@@ -184,6 +191,70 @@ def changed_before_backward(group, shared):
 def test_a_weight_or_input_that_changes_before_backward_is_refused_as_plain_does(ranks, shared):
     changes = dict.fromkeys((*CHANGES, "frozen"), (True, True))
     assert ranks(2).run(changed_before_backward, shared) == [{**changes, "frozen, h": (False, False)}] * 2
+
+
+def twice(x, weight, bias=None):
+    return 2 * torch._C._nn.linear(x, weight, bias)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        return 2 * y if func is torch.nn.functional.linear else y
+
+
+@contextlib.contextmanager
+def on_instances(model, decorate):
+    """Replace the forwards of linear layers on these themselves."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    own = [layer.forward for layer in layers]
+    for layer, forward in zip(layers, own, strict=True):
+        layer.forward = decorate(forward)(lambda x, forward=forward: 4 * forward(x * 0.5))
+    yield
+    for layer, forward in zip(layers, own, strict=True):
+        layer.forward = forward
+
+
+REPLACED = {  # what is replaced, and whether layers still run overlapped
+    "nn.Linear.forward": (
+        lambda _: patch.object(nn.Linear, "forward", lambda self, x: 2 * F.linear(x, self.weight)),
+        False,
+    ),
+    "F.linear": (lambda _: patch.object(F, "linear", twice), False),
+    "mode": (lambda _: Doubling(), False),
+    "default device": (lambda _: torch.device("cpu"), True),
+    "wrapped": (lambda model: on_instances(model, functools.wraps), True),
+    "hidden": (lambda model: on_instances(model, lambda _: lambda forward: forward), True),
+}
+
+
+def replacing(group, make):
+    """Return what differs from plain under each replacement, and whether matmuls ran overlapped."""
+    found, (model, run) = {}, make(group)
+    for name, (replace, _) in REPLACED.items():
+        with replace(model):
+            before = sum(count["calls"] for count in COUNTS.as_dict().values())
+            different = unequal(*both(model, run))
+            found[name] = different, sum(count["calls"] for count in COUNTS.as_dict().values()) > before
+    return found
+
+
+def of_torch(plan, group):
+    ascend_parallel.configure(num_chunks=4)
+    return parallel(decoder(layers=1), init_device_mesh("cpu", (group.size(),)), plan), step
+
+
+def of_transformers(path, group):
+    return load(group, path), hugging_face.step
+
+
+@pytest.mark.parametrize("framework", ["torch plain", "torch sequence", "transformers"])
+def test_what_was_replaced_below_a_layer_stays_in_force(ranks, tmp_path, framework):
+    path = write(tmp_path, "Llama", num_hidden_layers=1) if framework == "transformers" else ""
+    make = functools.partial(of_transformers, path) if path else functools.partial(of_torch, framework.split()[1])
+    expected = {name: ([], overlapped) for name, (_, overlapped) in REPLACED.items()}
+    for found in ranks(2).run(replacing, make):
+        assert found == expected
 
 
 def loaded_and_stepped(group, path):
