@@ -29,7 +29,7 @@ from ascend_parallel.settings import (
     require,
     whole_number,
 )
-from ascend_parallel.text import BLANKS, nearest, toml, whole
+from ascend_parallel.text import BLANKS, file_text, nearest, toml, whole
 
 
 def read_settings(
@@ -61,7 +61,7 @@ def read_file(name: str) -> dict[str, Any]:
     if parse is None:
         raise SettingsError(f"{CONFIG_VARIABLE}={name!r} is not allowed: give the path of a .toml or .json file")
     try:
-        values = parse(path.read_text(encoding="utf-8"))
+        values = parse(file_text(path))
     except OSError as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={name!r} cannot be read: {error.strerror}") from error
     except RecursionError as error:
