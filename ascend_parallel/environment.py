@@ -21,6 +21,7 @@ from ascend_parallel.settings import (
     LOG_LEVELS,
     LONGEST,
     MODES,
+    MOST_ROWS,
     RAREST,
     SWITCHES,
     VARIABLES,
@@ -139,6 +140,7 @@ def _parse(variable: str, name: str, text: str) -> Any:
 _NUMBERS = {
     "mode": (min(MODES), max(MODES), "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)"),
     "verify_every": (0, RAREST, CALLS),
+    "chunk_rows": (1, MOST_ROWS, f"whole rows from 1 to {MOST_ROWS}"),
     "time_limit": (1, LONGEST, f"whole seconds from 1 to {LONGEST}"),
 }
 
