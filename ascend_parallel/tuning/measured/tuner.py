@@ -74,6 +74,10 @@ class TunedPass:
         return f"{len(self.sizes)} chunks of {rows} rows, {times}"
 
 
+# The chunks of each pass that this process has tuned or found in a plan, for its last line.
+CHUNKS: dict[tuple[LayerOperator, str], int] = {}
+
+
 class Tuner:
     """Chooses chunk sizes for the layers of one process and keeps one plan per group.
 
@@ -175,7 +179,7 @@ class Tuner:
             parts = layer.parts(operator, ROUNDS)
             tune = measured if self._measure else confirmed
             tuned = tune(layer, operator, parts)
-        self._log_once(operator, case, str(tuned))
+        self._log_once(operator, case, tuned)
         return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
 
     def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
@@ -184,15 +188,16 @@ class Tuner:
             entry = plan.entry_of(operator, case.dtype)
             assert entry is not None
             tuned = TunedPass(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
-            self._log_once(operator, case, f"{tuned} (known from {self._path(plan.machine)})")
+            self._log_once(operator, case, tuned, f" (known from {self._path(plan.machine)})")
 
-    def _log_once(self, operator: LayerOperator, case: Case, text: str) -> None:
+    def _log_once(self, operator: LayerOperator, case: Case, tuned: TunedPass, more: str = "") -> None:
         """Log the sizes of one pass once, on rank 0; as a warning, so that the default log level shows the line."""
         if (operator, str(case.dtype)) not in self._logged and dist.get_rank() == 0:
             variable = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
             shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
-            log.warning("%s: %s %s %s: %s", variable, operator.run, operator.operator, shape, text)
+            log.warning("%s: %s %s %s: %s%s", variable, operator.run, operator.operator, shape, tuned, more)
         self._logged.add((operator, str(case.dtype)))
+        CHUNKS[operator, str(case.dtype)] = len(tuned.sizes)
 
     def _path(self, machine: Machine) -> Path:
         return cached_plan(machine) if self._file is None else Path(self._file)
