@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ascend_parallel.patches.base import defined_in, full_name
 from ascend_parallel.patches.framework import ONE_RANK, Framework
@@ -168,7 +169,7 @@ def installed_on(module: Any) -> Installed:
 
 
 def replaced_below() -> str | None:
-    """Return which function that torch.nn.Linear runs is not torch's own, or None: a layer stands for these alone."""
+    """Return what is around or below torch.nn.Linear that would not see an overlapped layer, or None."""
     if torch.nn.Linear.forward is not _FORWARD:
         return f"torch.nn.Linear.forward was replaced by {full_name(torch.nn.Linear.forward)}"
     if torch.nn.functional.linear is not _LINEAR:
@@ -177,6 +178,11 @@ def replaced_below() -> str | None:
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if type(mode) is not DeviceContext:  # of torch.set_default_device; it changes no matmul
                 return f"it is called under {full_name(type(mode))}, a TorchFunctionMode"
+    if torch._C._len_torch_dispatch_stack():
+        debug: Any = sys.modules.get("torch.distributed.tensor.debug")
+        counting = getattr(debug, "CommDebugMode", ())
+        if any(isinstance(mode, counting) for mode in _get_current_dispatch_mode_stack()):
+            return "it is called under CommDebugMode, which counts the collectives of torch's own layers"
     return None
 
 

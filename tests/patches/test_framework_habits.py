@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -255,6 +256,26 @@ def test_what_was_replaced_below_a_layer_stays_in_force(ranks, tmp_path, framewo
     expected = {name: ([], overlapped) for name, (_, overlapped) in REPLACED.items()}
     for found in ranks(2).run(replacing, make):
         assert found == expected
+
+
+def counted(group, make):
+    """Return the collectives that torch's CommDebugMode counts in a step, plain and with overlap."""
+    model, run = make(group)
+
+    def count(model):
+        with CommDebugMode() as mode:
+            run(model)
+        return {str(operator): calls for operator, calls in mode.get_comm_counts().items()}
+
+    return both(model, count)
+
+
+@pytest.mark.parametrize("framework", ["torch sequence", "transformers"])
+def test_torch_counts_the_collectives_of_its_own_layers(ranks, tmp_path, framework):
+    path = write(tmp_path, "Llama", num_hidden_layers=1) if framework == "transformers" else ""
+    make = functools.partial(of_transformers, path) if path else functools.partial(of_torch, "sequence")
+    for plain, overlapped in ranks(2).run(counted, make):
+        assert plain == overlapped and sum(plain.values()) > 4
 
 
 def loaded_and_stepped(group, path):
