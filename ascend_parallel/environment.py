@@ -21,6 +21,7 @@ from ascend_parallel.settings import (
     LOG_LEVELS,
     LONGEST,
     MODES,
+    MOST_ROWS,
     RAREST,
     SWITCHES,
     VARIABLES,
@@ -29,7 +30,7 @@ from ascend_parallel.settings import (
     require,
     whole_number,
 )
-from ascend_parallel.text import BLANKS, nearest, toml, whole
+from ascend_parallel.text import BLANKS, file_text, nearest, toml, whole
 
 
 def read_settings(
@@ -61,7 +62,7 @@ def read_file(name: str) -> dict[str, Any]:
     if parse is None:
         raise SettingsError(f"{CONFIG_VARIABLE}={name!r} is not allowed: give the path of a .toml or .json file")
     try:
-        values = parse(path.read_text(encoding="utf-8"))
+        values = parse(file_text(path))
     except OSError as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={name!r} cannot be read: {error.strerror}") from error
     except RecursionError as error:
@@ -139,6 +140,7 @@ def _parse(variable: str, name: str, text: str) -> Any:
 _NUMBERS = {
     "mode": (min(MODES), max(MODES), "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)"),
     "verify_every": (0, RAREST, CALLS),
+    "chunk_rows": (1, MOST_ROWS, f"whole rows from 1 to {MOST_ROWS}"),
     "time_limit": (1, LONGEST, f"whole seconds from 1 to {LONGEST}"),
 }
 

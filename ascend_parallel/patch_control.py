@@ -32,6 +32,7 @@ from ascend_parallel.patches.applied import NOTHING, Patches, wanted
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.mindspeed import take_over
 from ascend_parallel.patches.seam import Seam, is_installed
+from ascend_parallel.patches.tuned import all_kept_whole
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
@@ -184,7 +185,8 @@ class PatchControl:
         failed = getattr(sys, "last_value", None) is not None
         if not self._patches or COUNTS.as_dict() or failed or os.environ.get("RANK") != "0":
             return
-        log.warning("overlap was on, but 0 linear layers ran with it: %s", self._why_idle())
+        kept = all_kept_whole(current_settings())
+        log.warning("%s", kept or f"overlap was on, but 0 linear layers ran with it: {self._why_idle()}")
 
     def verification(self) -> Verification:
         """Return the results of the checks in this process; if no call was checked, with a note of the reason."""
@@ -203,12 +205,7 @@ class PatchControl:
         """Return the reason why no layer ran with overlap."""
         if not self._patches:
             return self._state()
-        reason = "; ".join(self._patches.why_idle())
-        if current_settings().auto or current_settings().tune:
-            return (
-                f"every matmul was kept whole, if lines above say so, and the framework's own layers ran; else {reason}"
-            )
-        return reason
+        return all_kept_whole(current_settings()) or "; ".join(self._patches.why_idle())
 
     def _apply_once_imported(self) -> None:
         for seam in wanted(current_settings()):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -36,3 +38,39 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
             continue
         return getattr(getattr(backend, "options", None), "_timeout", None)
     return None
+
+
+class LimitedWork:
+    """A started collective, send or receive: `wait` raises `RuntimeError` after the `time_limit` of its group.
+
+    gloo keeps to the group's own limit: half an hour in the groups that Megatron and torch's DeviceMesh make, whatever
+    the program gave to init_process_group. Other backends watch their collectives, and such a wait would stop the host.
+    """
+
+    def __init__(self, work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Hold a work of `group` on tensors of `device`."""
+        self._work, self._group = work, group
+        self._limit = time_limit(group) if group._get_backend(device).name() == "gloo" else None
+        self.is_completed, self.get_future = work.is_completed, work.get_future
+
+    def wait(self) -> None:
+        """Wait for the work; after the limit close the group's connections, as gloo does after the group's own."""
+        if self._limit is None:
+            self._work.wait()
+            return
+        try:
+            self._work.wait(self._limit)
+        except RuntimeError as error:
+            if self._work.is_completed():  # it failed by itself
+                raise
+            _close_connections(self._group)
+            raise RuntimeError(f"no answer within {self._limit.total_seconds():g} s") from error
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """End what gloo still runs on `group`; a thread that goes on waiting would keep the process from ending."""
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):  # gloo closes all connections of a group when a receive runs out of time
+        receive = dist.irecv(torch.empty(1), group=group, group_src=peer)
+        assert receive is not None, "this rank is not a member of the group"
+        receive.wait(timedelta(milliseconds=1))

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ascend_parallel.ops.settings import LONGEST, MODES, ChunkPlan, OperatorSettings, require_switch
+from ascend_parallel.ops.settings import LONGEST, MODES, MOST_ROWS, ChunkPlan, OperatorSettings, require_switch
 from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTable, require, whole_number
 
 __all__ = [
     "LONGEST",
     "MAX_CHUNKS",
     "MODES",
+    "MOST_ROWS",
     "ChunkPlan",
     "Settings",
     "SettingsError",
@@ -56,6 +57,7 @@ VARIABLES = {
     "deterministic": "COC_DETERMINISTIC",
     "strict": "COC_STRICT",
     "time_limit": "COC_TIME_LIMIT",
+    "chunk_rows": "COC_CHUNK_ROWS",
     "plan": "COC_PLAN",
     "tune": "COC_TUNE",
     "timeline": "COC_TIMELINE",

@@ -1,16 +1,21 @@
-"""Parse numbers, rates and TOML texts of users; shorten values and name the nearest name in error messages."""
+"""Read files, numbers, rates and TOML texts of users; shorten values and name the nearest name in error messages."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
+import os
 import re
 import reprlib
+import stat
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 BLANKS = " \t\r\n"
+MOST_BYTES = 4_000_000
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit")
 _SHOWN = reprlib.Repr()
@@ -33,6 +38,18 @@ def bits_per_second(text: str) -> float | None:
     """Return the rate written as ``1gbit``, ``2.5gbit`` or ``500mbit``, or None for any other text."""
     match = _RATE.fullmatch(text.strip().lower())
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else None
+
+
+def file_text(path: Path) -> str:
+    """Return the text of a file of settings; raises `OSError` for what is no file, or has more than `MOST_BYTES`."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may have no end
+        raise OSError(errno.EINVAL, "a pipe or a device, not a file", str(path))
+    if found.st_size > MOST_BYTES:  # a TOML file of 60 MB is parsed for 11 seconds
+        raise OSError(errno.EFBIG, f"it has {size_of(found.st_size)}, more than {size_of(MOST_BYTES)}", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def toml(text: str) -> dict[str, Any]:

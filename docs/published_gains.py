@@ -36,9 +36,10 @@ from ascend_parallel.tuning.cost_model.step import Layout
 
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 HARDWARE = PUBLISHED_HARDWARE
-# Matmul-all-reduce [5416, 6144, 1408] fp16 on 8 x 910B1 (PTO-ISA, kernels/manual/a2a3/gemm_ar), microseconds.
+# Matmul-all-reduce [5416, 6144, 1408] fp16 on 8 x 910B1 (PTO-ISA, kernels/manual/a2a3/gemm_ar), microseconds,
+# as published on 27 April 2026. An older page had 743 in turn (365 + 375) and 631 overlapped.
 OPERATOR = (5416, 6144, 1408)
-OPERATOR_MEASURED = {"matmul": 365, "collective": 375, "in turn": 743, "overlapped": 631}
+OPERATOR_MEASURED = {"in turn": 808.9, "overlapped": 560.6}
 # Square fp16 matmuls on one 910B2 (github.com/zzc0721/torch-performance-test-data, issue 109), TFLOPS.
 SQUARES = {1024: 98.08, 2048: 251.01, 4096: 314.52, 8192: 305.46, 10240: 274.76}
 EXTRA_FIXED = (0, 50, 200, 460)

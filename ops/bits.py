@@ -60,7 +60,7 @@ def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layou
 def _candidates(choice: Choice) -> list[Sizes]:
     """Return the requested chunks and, unless their sizes were given, the cuts into fewer chunks."""
     fewer = [] if choice.given else range(len(choice.sizes) - 1, 1, -1)
-    return list(dict.fromkeys([choice.sizes, *(split_rows(choice.problem.cut, count) for count in fewer)]))
+    return list(dict.fromkeys([choice.sizes, *(split_rows(choice.problem.cut, count, choice.step) for count in fewer)]))
 
 
 def _first_exact_everywhere(

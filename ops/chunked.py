@@ -87,7 +87,7 @@ def _int8_all_reduce(x_m: torch.Tensor, w: QuantisedWeight, group: dist.ProcessG
 def _reduce_and_place(y_part: torch.Tensor, y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start the all-reduce of the contiguous buffer y_part [M, c]; `wait` copies it into y_c, a view of the result."""
     work = dist.all_reduce(y_part, group=group, async_op=True)
-    return FinishingWork([work], functools.partial(y_c.copy_, y_part))
+    return FinishingWork([work], functools.partial(y_c.copy_, y_part), group, y_c)
 
 
 def matmul_reduce_scatter(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.clocks import Work
+from ascend_parallel.ops.pending import limited
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
@@ -39,11 +40,13 @@ def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.
 
 
 class FinishingWork:
-    """Started works and a local step: `wait` waits for the works, then runs the step."""
+    """Started works of a group and a local step: `wait` waits for the works, then runs the step."""
 
-    def __init__(self, works: Sequence[Work | None], finish: Callable[[], object]) -> None:
-        """Hold the works; `finish` writes the result."""
-        self._works = list(works)
+    def __init__(
+        self, works: Sequence[Work | None], finish: Callable[[], object], group: dist.ProcessGroup, out: torch.Tensor
+    ) -> None:
+        """Hold the works of `group`; `finish` writes the result, `out`."""
+        self._works = [limited(work, group, out.device) for work in works]
         self._finish: Callable[[], object] | None = finish
 
     def record_end(self, watch: Watch) -> None:
@@ -58,7 +61,6 @@ class FinishingWork:
         """Wait for the works and run the step; a second call does nothing."""
         if self._finish is not None:
             for work in self._works:
-                assert work is not None, "this rank is not a member of the group"
                 work.wait()
             self._finish()
             self._finish = None
@@ -75,7 +77,7 @@ def _all_to_all_and_sum(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torc
     received = torch.empty_like(x_c)
     work = dist.all_to_all_single(received, x_c, group=group, async_op=True)
     parts = received.view(group.size(), *out_c.shape).unbind()
-    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, out_c))
+    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, out_c), group, out_c)
 
 
 def _exchange_and_sum(
@@ -98,7 +100,7 @@ def _exchange_and_sum(
         for peer, part in received.items():
             works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
             parts[peer] = part
-        return FinishingWork(works, functools.partial(sum_in_rank_order, parts, out_c))
+        return FinishingWork(works, functools.partial(sum_in_rank_order, parts, out_c), group, out_c)
 
     return start
 

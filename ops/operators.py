@@ -168,7 +168,7 @@ def run_all_gather_matmul(
 def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings) -> Pending:
     """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K]."""
     x_m = rows_of(x_shard)
-    sizes = split_rows(x_m.shape[0], usual_chunks(settings))
+    sizes = split_rows(x_m.shape[0], usual_chunks(settings), settings.chunk_rows)
     if len(sizes) > 1:
         return chunked.start_gathers(x_m, group, sizes, "all_gather")[0]
     return reference.gather_rows(x_m, group, "all_gather")

@@ -77,4 +77,4 @@ def _gather_and_sum(y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start an all-reduce of y_c [c, N]: all ranks gather the parts, and `wait` sums them into y_c, in rank order."""
     parts = y_c.new_empty(group.size(), *y_c.shape).unbind()
     work = dist.all_gather(list(parts), y_c, group=group, async_op=True)
-    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, y_c))
+    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, y_c), group, y_c)

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups import describe, listed
+from ascend_parallel.process_groups import LimitedWork, describe, listed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,16 +67,15 @@ class Pending:
         try:
             work = start(*args, **kwargs) if self._recorded is None else self._recorded.launch(start, *args, **kwargs)
         except RuntimeError as error:
-            raise CollectiveError(self._failure(len(self._works), error)) from error
-        assert work is not None, "this rank is not a member of the group"
-        self._works.append(work)
+            raise self._failure(len(self._works), error) from error
+        self._works.append(limited(work, self._group, self._tensor.device))
 
     def expect(self, post: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``post(*args, **kwargs)``, which posts the receives of collectives to launch."""
         try:
             return post(*args, **kwargs)
         except RuntimeError as error:
-            raise CollectiveError(self._failure(0, error)) from error
+            raise self._failure(0, error) from error
 
     def done(self) -> bool:
         """Tell whether `wait` would return at once; not meant for reduce-scatters: on gloo they never report done."""
@@ -92,7 +91,7 @@ class Pending:
             else:
                 self._recorded.wait(index, self._works[index])
         except RuntimeError as error:
-            raise CollectiveError(self._failure(index, error)) from error
+            raise self._failure(index, error) from error
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""
@@ -129,11 +128,38 @@ class Pending:
                 work.wait()
         self._works.clear()
 
-    def _failure(self, index: int, error: RuntimeError) -> str:
-        return (
-            f"{self._operator}, collective {index + 1} of {self._count}, on {describe(self._group)} "
-            f"failed on rank {dist.get_rank()}: {first_line(error)}; {roll_call(self._group)}"
-        )
+    def _failure(self, index: int, error: RuntimeError) -> CollectiveError:
+        return _failure(f"{self._operator}, collective {index + 1} of {self._count},", self._group, error)
+
+
+class NamedWork:
+    """A started collective outside the operators: an error of `wait` names the collective, group and missing ranks."""
+
+    def __init__(self, name: str, work: Work | None, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Hold a work of `group` on tensors of `device`."""
+        self._name, self._work, self._group = name, limited(work, group, device), group
+
+    def is_completed(self) -> bool:
+        """Tell whether the collective has finished."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait, no longer than the group's time limit."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _failure(self._name, self._group, error) from error
+
+
+def limited(work: Work | None, group: dist.ProcessGroup, device: torch.device) -> Work:
+    """Return a started work as `LimitedWork`; a wrapper of this package has limits for the works inside."""
+    assert work is not None, "this rank is not a member of the group"
+    return LimitedWork(work, group, device) if isinstance(work, dist.Work) else work
+
+
+def _failure(name: str, group: dist.ProcessGroup, error: RuntimeError) -> CollectiveError:
+    text = f"{name} on {describe(group)} failed on rank {dist.get_rank()}: {first_line(error)}; {roll_call(group)}"
+    return CollectiveError(text)
 
 
 def roll_call(group: dist.ProcessGroup) -> str:

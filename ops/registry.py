@@ -50,6 +50,8 @@ class Choice:
         Whether the user or a plan gave the sizes; given sizes never change.
     options
         Keyword arguments for the kernel.
+    step
+        Sizes that are not given are multiples of it, but for the last.
     """
 
     problem: Problem
@@ -60,6 +62,7 @@ class Choice:
     unmet: str = ""
     given: bool = False
     options: tuple[tuple[str, object], ...] = ()
+    step: int = ROW_TILE
 
 
 def choose(problem: Problem, settings: OperatorSettings) -> Choice:
@@ -116,7 +119,8 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
             sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
             exact, options = _bit_exact(problem, name, len(sizes)), _options(name, problem, settings, tile)
             return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
-    request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, tile or ROW_TILE)
+    step = tile or (ROW_TILE if problem.antiquant else settings.chunk_rows)
+    request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, step)
     sizes, why = request.sizes, request.why
     if problem.comm_quant:
         sizes, why = (problem.cut,), f"{why}; 1, because communication in int8 is not cut"
@@ -131,7 +135,8 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
         why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
     kernel = plain if refusal is None else "ordered"
     exact = _bit_exact(problem, kernel, len(sizes))
-    return Choice(problem, kernel, sizes, exact, why, unmet, request.given, _options(kernel, problem, settings, tile))
+    options = _options(kernel, problem, settings, tile)
+    return Choice(problem, kernel, sizes, exact, why, unmet, request.given, options, step)
 
 
 def _refusal(name: str, problem: Problem) -> str | None:

@@ -9,11 +9,13 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ascend_parallel.ops.problem import FUSED_RANKS
+from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.ops.shape_table import Cut, SettingsError, Shape, ShapeTable, require, whole_number
 
 MODES = (-1, 0, 1, 2)
 COMM_MODES = ("ai_cpu", "aiv", "ccu")
 LONGEST = 86400
+MOST_ROWS = 1_000_000
 
 
 class ChunkPlan(Protocol):
@@ -52,6 +54,9 @@ class OperatorSettings:
         File for the measurements of this run. COC_TUNE.
     auto
         Take chunk sizes from earlier measurements on this machine, else from a model. COC_PARALLEL_NUM=auto.
+    chunk_rows
+        Without other sizes every cut is at a multiple of this many rows, so only a last chunk has fewer. Under 16 rows
+        chunks may change bits; the probe then takes fewer chunks. COC_CHUNK_ROWS.
     deterministic
         Multiply in tiles of rows, and sum over ranks in rank order and in fp32. The bits then depend neither on the
         run, nor on the number of chunks (1 included), nor on the kernel. COC_DETERMINISTIC.
@@ -80,6 +85,7 @@ class OperatorSettings:
     auto: bool = False
     k_min: int = 1024
     k_max: int = 4096
+    chunk_rows: int = ROW_TILE
     deterministic: bool = False
     strict: bool = False
     time_limit: int = 300
@@ -98,6 +104,8 @@ class OperatorSettings:
         require("fused_ranks", self.fused_ranks, allowed, " or ".join(map(str, FUSED_RANKS)))
         limit = self.time_limit
         require("time_limit", limit, type(limit) is int and 1 <= limit <= LONGEST, f"whole seconds from 1 to {LONGEST}")
+        rows = self.chunk_rows
+        require("chunk_rows", rows, type(rows) is int and 1 <= rows <= MOST_ROWS, f"whole rows from 1 to {MOST_ROWS}")
         for name in ("k_min", "k_max"):
             value = getattr(self, name)
             require(name, value, type(value) is int and value >= 1, "a whole number of elements, 1 or more")

@@ -15,11 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ascend_parallel.patches.base import defined_in, full_name
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
+
+# The attribute of a module that holds what was installed on it: a program may put another forward on top.
+INSTALLED = "_ascend_parallel_installed"
+# torch's own functions, for which an overlapped layer stands; None: replaced before this package was imported.
+_FORWARD = torch.nn.Linear.forward if defined_in(torch.nn.Linear.forward, torch.nn.modules.linear) else None
+_LINEAR = torch._C._nn.linear
 
 
 class InForce:
@@ -32,7 +42,8 @@ class InForce:
         self._digest = hashlib.sha256()
 
     def add(self, module: Any, installed: Installed) -> None:
-        """Count a layer."""
+        """Count a layer, and note on the module what is installed on it."""
+        vars(module)[INSTALLED] = installed
         self.add_text(f"{type(module).__name__} {module.in_features} {module.out_features} {installed.kind}")
 
     def add_text(self, text: str) -> None:
@@ -90,12 +101,18 @@ class Installed:
         The device mesh of the style.
     reason
         Why the layer is left as it is, known from the style alone.
+
+    A deep copy of a module shares it.
     """
 
     in_force: InForce
     kind: str | None
     mesh: Any
     reason: str | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
+        """Return itself: its mesh is the copy's, too."""
+        return self
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -113,6 +130,8 @@ class Installed:
             return "it is no torch.nn.Linear, but a class of its own"
         if self.group.size() == 1:
             return ONE_RANK
+        if (replaced := replaced_below()) is not None:
+            return replaced
         cut, ranks = module.out_features if self.kind == "column" else module.in_features, self.group.size()
         if cut % ranks:
             return f"its {cut} features are shared unevenly among {ranks} ranks"
@@ -145,8 +164,26 @@ def _is_linear(kind: type) -> bool:
 
 def installed_on(module: Any) -> Installed:
     """Return what was installed on a module."""
-    found: Installed = vars(module)["forward"].ascend_parallel
+    found: Installed = vars(module)[INSTALLED]
     return found
+
+
+def replaced_below() -> str | None:
+    """Return what is around or below torch.nn.Linear that would not see an overlapped layer, or None."""
+    if torch.nn.Linear.forward is not _FORWARD:
+        return f"torch.nn.Linear.forward was replaced by {full_name(torch.nn.Linear.forward)}"
+    if torch.nn.functional.linear is not _LINEAR:
+        return f"torch.nn.functional.linear was replaced by {full_name(torch.nn.functional.linear)}"
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            if type(mode) is not DeviceContext:  # of torch.set_default_device; it changes no matmul
+                return f"it is called under {full_name(type(mode))}, a TorchFunctionMode"
+    if torch._C._len_torch_dispatch_stack():
+        debug: Any = sys.modules.get("torch.distributed.tensor.debug")
+        counting = getattr(debug, "CommDebugMode", ())
+        if any(isinstance(mode, counting) for mode in _get_current_dispatch_mode_stack()):
+            return "it is called under CommDebugMode, which counts the collectives of torch's own layers"
+    return None
 
 
 def positive(placements: Any, ndim: int) -> tuple[Any, ...]:

@@ -44,6 +44,8 @@ class LinearCall:
         Whether the framework multiplies and then adds the bias; otherwise it calls torch.nn.functional.linear.
     finish
         What the framework does with the output of the layer, such as a gather of its features; `original` does it too.
+    x_dtensor
+        The DTensor whose local tensor x is; None: x is a tensor of its own.
     """
 
     layer: Any
@@ -56,6 +58,12 @@ class LinearCall:
     added: bool = False
     sequence_dim: int | None = None
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    x_dtensor: DTensor | None = None
+
+    @property
+    def dtensors(self) -> tuple[DTensor | None, DTensor | None]:
+        """The DTensors whose local tensors x and the weight are."""
+        return self.x_dtensor, self.parameter if isinstance(self.parameter, DTensor) else None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -141,8 +149,9 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
     options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0], begin) if batch_first else WeightGradient(begin)
     if call.sequence_dim == 1:
         x = swapped(x)
+    options["dtensors"] = (call.dtensors[0] if x is call.x else None, call.dtensors[1])
     if call.kind == "column":
-        wrapper = run_directly if call.added or call.sequence_dim is not None else _torch_linear(call)
+        wrapper = run_directly if call.added or call.sequence_dim is not None else torch_linear(call)
         y = column_linear(x, call.weight, call.bias, forward_wrapper=wrapper, **options)
     else:
         y = row_linear(x, call.weight, **options)
@@ -151,7 +160,7 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
     return y if call.finish is None else call.finish(y)
 
 
-def _torch_linear(call: LinearCall) -> ForwardWrapper:
+def torch_linear(call: LinearCall) -> ForwardWrapper:
     """Return what runs the forward of a column layer, which communicates nothing, with the bits of torch.nn.Linear."""
     bias = None if call.bias is None else cast_by_autocast(call.bias.detach())
     operands = cast_by_autocast(call.x.detach()), cast_by_autocast(call.weight.detach()), bias

@@ -14,7 +14,7 @@ from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import PlanError, differences, this_machine
 from ascend_parallel.tuning.measured.pass_times import Case
-from ascend_parallel.tuning.measured.tuner import Tuner
+from ascend_parallel.tuning.measured.tuner import CHUNKS, Tuner
 
 log = logging.getLogger("ascend_parallel")
 
@@ -36,6 +36,15 @@ def tuner_of(settings: Settings) -> Tuner | None:
     observed = settings.verify_every or settings.timeline is not None
     differs = settings.deterministic or not settings.recompute_all_gather or bool(settings.customized_coc)
     return Tuner(settings, original_if_whole=not (observed or differs))
+
+
+def all_kept_whole(settings: Settings) -> str | None:
+    """Return a sentence if every pass that was tuned is fastest whole, so that the frameworks' own layers ran."""
+    if not CHUNKS or max(CHUNKS.values()) > 1 or not (settings.tune or settings.auto):
+        return None
+    option = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
+    passes = f"the {len(CHUNKS)} matmuls with a collective" if len(CHUNKS) > 1 else "the matmul with a collective"
+    return f"{option} measured {passes}: whole is faster here, so the framework's own layers ran; nothing is lost"
 
 
 def case_of(

@@ -136,5 +136,5 @@ def _check_file(file: Path) -> None:
     from ascend_parallel.training.degrees.report import HEADER
 
     needs_folder("--out", file)
-    if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+    if file.exists() and not (file.is_file() and file.read_text(encoding="utf-8", errors="replace").startswith(HEADER)):
         raise ValueError(f"--out {file}: the file exists and was not written by plan-training; give another name")

@@ -40,6 +40,7 @@ class Layer:
     before_communicating: Callable[[], None] | None = None
     forward_wrapper: ForwardWrapper = run_directly
     leaves_rows: int = 0  # results in chunks of as many rows stay unfinished; 0: none
+    dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @cached_property
     def in_column_backward(self) -> Layer:
@@ -54,7 +55,9 @@ class Layer:
     @property
     def kept_for_backward(self) -> Layer:
         """The layer without what only its forward calls, which may hold tensors: a checkpoint is to free these."""
-        return self if self.forward_wrapper is run_directly else replace(self, forward_wrapper=run_directly)
+        if self.forward_wrapper is run_directly and self.dtensors == (None, None):
+            return self
+        return replace(self, forward_wrapper=run_directly, dtensors=(None, None))
 
     def result(self, pending: Pending) -> torch.Tensor:
         """Return the result of a row layer's collectives: finished, or with `leaves_rows` unfinished."""
@@ -64,6 +67,19 @@ class Layer:
         """Run `before_communicating`."""
         if self.before_communicating is not None:
             self.before_communicating()
+
+
+def checked(operand: torch.Tensor | None, dtensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what to save of an operand: `dtensor`, if the operand is its local tensor, not a copy that autocast made.
+
+    An operator in place raises the version of a DTensor, which autograd compares in backward, not of its local tensor.
+    """
+    return operand if operand is None or dtensor is None or dtensor.dtype != operand.dtype else dtensor
+
+
+def local(saved: Any) -> Any:
+    """Return the operand that `checked` saved."""
+    return saved.to_local() if hasattr(saved, "to_local") else saved
 
 
 def in_forward(ctx: Any, kind: str, x: torch.Tensor) -> AbstractContextManager[object]:

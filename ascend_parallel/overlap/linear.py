@@ -29,7 +29,7 @@ from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.overlap.choices import cast_by_autocast, region_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.layer import Layer, in_forward, layer_backward
+from ascend_parallel.overlap.layer import Layer, checked, in_forward, layer_backward, local
 from ascend_parallel.overlap.sequence_backward import (
     column_sequence_backward,
     row_sequence_backward,
@@ -52,6 +52,7 @@ def column_linear(
     before_communicating: Callable[[], None] | None = None,
     forward_wrapper: ForwardWrapper = run_directly,
     leaves_rows: int = 0,
+    dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Run a column-parallel linear layer on one rank of `group`.
 
@@ -62,7 +63,8 @@ def column_linear(
 
     With reduce_input_grad=False dx is this rank's part of the sum (sequence_parallel always reduce-scatters dx).
     before_communicating is called before each pass's first collective. ``forward_wrapper(fn)`` runs `fn`, or
-    returns its saved products during recompute.
+    returns its saved products during recompute. `dtensors`: those whose local tensors x and the weight are; autograd
+    then notices an operator that changes them in place before backward.
 
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
@@ -76,6 +78,7 @@ def column_linear(
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
         leaves_rows=leaves_rows,
+        dtensors=dtensors,
     )
     return run_column(x, weight_shard_n, bias_shard_n, layer)
 
@@ -101,6 +104,7 @@ def row_linear(
     before_communicating: Callable[[], None] | None = None,
     forward_wrapper: ForwardWrapper = run_directly,
     leaves_rows: int = 0,
+    dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -120,6 +124,7 @@ def row_linear(
         before_communicating=before_communicating,
         forward_wrapper=forward_wrapper,
         leaves_rows=leaves_rows,
+        dtensors=dtensors,
     )
     return run_row(x_shard_k, weight_shard_k, layer)
 
@@ -172,7 +177,7 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x, weight and bias."""
         layer: Layer = ctx.layer.in_column_backward
-        kept, weight = ctx.saved_tensors
+        kept, weight = map(local, ctx.saved_tensors)
         layer.weight_gradient.begin(kept, weight)
         db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
@@ -227,7 +232,7 @@ class RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and weight."""
         layer: Layer = ctx.layer.in_row_backward
-        x, weight, *scales = ctx.saved_tensors
+        x, weight, *scales = map(local, ctx.saved_tensors)
         dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR
         if scales:  # an int8 weight
             dequantise = QuantisedWeight(weight, scales[0], scales[1], ctx.group_size).dequantise
@@ -285,13 +290,15 @@ def _local_backward(
     return dx, weight_gradient_of(layer, x, dy)
 
 
-def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor, weight: Weight) -> None:
+def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor | None, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
     parts: list[torch.Tensor | None]
     if isinstance(weight, QuantisedWeight):
         parts, ctx.group_size = [weight.values, weight.scale, weight.offset], weight.group_size
     else:
-        parts = [weight]
+        parts = [checked(weight, layer.dtensors[1])]
+    if kept is x:
+        kept = checked(x, layer.dtensors[0])
     ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype

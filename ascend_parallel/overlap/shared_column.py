@@ -22,7 +22,7 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.overlap.choices import cast_by_autocast
-from ascend_parallel.overlap.layer import Layer, in_forward, layer_backward
+from ascend_parallel.overlap.layer import Layer, checked, in_forward, layer_backward, local
 from ascend_parallel.overlap.sequence_backward import weight_gradient_of
 
 
@@ -54,15 +54,17 @@ class _SharedColumnLinear(torch.autograd.Function):
                 y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
             gathered = shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
         input_grad, weight_grad = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(gathered if weight_grad else None, weight if input_grad else None)
-        ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
+        ctx.save_for_backward(
+            gathered if weight_grad else None, checked(weight, layer.dtensors[1]) if input_grad else None
+        )
+        ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype
         return y, gathered
 
     @staticmethod
     @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor, dx: torch.Tensor) -> tuple[Any, ...]:
         layer: Layer = ctx.layer.in_column_backward
-        gathered, weight = ctx.saved_tensors
+        gathered, weight = map(local, ctx.saved_tensors)
         db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
         if weight is None:

@@ -10,7 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from ascend_parallel.process_groups import time_limit
 
 Ranks = npt.NDArray[np.int64]
 Key = tuple[object, ...]
@@ -46,7 +49,7 @@ class ProcessMesh:
         """Return `mesh`, or the equal `ProcessMesh` of a torch DeviceMesh, which then uses the DeviceMesh's groups."""
         if isinstance(mesh, ProcessMesh):
             return mesh
-        known = _PROCESS_MESHES.setdefault(_default_group(), {})
+        known = _PROCESS_MESHES.setdefault(default_group(), {})
         if mesh not in known:
             known[mesh] = cls(mesh.mesh, mesh.mesh_dim_names)
             known[mesh]._device_mesh = mesh
@@ -131,10 +134,13 @@ class ProcessMesh:
         )
         if self._device_mesh is not None and self._device_mesh.device_type == device_type:
             return self._device_mesh
-        known = _DEVICE_MESHES.setdefault(_default_group(), {})
+        known = _DEVICE_MESHES.setdefault(default_group(), {})
         key = (*self._key, device_type)
         if key not in known:
-            known[key] = DeviceMesh(device_type, torch.tensor(self._array), mesh_dim_names=self._names)
+            mesh = known[key] = DeviceMesh(device_type, torch.tensor(self._array), mesh_dim_names=self._names)
+            if mesh.get_coordinate() is not None:
+                for group in mesh.get_all_groups():  # torch would let them wait for half an hour
+                    c10d._set_pg_timeout(time_limit(group), group)
         self._device_mesh = known[key]
         return self._device_mesh
 
@@ -142,7 +148,7 @@ class ProcessMesh:
     def has_groups(self) -> bool:
         """Tell whether `device_mesh` was called for this mesh or an equal mesh."""
         return self._device_mesh is not None or (*self._key, default_device()) in _DEVICE_MESHES.get(
-            _default_group(), {}
+            default_group(), {}
         )
 
     def group(self, dim: int | str) -> dist.ProcessGroup:
@@ -187,13 +193,14 @@ def forget_groups() -> None:
 
 def default_device(group: dist.ProcessGroup | None = None) -> str:
     """Return the device type of a group's collectives (None: of the default group's): the accelerator's, or "cpu"."""
-    types = [device.type for device in (group or _default_group())._device_types]
+    types = [device.type for device in (group or default_group())._device_types]
     # A torch that was built for an accelerator names it also on a machine without one, as gloo's groups do.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
 
 
-def _default_group() -> dist.ProcessGroup:
+def default_group() -> dist.ProcessGroup:
+    """Return the default group; raise `RuntimeError` if torch.distributed is not initialised."""
     if dist.group.WORLD is None:
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     return dist.group.WORLD

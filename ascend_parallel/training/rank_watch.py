@@ -135,7 +135,7 @@ class RankWatch:
         if not self._ended.is_set():
             atexit.unregister(self.stop)
             self._ended.set()
-            self._thread.join()
+            self._thread.join(LAST_WORDS)  # it waits without limit for a store whose host stands still
             self._wakeup_socket.close()
             if threading.current_thread() is threading.main_thread() and self._handler_before is not None:
                 signal.set_wakeup_fd(-1)

@@ -14,7 +14,7 @@ from torch import nn
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
 from ascend_parallel.sharding.planner.batch_norms import CHOICES
-from ascend_parallel.text import nearest
+from ascend_parallel.text import file_text, nearest
 from ascend_parallel.training.degrees.search import search_degrees
 from ascend_parallel.training.graph_passes import PASSES
 from ascend_parallel.training.options import (
@@ -105,7 +105,7 @@ class Strategy:
         """Read a TOML file: the fields' names, a table for each part; `operators` as for `read_strategies`."""
         file = Path(path)
         try:
-            return cls.from_dict(parse_toml(file.read_text(encoding="utf-8"), str(file)), str(file))
+            return cls.from_dict(parse_toml(file_text(file), str(file)), str(file))
         except OSError as error:
             raise StrategyOptionError(f"{file} cannot be read: {error.strerror}") from error
         except (PlanningError, UnicodeDecodeError) as error:

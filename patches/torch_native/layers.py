@@ -124,7 +124,7 @@ def _run(
     given = Shard(x.ndim - 1) if column else Replicate() if dim is None else Shard(dim)
 
     def original(x_local: torch.Tensor) -> torch.Tensor:
-        given_to_torch = DTensor.from_local(x_local, mesh, [taken], run_check=False)
+        given_to_torch = x if x_local is call.x else DTensor.from_local(x_local, mesh, [taken], run_check=False)
         if column:
             given_to_torch = given_to_torch.redistribute(placements=[Replicate()])
         y: torch.Tensor = inner(given_to_torch).redistribute(placements=[given]).to_local()
@@ -143,6 +143,7 @@ def _run(
         parameter=module.weight,
         original=original,
         sequence_dim=dim,
+        x_dtensor=x,
     )
     if column and gather is not None:
         y = gather.run(framework, call)

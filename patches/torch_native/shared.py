@@ -7,20 +7,21 @@ it has gathered. Whatever else reads the DTensor makes torch gather it, so it is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
 from ascend_parallel.patches.framework import Framework
-from ascend_parallel.patches.linear_call import LinearCall
+from ascend_parallel.patches.linear_call import LinearCall, torch_linear
 from ascend_parallel.settings import Settings
 
 GATHER = "_ascend_parallel_gather"
@@ -63,13 +64,13 @@ class SharedGather:
         key = (torch.is_grad_enabled(), operand_dtype(call.x))
         first, rows = self._rows.get(key, (None, None))
         if rows is not None and first is not call.layer:
-            return linear(rows, call.weight, call.bias)
+            return _reading(framework, call, rows)
         group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
         if settings.enabled:
             y, rows = _gathering(framework, call, group, settings)
         else:  # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
             rows = self.x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            y = linear(rows, call.weight, call.bias)
+            y = _reading(framework, call, rows)
         self._rows[key] = (call.layer, rows)
         return y
 
@@ -155,6 +156,20 @@ def shared_gather(x: Any) -> SharedGather | None:
     return vars(x)[GATHER] if isinstance(x, SharedInput) else None
 
 
+def _reading(framework: Framework, call: LinearCall, rows: torch.Tensor) -> torch.Tensor:
+    """Return the output of a layer from gathered rows; the rows' gradient is this rank's part of the sum."""
+    return column_linear(
+        rows,
+        call.weight,
+        call.bias,
+        group=framework.group_of(call.layer),
+        settings=framework.settings,
+        reduce_input_grad=False,
+        forward_wrapper=torch_linear(replace(call, x=rows)),
+        dtensors=(None, call.dtensors[1]),
+    )
+
+
 def _gathering(
     framework: Framework, call: LinearCall, group: dist.ProcessGroup, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,6 +183,7 @@ def _gathering(
         settings=settings,
         sequence_parallel=True,
         before_communicating=framework.confirm(group),
+        dtensors=(None, call.dtensors[1]),
         **options,
     )
     y, rows = shared_column_linear(swapped(x) if second else x, call.weight, call.bias, layer)

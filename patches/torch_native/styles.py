@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers
-from ascend_parallel.patches.torch_native.layers import OWN, InstalledByStyle, install, sequence_dim
+from ascend_parallel.patches.dtensor_linear import InForce, InstalledLayers
+from ascend_parallel.patches.torch_native.layers import OWN, InstalledByStyle, InstalledForward, install, sequence_dim
 from ascend_parallel.patches.torch_native.shared import share, shared_gather
 
 IN_FORCE = InForce()
@@ -68,9 +68,9 @@ def prepare_column_input(original: Function) -> Function:
 
     @functools.wraps(original)
     def prepare(input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
-        installed = getattr(vars(mod).get("forward"), "ascend_parallel", None)
-        x = inputs[0]
-        if not isinstance(installed, Installed) or installed.uncovered(mod) is not None or len(inputs) > 1:
+        forward, x = vars(mod).get("forward"), inputs[0]
+        ours = isinstance(forward, InstalledForward)  # a forward on top may read what torch gives it
+        if not ours or forward.ascend_parallel.uncovered(mod) is not None or len(inputs) > 1:
             return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
         if shared_gather(x) is not None:
             return x
@@ -158,8 +158,9 @@ def _has_backward_hooks(module: Any) -> bool:
 
 def _columns_covered(module: Any) -> bool:
     """Tell whether a module has column layers, and all of them are covered."""
-    held = ((each, getattr(vars(each).get("forward"), "ascend_parallel", None)) for each in module.modules())
-    columns = [(each, found) for each, found in held if isinstance(found, Installed) and found.kind == "column"]
+    forwards = (vars(each).get("forward") for each in module.modules())
+    ours = [forward for forward in forwards if isinstance(forward, InstalledForward)]
+    columns = [(each.module, each.ascend_parallel) for each in ours if each.ascend_parallel.kind == "column"]
     return bool(columns) and all(
         (found.uncovered(each) or found.sharded_twice(each)) is None for each, found in columns
     )

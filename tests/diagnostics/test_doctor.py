@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
 
 
-def doctor(*arguments, **variables):
+def doctor(*arguments, cwd=None, **variables):
     environ = {name: value for name, value in os.environ.items() if "COC" not in name}
     command = [sys.executable, "-m", "ascend_parallel", "doctor", *arguments]
     return subprocess.run(
-        command, env={**environ, "COLUMNS": "200", **variables}, capture_output=True, text=True, timeout=120
+        command, env={**environ, "COLUMNS": "200", **variables}, capture_output=True, text=True, timeout=120, cwd=cwd
     )
 
 
@@ -173,3 +174,25 @@ def test_a_wrong_kernel_is_found(ranks):
     for found in ranks(2).run(planted):
         assert found["chunked"].startswith("wrong: matmul_all_reduce is off by 1.0e-02")
         assert found["reference"] == "right"
+
+
+def test_ranks_use_the_package_of_the_doctor_and_another_in_the_current_folder_is_said(tmp_path):
+    """As in a checkout: python -m imports the folder's package, the command the installed one."""
+    other = tmp_path / "ascend_parallel"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise RuntimeError('the package of the current folder')")
+    code = "import os, sys; import ascend_parallel.cli.app as cli; os.chdir(sys.argv.pop(1)); cli.app()"
+    words = [sys.executable, "-c", code, str(tmp_path), "doctor", "--json", "--group", "2"]
+    environ = {name: value for name, value in os.environ.items() if "COC" not in name}
+    package = str(Path(trial.__file__).parents[3])
+    ended = subprocess.run(words, env={**environ, "PYTHONPATH": package}, capture_output=True, text=True, timeout=120)
+    report = json.loads(ended.stdout)
+    tried = [found["found"] for found in report["findings"] if found["section"] == "tried on 2 processes"]
+    assert report["healthy"] and "right" in tried, report
+
+
+def test_a_package_that_only_the_current_folder_imports_is_bad(tmp_path):
+    (tmp_path / "ascend_parallel").symlink_to(Path(trial.__file__).parents[2])
+    checkout = doctor("--json", cwd=tmp_path)
+    bad = [found["found"] for found in json.loads(checkout.stdout)["findings"] if found["verdict"] == "bad"]
+    assert len(bad) == 1 and "a program in another folder imports" in bad[0], checkout

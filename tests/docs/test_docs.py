@@ -13,6 +13,7 @@ import ascend_parallel
 from ascend_parallel import settings, sharding, training
 from ascend_parallel.cli.app import app
 from ascend_parallel.ops import registry
+from ascend_parallel.training.graph_passes import PASSES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -100,3 +101,8 @@ def test_every_name_of_the_vocabulary_is_one_of_ours():
     for name in named:
         room, *rest = name.split(".")
         assert functools.reduce(getattr, rest, rooms[room]) is not None, name
+
+
+def test_the_passes_of_the_vocabulary_are_those_of_the_package():
+    (line,) = (line for line in (DOCS / "vocabulary.md").read_text().splitlines() if "`fused_passes`" in line)
+    assert set(re.findall(r"`(\w+)`", line.split("|")[1])) - {"fused_passes"} == set(PASSES)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ascend_parallel import Settings, UnmetRequestError, explain
 from ascend_parallel.ops import Problem, choose
+from ascend_parallel.ops.bits import _candidates
 from ascend_parallel.ops.multiply import align_operands
 from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows
 
@@ -152,3 +153,13 @@ def test_an_explanation_names_every_kernel():
     ordered = explain(problem(ranks=4), Settings(num_chunks=4, deterministic=True)).kernels
     assert ordered["ordered"] == "taken"
     assert ordered["chunked"] == "cannot: the backend decides in which order it sums 4 cpu ranks"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(1, (2, 3, 3, 2)), (2, (2, 4, 2, 2)), (3, (3, 3, 4)), (16, (10,)), (64, (10,))]
+)
+def test_the_least_rows_of_a_chunk_are_a_setting(rows, sizes):
+    problem = Problem("matmul_all_reduce", 10, 64, 48, torch.float32, "cpu", 2)
+    choice = choose(problem, Settings(num_chunks=4, chunk_rows=rows))
+    assert choice.sizes == sizes and all(size % rows == 0 for size in sizes[:-1])
+    assert {size % rows for cut in _candidates(choice) for size in cut[:-1]} <= {0}

@@ -7,6 +7,7 @@ import torch
 from truth import close
 
 from ascend_parallel import Settings, column_linear, row_linear
+from ascend_parallel.ops import COUNTS
 
 # Shapes of the whole input: odd row counts, fewer rows than chunks, one to four dimensions.
 SHAPES = [(96, 24), (100, 24), (7, 24), (33, 3, 24), (6, 4, 2, 24), (24,)]
@@ -299,3 +300,19 @@ def memory(group):
 def test_memory_beyond_the_serial_path_is_at_most_one_chunk(ranks):
     for extra in ranks(2).run(memory):
         assert max(extra.values()) <= 1, extra
+
+
+def tiny(group):
+    """Return the error of a row layer of 10 rows in chunks of a row or more, and the chunks that it ran."""
+    x, w = torch.randn(10, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+    before = COUNTS.as_dict().get("matmul_all_reduce", {"chunks": 0})["chunks"]
+    y = row_linear(x, w, group=group, settings=Settings(num_chunks=4, chunk_rows=1, customized_coc={}))
+    parts = [torch.empty_like(y) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, x @ w.t(), group=group)
+    chunks = COUNTS.as_dict()["matmul_all_reduce"]["chunks"] - before
+    return float((y - sum(parts)).abs().max()), chunks
+
+
+def test_a_layer_of_few_rows_runs_in_chunks_if_asked(ranks):
+    for error, chunks in ranks(2).run(tiny):
+        assert error < 1e-12 and chunks > 1

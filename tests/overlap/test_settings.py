@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from ascend_parallel import Settings, SettingsError
 from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.settings import MAX_CHUNKS
+from ascend_parallel.sharding import read_strategies
+from ascend_parallel.training.strategy import Strategy
+from ascend_parallel.tuning.cost_model.hardware import read_hardware
+from ascend_parallel.tuning.cost_model.models import read_model
 
 
 @pytest.mark.parametrize(
@@ -255,6 +259,26 @@ def test_a_file_that_exhausts_its_parser_is_named(tmp_path, variable, ending, te
     assert len(str(error.value)) < 2000
     named = "deep" in str(error.value) or "order=" in str(error.value) or "customized_coc key" in str(error.value)
     assert named
+
+
+READERS = {
+    "COC_CONFIG": lambda path: read_settings({"COC_CONFIG": str(path)}),
+    "COC_PLAN": lambda path: read_settings({"COC_PLAN": str(path)}),
+    "strategy": Strategy.from_toml,
+    "strategies": read_strategies,
+    "--model-file": read_model,
+    "--hardware-file": read_hardware,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_pipe_is_not_waited_for_and_a_huge_file_not_parsed(tmp_path, reader):
+    pipe, huge = tmp_path / "pipe.toml", tmp_path / "huge.toml"
+    os.mkfifo(pipe)
+    huge.write_text("x = [1]\n" + "#" * 4_000_000)
+    for path, message in ((pipe, "a pipe or a device, not a file"), (huge, "it has 4 MB, more than")):
+        with pytest.raises(ValueError, match=rf"{path.name}.* cannot be read: .*{message}"):
+            READERS[reader](path)
 
 
 def test_regions():

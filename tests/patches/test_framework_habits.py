@@ -1,21 +1,29 @@
 """What users do with models of transformers and torch beside training them, with overlap as without."""
 
+import contextlib
 import copy
+import functools
 import weakref
+from unittest.mock import patch
 
+import hugging_face
 import pytest
 import torch
+import torch.nn.functional as F
 from hugging_face import both, load, unequal, whole, worst, write
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
+from ascend_parallel.ops import COUNTS
 
 
 def scaled(model, x):
@@ -122,6 +130,160 @@ def test_a_module_reads_its_gathered_input_in_any_way(ranks, hooks):
     for found in ranks(2).run(read, hooks):
         assert found.pop("gated_in_16_bits")[0] < 0.02
         assert {name: error for name, error in found.items() if error[0] > 1e-6} == {}
+
+
+def refused(model, x, change):
+    """Return whether backward refuses what `change` does after a forward: plain, and with overlap."""
+
+    def run(model):
+        model.zero_grad()
+        y = model(x)
+        y = whole(y if isinstance(y, torch.Tensor) else y.logits).square().sum()
+        with torch.no_grad():
+            change(model)
+        try:
+            y.backward()
+            return False
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error), error
+            return True
+
+    return both(model, run)
+
+
+def multiplied(name):
+    def change(model):
+        (model.h if name == "h" else getattr(model, name).weight).mul_(1.5)
+
+    return change
+
+
+def stepped(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(model.parameters()).step()
+
+
+CHANGES = {name: multiplied(name) for name in ("a", "b", "last", "h")} | {"step": stepped}
+
+
+def keeping(model, x):
+    model.h = torch.relu(model.a(x)) * model.b(x)
+    return model.last(model.h)
+
+
+def changed_before_backward(group, shared):
+    """Return what plain and overlap refuse, by change; `shared`: the two column layers share a gather."""
+    ascend_parallel.configure(num_chunks=4)
+    mesh = init_device_mesh("cpu", (group.size(),))
+    rows = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    columns = {name: ColwiseParallel(use_local_output=False) for name in ("a", "b")}
+    styles = {"": PrepareModuleInput(**rows)} if shared else {}
+    model = parallelize_module(Two(keeping), mesh, {**styles, **columns, "last": RowwiseParallel()})
+    x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(7))
+    x = (x.chunk(group.size(), 1)[group.rank()] if shared else x).clone().requires_grad_()
+    found = {name: refused(model, x, change) for name, change in CHANGES.items()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return {**found, "frozen": refused(model, x, CHANGES["last"]), "frozen, h": refused(model, x, CHANGES["h"])}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_weight_or_input_that_changes_before_backward_is_refused_as_plain_does(ranks, shared):
+    changes = dict.fromkeys((*CHANGES, "frozen"), (True, True))
+    assert ranks(2).run(changed_before_backward, shared) == [{**changes, "frozen, h": (False, False)}] * 2
+
+
+def twice(x, weight, bias=None):
+    return 2 * torch._C._nn.linear(x, weight, bias)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        return 2 * y if func is torch.nn.functional.linear else y
+
+
+@contextlib.contextmanager
+def on_instances(model, decorate):
+    """Replace the forwards of linear layers on these themselves."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    own = [layer.forward for layer in layers]
+    for layer, forward in zip(layers, own, strict=True):
+        layer.forward = decorate(forward)(lambda x, forward=forward: 4 * forward(x * 0.5))
+    yield
+    for layer, forward in zip(layers, own, strict=True):
+        layer.forward = forward
+
+
+REPLACED = {  # what is replaced, and whether layers still run overlapped
+    "nn.Linear.forward": (
+        lambda _: patch.object(nn.Linear, "forward", lambda self, x: 2 * F.linear(x, self.weight)),
+        False,
+    ),
+    "F.linear": (lambda _: patch.object(F, "linear", twice), False),
+    "mode": (lambda _: Doubling(), False),
+    "default device": (lambda _: torch.device("cpu"), True),
+    "wrapped": (lambda model: on_instances(model, functools.wraps), True),
+    "hidden": (lambda model: on_instances(model, lambda _: lambda forward: forward), True),
+}
+
+
+def replacing(group, make):
+    """Return what differs from plain under each replacement, and whether matmuls ran overlapped."""
+    found, (model, run) = {}, make(group)
+    for name, (replace, _) in REPLACED.items():
+        with replace(model):
+            before = sum(count["calls"] for count in COUNTS.as_dict().values())
+            different = unequal(*both(model, run))
+            found[name] = different, sum(count["calls"] for count in COUNTS.as_dict().values()) > before
+    return found
+
+
+def of_torch(plan, group):
+    ascend_parallel.configure(num_chunks=4)
+    return parallel(decoder(layers=1), init_device_mesh("cpu", (group.size(),)), plan), step
+
+
+def of_transformers(path, group):
+    return load(group, path), hugging_face.step
+
+
+@pytest.mark.parametrize("framework", ["torch plain", "torch sequence", "transformers"])
+def test_what_was_replaced_below_a_layer_stays_in_force(ranks, tmp_path, framework):
+    path = write(tmp_path, "Llama", num_hidden_layers=1) if framework == "transformers" else ""
+    make = functools.partial(of_transformers, path) if path else functools.partial(of_torch, framework.split()[1])
+    expected = {name: ([], overlapped) for name, (_, overlapped) in REPLACED.items()}
+    for found in ranks(2).run(replacing, make):
+        assert found == expected
+
+
+def counted(group, make):
+    """Return the collectives that torch's CommDebugMode counts in a step, plain and with overlap."""
+    model, run = make(group)
+
+    def count(model):
+        with CommDebugMode() as mode:
+            run(model)
+        return {str(operator): calls for operator, calls in mode.get_comm_counts().items()}
+
+    return both(model, count)
+
+
+@pytest.mark.parametrize("framework", ["torch sequence", "transformers"])
+def test_torch_counts_the_collectives_of_its_own_layers(ranks, tmp_path, framework):
+    path = write(tmp_path, "Llama", num_hidden_layers=1) if framework == "transformers" else ""
+    make = functools.partial(of_transformers, path) if path else functools.partial(of_torch, "sequence")
+    for plain, overlapped in ranks(2).run(counted, make):
+        assert plain == overlapped and sum(plain.values()) > 4
+
+
+def loaded_and_stepped(group, path):
+    return refused(load(group, path), torch.randint(480, (2, 96)), stepped)
+
+
+def test_a_step_of_transformers_between_forward_and_backward_is_refused_as_plain_does(ranks, tmp_path):
+    assert ranks(2).run(loaded_and_stepped, write(tmp_path, "Llama", num_hidden_layers=1)) == [(True, True)] * 2
 
 
 class Doubled(nn.Linear):

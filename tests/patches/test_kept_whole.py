@@ -1,13 +1,17 @@
 """Calls that auto and COC_TUNE keep whole run Megatron-core's own layer, where that computes the same as ours."""
 
 import contextlib
+import os
+import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from layers import Layers
 
 import ascend_parallel
+from ascend_parallel import patch_control
 from ascend_parallel.tuning.measured import pass_times, tuner
 
 
@@ -29,8 +33,18 @@ def calls_of(counts):
     return sum(count["calls"] for count in counts.values())
 
 
+def last_line():
+    """Return what a run with overlap says at its end on rank 0."""
+    said = []
+    log = patch.object(patch_control.log, "warning", lambda text, *args: said.append(text % args))
+    with log, patch.dict(os.environ, RANK="0"):
+        ascend_parallel._control.warn_if_idle()
+    return said
+
+
 def kept_whole(group, path, settings):
     """Compare layers of which every cut loses with Megatron-core's own."""
+    tuner.CHUNKS.clear()
     with every_cut_loses(path), Layers(group.size(), settings) as layers:
         results = [
             layers.compare(kind, (256, columns), config={"sequence_parallel": sequence_parallel}, **more)
@@ -40,7 +54,8 @@ def kept_whole(group, path, settings):
             )
             for sequence_parallel in (False, True)
         ]
-    return [differ for differ, _ in results], [calls_of(counts) for _, counts in results]
+        said = [] if ascend_parallel.ops.COUNTS.as_dict() else last_line()
+    return [differ for differ, _ in results], [calls_of(counts) for _, counts in results], said
 
 
 @pytest.mark.sample(2)
@@ -56,14 +71,18 @@ def kept_whole(group, path, settings):
 )
 def test_a_call_that_is_kept_whole_runs_megatrons_own_layer(ranks, tmp_path, settings, ours):
     settings = {name: str(tmp_path / "plan.json") if value == "FILE" else value for name, value in settings.items()}
-    for differ, calls in ranks(2).run(kept_whole, str(tmp_path / "no-cache.json"), settings):
+    option = "COC_TUNE" if "tune" in settings else "COC_PARALLEL_NUM=auto"
+    for differ, calls, said in ranks(2).run(kept_whole, str(tmp_path / "no-cache.json"), settings):
         assert differ == [[]] * 4
         assert (sum(calls) > 0) == ours
+        assert ours or re.fullmatch(
+            rf"{option} measured the \d matmuls .* whole is faster here.*; nothing is lost", *said
+        )
 
 
 def test_sums_of_four_ranks_in_rank_order_stay_in_every_forward(ranks, tmp_path):
     """With sequence parallelism gloo's reduce-scatter adds in another order than ours."""
-    for _, (row, row_sequence, column, column_sequence) in ranks(4).run(
+    for _, (row, row_sequence, column, column_sequence), _ in ranks(4).run(
         kept_whole, str(tmp_path / "no-cache.json"), {"num_chunks": "auto"}
     ):
         assert (row, column) == (0, 0)

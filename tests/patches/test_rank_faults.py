@@ -118,6 +118,51 @@ def test_a_rank_that_dies_is_named_by_the_others(operator):
         assert "after" in survivor.stdout  # launch() limits the total time
 
 
+STAYS_AWAY = """
+from ascend_parallel.ops import pending
+from ascend_parallel.sharding import ProcessMesh
+from ascend_parallel.sharding.layout import REPLICATE
+from ascend_parallel.sharding.redistribute.across_meshes import exchange
+from ascend_parallel.sharding.redistribute.collectives import Request
+from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
+import functools
+pending.ROLL_CALL = 0.5
+groups = [dist.new_group(timeout=datetime.timedelta(minutes=30)) for _ in range(4)]
+x, w = torch.randn(256, 64), torch.randn(64, 32)
+operators = ap.ops.matmul_all_reduce, ap.ops.matmul_reduce_scatter
+calls = [functools.partial(operator, x, w, group, num_chunks=4) for operator, group in zip(operators, groups)]
+for call in calls:  # the bits are probed
+    call()
+meshes = ProcessMesh([0]), ProcessMesh([1])
+step = RedistributeStep("all_gather", 0, REPLICATE, REPLICATE)
+calls.append(lambda: Request("all_gather", step, groups[2], x[:1]).start().wait())
+calls.append(lambda: exchange(x, x.shape, meshes[0], (REPLICATE,), meshes[1], (REPLICATE,), groups[3]))
+if rank == 1:
+    wait_until_told()
+    sys.exit()
+for call in calls:
+    begin = time.monotonic()
+    try:
+        call()
+    except ap.CollectiveError as error:
+        print(error, "after", round(time.monotonic() - begin))
+tell()
+"""
+
+
+def test_a_missing_rank_is_named_within_the_programs_limit_in_groups_of_half_an_hour():
+    """As in the groups of Megatron and of torch's DeviceMesh: gloo itself would wait for half an hour, also at exit."""
+    waiting, _ = launch(code(STAYS_AWAY, limit=2), [{}] * 2, timeout=40)
+    lines = waiting.stdout.splitlines()
+    starts = [f"{name}, collective 1 of 4, on group" for name in ("matmul_all_reduce", "matmul_reduce_scatter")]
+    starts += ["all_gather on group", "a reshard across meshes on group"]
+    assert len(lines) == len(starts), waiting.stdout + waiting.stderr
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start) and "failed on rank 0" in line, line
+        assert "no sign of rank 1 within 0.5 s" in line and line.endswith(("after 2", "after 3")), line
+    assert waiting.returncode == 0
+
+
 RAISES = """
 x, w = torch.randn(4096, 64), torch.randn(64, 512)
 ap.ops.matmul_all_reduce(x, w, group, num_chunks=4)  # probes the bits first

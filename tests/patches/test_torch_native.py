@@ -263,8 +263,8 @@ def recorded(group, folder):
 
 def test_a_timeline_has_every_pass(ranks, tmp_path):
     for passes in ranks(2).run(recorded, str(tmp_path)):
-        # Two column layers that gather for the others and two row layers in each of two blocks, and the last layer.
-        assert passes.count(("column", "forward")) == passes.count(("column", "backward")) == 2 * 2 + 1
+        # Five column and two row layers in each of two blocks, and the last layer.
+        assert passes.count(("column", "forward")) == passes.count(("column", "backward")) == 2 * 5 + 1
         assert passes.count(("row", "forward")) == passes.count(("row", "backward")) == 2 * 2
 
 

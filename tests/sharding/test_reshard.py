@@ -9,6 +9,7 @@ import torch.distributed as dist
 from placed import PARTIALS, check, check_bytes, check_bytes_across, every_pair, placements_for
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ascend_parallel.process_groups import group_timeout, time_limit
 from ascend_parallel.sharding.marked.dtensors import dtensor_from_fn, reshard, shard_tensor, unshard
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.redistribute.collectives import recorded
@@ -189,3 +190,13 @@ def test_the_device_of_a_torch_built_for_an_accelerator(monkeypatch, available, 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
     group = types.SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")])
     assert default_device(group) == device
+
+
+def limits(group):
+    mesh = ProcessMesh([[0, 1]])
+    return {group_timeout(mesh.group(dim)) for dim in (0, 1)} == {time_limit(group)}
+
+
+def test_the_groups_of_a_mesh_wait_as_long_as_the_programs_default_group(ranks):
+    """Of torch's own DeviceMesh a group of a part of the ranks has half an hour."""
+    assert ranks(2).run(limits) == [True, True]

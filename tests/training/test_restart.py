@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel.training.rank_watch import PATIENCE, Heartbeats
+from ascend_parallel.training import rank_watch
+from ascend_parallel.training.rank_watch import PATIENCE, Heartbeats, RankWatch
 
 TRAIN = Path(__file__).parents[2] / "examples" / "strategy" / "train.py"
 STRATEGY = """
@@ -166,3 +170,24 @@ def test_every_survivor_says_so_if_the_host_of_the_store_died():
     _, *survivors = launch(WATCHED + HOST_DIES, [{}] * 3, timeout=90)
     for rank, survivor in enumerate(survivors, 1):
         assert f"RankLostError: rank 0 stopped in step 5 of the training (reported by rank {rank})" in survivor.stderr
+
+
+class StandingStore:
+    """A store whose host was stopped by a debugger or a full memory: a call does not come back."""
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, _):
+        return lambda *_: time.sleep(60)
+
+
+def test_a_watch_ends_although_the_host_of_the_store_stands_still():
+    job = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2, group=SimpleNamespace(WORLD="everybody"))
+    stores = SimpleNamespace(_get_process_group_store=lambda _: StandingStore())
+    with patch.multiple(rank_watch, dist=job, c10d=stores, _warn_of_restarts=lambda _: None):
+        watch = RankWatch(interval=0.01)
+    time.sleep(0.1)  # the thread is in its call
+    begin = time.monotonic()
+    watch.stop()
+    assert time.monotonic() - begin < 10

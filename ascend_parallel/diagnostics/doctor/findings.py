@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ascend_parallel.diagnostics.doctor.trial import try_kernels
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.launch.ranks import PACKAGE
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 
@@ -124,6 +126,10 @@ def _versions() -> Iterator[Finding]:
     section = "versions"
     yield Finding(section, "python", f"{platform.python_version()} on {platform.machine()}")
     yield Finding(section, "ascend_parallel", importlib.metadata.version("ascend_parallel"))
+    if (other := _imported_elsewhere()) != PACKAGE:
+        found = f"this is {PACKAGE}, and a program in another folder imports {other or 'none'}"
+        advice = "run doctor from another folder, or install what is here: pip install -e ."
+        yield Finding(section, "ascend_parallel", found, BAD, advice)
     yield Finding(section, "torch", str(torch.__version__))  # with the build's device, which its metadata may lack
     advice = "needed for its patches, not for column_linear, row_linear and the operators"
     yield from (_optional(name, _version(name), advice) for name in FRAMEWORKS)
@@ -137,6 +143,15 @@ def _versions() -> Iterator[Finding]:
     if npu or cann:
         yield _optional("CANN", cann, "source set_env.sh", "not found", BAD)
     yield _optional("compiler", _compiler(), "needed to build the shared-memory kernel", "none")
+
+
+def _imported_elsewhere() -> str | None:
+    """Return the folder of the package that a Python program in the root folder imports; None: it finds none."""
+    code = "import importlib.util as u; found = u.find_spec('ascend_parallel'); print(found.origin if found else '')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/"
+    )
+    return str(Path(done.stdout.strip()).parent) if done.stdout.strip() else None
 
 
 def _optional(

@@ -10,7 +10,7 @@ from torch import nn
 
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError
 from ascend_parallel.sharding.tracing.strategy_marks import marking
-from ascend_parallel.text import shown
+from ascend_parallel.text import file_text, shown
 from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -73,7 +73,7 @@ def read_strategies(path: str | Path) -> dict[str, object]:
     """
     file = Path(path)
     try:
-        tables = parse_toml(file.read_text(encoding="utf-8"), str(file))
+        tables = parse_toml(file_text(file), str(file))
     except OSError as error:
         raise StrategyError(f"{file} cannot be read: {error.strerror}") from error
     except (PlanningError, UnicodeDecodeError) as error:

@@ -10,8 +10,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.sharding.layout import Layout, Shape, bounds
-from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.mesh import ProcessMesh, default_group
 from ascend_parallel.sharding.redistribute.collectives import note
 from ascend_parallel.sharding.redistribute.costs import SEND
 
@@ -105,8 +106,9 @@ def exchange(
             note(SEND, -1, transfer.elements * local.element_size())
         operation, peer = (dist.isend, transfer.receiver) if sends else (dist.irecv, transfer.sender)
         operations.append(dist.P2POp(operation, blocks[transfer], peer, group, tag=TAG))
+    everybody = group or default_group()
     for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+        NamedWork("a reshard across meshes", work, everybody, local.device).wait()
     if target_mesh.coordinate(rank) is None:
         return empty_local(local, len(whole))
     own = rank_bounds(whole, target_mesh, target, rank)

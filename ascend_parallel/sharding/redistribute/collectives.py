@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import FinishingWork, all_gather_single, reduce_scatters
+from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 
@@ -92,19 +93,25 @@ class Request:
 
     def start(self) -> Work:
         """Start the collective, and return the work to wait for."""
-        ranks, x = self.group.size(), self.x
         if self.observer is not None:
             self.observer(self.step)
+        return NamedWork(self.kind, self._start(), self.group, self.x.device)
+
+    def _start(self) -> Work | None:
+        ranks, x = self.group.size(), self.x
+        work: Work | None
         gives_all = self.kind in (ALL_GATHER, ALL_TO_ALL)
         note(self.kind, self.step.mesh_dim, sent(self.kind, x.nbytes * (ranks if gives_all else 1), ranks))
         if self.kind == ALL_REDUCE:
             self.result = x.clone(memory_format=torch.contiguous_format)
-            return _work(dist.all_reduce(self.result, REDUCTIONS[self.op], self.group, async_op=True))
+            work = dist.all_reduce(self.result, REDUCTIONS[self.op], self.group, async_op=True)
+            return work
         self.result = x.new_empty(ranks if gives_all else 1, *x.shape[1:])
         if self.kind == ALL_GATHER:
             return all_gather_single(self.result.view(ranks, -1), x.view(1, -1), self.group)
         if self.kind == ALL_TO_ALL:
-            return _work(dist.all_to_all_single(self.result, x, group=self.group, async_op=True))
+            work = dist.all_to_all_single(self.result, x, group=self.group, async_op=True)
+            return work
         if REDUCTIONS[self.op] == dist.ReduceOp.SUM:
             (start,) = reduce_scatters(self.result.view(1, -1), (1,), self.group)
             return start(x.view(ranks, -1))
@@ -112,7 +119,7 @@ class Request:
         parts = torch.empty_like(x)
         extreme = torch.amax if self.op == "max" else torch.amin
         work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
-        return FinishingWork([work], lambda: extreme(parts, 0, keepdim=True, out=self.result))
+        return FinishingWork([work], lambda: extreme(parts, 0, keepdim=True, out=self.result), self.group, parts)
 
 
 class CoalescedCollective:
@@ -137,8 +144,3 @@ class CoalescedCollective:
             parts = torch.split(self._all.result, [request.x[0].numel() for request in self._requests], dim=1)
             for request, part in zip(self._requests, parts, strict=True):
                 request.result = part.reshape(len(part), *request.x.shape[1:])
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not a member of the group"
-    return work

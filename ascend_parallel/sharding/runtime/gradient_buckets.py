@@ -6,13 +6,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch._utils import _unflatten_dense_tensors
 
+from ascend_parallel.ops.clocks import Work
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket
 
-Start = Callable[[torch.Tensor, int, Value], dist.Work]
+Start = Callable[[torch.Tensor, int, Value], Work]
 """Starts the all-reduce of a tensor over a mesh dimension; the value is the first parameter in the tensor."""
 
 
@@ -75,7 +75,7 @@ class BucketSum:
         self._leaves = [term.leaf for term in terms]
         self._value, self._dims, self._start = terms[0].value, list(dims), start
         self._flat = torch.cat([term.tensor.reshape(-1) for term in terms])
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self.start_next_dim()
 
     def start_next_dim(self) -> bool:

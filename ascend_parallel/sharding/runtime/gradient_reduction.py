@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
+from ascend_parallel.ops.clocks import Work
+from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -177,12 +179,12 @@ class GradientReducer:
         assert isinstance(leaf, torch.nn.Parameter)
         return leaf
 
-    def _start_sum(self, tensor: torch.Tensor, dim: int, value: Value) -> dist.Work:
+    def _start_sum(self, tensor: torch.Tensor, dim: int, value: Value) -> Work:
         self._counts[CollectiveEvent(ALL_REDUCE, self._mesh.dim_names[dim], "", value, "gradients", "backward")] += 1
         note(ALL_REDUCE, dim, sent(ALL_REDUCE, tensor.nbytes, self._mesh.shape[dim]))
-        work: dist.Work | None = dist.all_reduce(tensor, group=self._mesh.group(dim), async_op=True)
-        assert work is not None, "this rank is not a member of the group"
-        return work
+        group = self._mesh.group(dim)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        return NamedWork("the sum of gradients", work, group, tensor.device)
 
     def _sum_now(self, param: SummedGradient, term: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
         total = term.clone(memory_format=torch.contiguous_format) if dims else term

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch._utils import _unflatten_dense_tensors
 
 from ascend_parallel.ops.collectives import all_gather_single
+from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.runtime.gradient_plan import form_buckets
 from ascend_parallel.training.optimizer.partition import Partition
@@ -63,13 +64,13 @@ class BucketReduceScatter:
         )
         self._received, self._sent = sent.new_empty(sizes[my_rank] * group.size()), sent
         self._ranks = group.size()
-        self._work = dist.all_to_all_single(
+        work = dist.all_to_all_single(
             self._received, sent, [sizes[my_rank]] * self._ranks, sizes, group=group, async_op=True
         )
+        self._work = NamedWork("the reduce-scatter of gradients", work, group, sent.device)
 
     def wait(self) -> list[torch.Tensor | None]:
         """Wait, and return the sum of this rank's shard of each tensor, in fp32 for 16-bit types."""
-        assert self._work is not None, "this rank is not a member of the group"
         self._work.wait()
         first, *rest = self._received.chunk(self._ranks) if self._received.numel() else [self._received]
         total = first.to(torch.float32 if first.element_size() == 2 else first.dtype, copy=True)
@@ -112,7 +113,7 @@ def _gather(tensors: Sequence[torch.Tensor], partitions: Sequence[Partition], gr
     if own:
         sent[: sizes[my_rank]] = torch.cat(own)
     gathered = sent.new_empty(ranks * len(sent))
-    all_gather_single(gathered, sent, group).wait()
+    NamedWork("the gather of parameters", all_gather_single(gathered, sent, group), group, sent.device).wait()
     for rank, flat in enumerate(gathered.chunk(ranks)):
         if rank == my_rank:
             continue

@@ -14,7 +14,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from ascend_parallel.text import bits_per_second
+from ascend_parallel.text import bits_per_second, file_text
 from ascend_parallel.tuning.cost_model.tables import (
     PlanningError,
     Sourced,
@@ -203,7 +203,7 @@ def find_hardware(name: str | Hardware) -> Hardware:
 def read_hardware(path: Path) -> Hardware:
     """Read a user's hardware file, which may build on a file of the package (``base = "ascend-910b2"``)."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = file_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanningError(f"{path} cannot be read: {error}") from error
     try:

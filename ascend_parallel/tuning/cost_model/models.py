@@ -17,6 +17,7 @@ import torch
 
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.choices import column_operators, row_operators
+from ascend_parallel.text import file_text
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup, parse_toml, require
 
 COLUMN, ROW = "column", "row"
@@ -209,7 +210,7 @@ def find_model(name: str) -> Model:
 def read_model(path: Path) -> Model:
     """Read a user's model: a TOML file with the keys of `Model`, such as layers, hidden, ffn, heads and vocab."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = file_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanningError(f"--model-file {path} cannot be read: {error}") from error
     return _model(path.stem, parse_toml(text, f"--model-file {path}"), f"--model-file {path}")

@@ -27,6 +27,17 @@ from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals
 TAIL_CHARACTERS = 4000
 POLL_SECONDS = 0.25  # long, because the ranks need the processors
 PR_SET_PDEATHSIG = 1
+PACKAGE = str(Path(__file__).parents[2])
+# A rank uses the package of the program that starts it; python -m would import one of the current folder first.
+PROGRAM = """import os, sys
+if "" in sys.path:
+    sys.path.remove("")
+if (own := os.path.dirname(os.environ["PARENT_PACKAGE"])) not in sys.path:
+    sys.path.insert(0, own)
+from ascend_parallel.tuning.launch.rank import main
+sys.path.append("")
+main()
+"""
 # A user sets these variables for training. The ranks here call each layer directly and must not patch Megatron.
 UNWANTED_PREFIXES = ("COC_", "USE_COC_")
 
@@ -69,7 +80,7 @@ def call_on_ranks(
     loopback. Arguments and result must be JSON values. Raises `RankError` if a rank fails or `limit` seconds have
     passed, and `LinkError` if the link cannot be built.
     """
-    program = ("-m", "ascend_parallel.tuning.launch.rank")
+    program = ("-c", PROGRAM)
     call = {"target": target, "arguments": arguments, "limit": limit}
     place: AbstractContextManager[list[End]] = nullcontext([]) if link is None else shaped_link(link, ranks)
     with place as ends:
@@ -127,6 +138,7 @@ def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "PYTHONWARNINGS": "ignore",
         "PARENT_PID": str(os.getpid()),
+        "PARENT_PACKAGE": PACKAGE,
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     return environment | (job.ends[rank].environment if job.ends else {})
@@ -179,6 +191,8 @@ def begin_rank() -> dict[str, Any]:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ["PARENT_PID"]):
         sys.exit("the program that started this rank is gone")
+    if (theirs := os.environ["PARENT_PACKAGE"]) != PACKAGE:
+        sys.exit(f"this rank has imported {PACKAGE}, and the program that started it {theirs}")
     job: dict[str, Any] = json.loads(_job_file().read_text())
     return job
 

@@ -24,7 +24,7 @@ from ascend_parallel.ops.problem import ALL_REDUCE, OPERATORS, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
-from ascend_parallel.text import shown
+from ascend_parallel.text import file_text, shown
 
 SCHEMA = 1
 PASSES = ("forward", "backward")
@@ -185,7 +185,7 @@ def cached_plan(machine: Machine) -> Path:
 def load_plan(name: str, variable: str = "COC_PLAN") -> Plan:
     """Read a plan file; raises `PlanError` if it is unreadable or invalid."""
     try:
-        raw = json.loads(Path(name).read_text(encoding="utf-8"))
+        raw = json.loads(file_text(Path(name)))
     except OSError as error:
         raise PlanError(f"{variable}={name!r} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

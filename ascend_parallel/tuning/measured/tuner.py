@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +32,7 @@ from ascend_parallel.tuning.measured.chunk_plan import (
     cached_plan,
     differences,
     load_plan,
+    read_plan,
     this_machine,
 )
 from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
@@ -72,6 +72,10 @@ class TunedPass:
         rows = str(self.sizes[0]) if len(set(self.sizes)) == 1 else ", ".join(map(str, self.sizes))
         times = f"{1e3 * self.chosen:.3f} ms (whole {1e3 * self.serial:.3f} ms)"
         return f"{len(self.sizes)} chunks of {rows} rows, {times}"
+
+
+# The chunks of each pass that this process has tuned or found in a plan, for its last line.
+CHUNKS: dict[tuple[LayerOperator, str], int] = {}
 
 
 class Tuner:
@@ -139,14 +143,13 @@ class Tuner:
         """Return the plan file as the group's first rank reads it, or an empty plan; the same plan on every rank."""
         backend: str = group._get_backend(torch.device(device)).name()
         here = this_machine(group.size(), torch.device(device), backend)
-        message: list[Any] = [None]
-        if group.rank() == 0:
-            message = [self._read(here)]
-        dist.broadcast_object_list(message, group=group, group_src=0)
-        if isinstance(message[0], str):
-            raise PlanError(message[0])
-        plan: Plan = message[0]
-        return plan
+        read = self._read(here) if group.rank() == 0 else ""
+        mine = {"error": read} if isinstance(read, str) else {"plan": read.as_dict()}
+        values = exchange(group, "the plan's reading", mine, DisagreementError)
+        first = values[dist.get_process_group_ranks(group)[0]]
+        if "error" in first:
+            raise PlanError(first["error"])
+        return read_plan(first["plan"])
 
     def _read(self, here: Machine) -> Plan | str:
         """Return the file's plan, an empty plan if there is no file, or the reason (a text) why the file is refused."""
@@ -176,7 +179,7 @@ class Tuner:
             parts = layer.parts(operator, ROUNDS)
             tune = measured if self._measure else confirmed
             tuned = tune(layer, operator, parts)
-        self._log_once(operator, case, str(tuned))
+        self._log_once(operator, case, tuned)
         return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
 
     def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
@@ -185,15 +188,16 @@ class Tuner:
             entry = plan.entry_of(operator, case.dtype)
             assert entry is not None
             tuned = TunedPass(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
-            self._log_once(operator, case, f"{tuned} (known from {self._path(plan.machine)})")
+            self._log_once(operator, case, tuned, f" (known from {self._path(plan.machine)})")
 
-    def _log_once(self, operator: LayerOperator, case: Case, text: str) -> None:
+    def _log_once(self, operator: LayerOperator, case: Case, tuned: TunedPass, more: str = "") -> None:
         """Log the sizes of one pass once, on rank 0; as a warning, so that the default log level shows the line."""
         if (operator, str(case.dtype)) not in self._logged and dist.get_rank() == 0:
             variable = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
             shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
-            log.warning("%s: %s %s %s: %s", variable, operator.run, operator.operator, shape, text)
+            log.warning("%s: %s %s %s: %s%s", variable, operator.run, operator.operator, shape, tuned, more)
         self._logged.add((operator, str(case.dtype)))
+        CHUNKS[operator, str(case.dtype)] = len(tuned.sizes)
 
     def _path(self, machine: Machine) -> Path:
         return cached_plan(machine) if self._file is None else Path(self._file)
