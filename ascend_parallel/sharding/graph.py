@@ -221,6 +221,8 @@ class Graph:
         Side effects of the forward that the graph leaves out and only an eager run has; "": none.
     placed
         The placements of parameters and buffers that were DTensors when traced, by name; plans keep them.
+    tied
+        The other names of a tied parameter or buffer, by each of its names. Nodes have one of them as their source.
     """
 
     nodes: Mapping[str, Node]
@@ -233,6 +235,7 @@ class Graph:
     calls: tuple[FunctionCall, ...] | str = "the graph was not made by trace"
     only_in_python: str = ""
     placed: Mapping[str, Placed] = field(default_factory=dict)
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def meta(self, value: Value) -> TensorMeta:
         """Return the shape and dtype of a tensor."""

@@ -115,6 +115,15 @@ def tied_and_refused(group):
     assert net[1].weight is net[0].weight
     assert all(isinstance(one, DTensor) for one in (*net.parameters(), *net.buffers()))
     assert isinstance(net[0].weight, nn.Parameter)
+    net = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 4, bias=False))
+    net[1].weight = net[0].weight
+
+    def cut(path, module, mesh):
+        if path:
+            module.weight = shard_tensor(module.weight, mesh, [Shard(int(path))])
+
+    with pytest.raises(ValueError, match=r"several marks \(0.weight \[Shard\(dim=0\)\]; 1.weight \[Shard\(dim=1\)\]\)"):
+        shard_layer(net, mesh, cut)
     with pytest.raises(ValueError, match="use shard_layer first"):
         shard_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()))
     plain = nn.Linear(2, 2)

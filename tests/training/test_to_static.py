@@ -200,6 +200,62 @@ def test_the_other_options_of_a_strategy(ranks):
         assert evaluated == pytest.approx(found[0], rel=1e-3)
 
 
+class Tied(nn.Module):
+    """An embedding, and a head that shares its weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.mid, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.head(torch.tanh(self.mid(self.emb(tokens)))), targets)
+
+
+def tied(_group, marked_names, is_static):
+    """Train with these names of the tied weight marked; return the losses and the number of parameters."""
+    mesh = ProcessMesh([[0, 1]], dim_names=NAMES)
+
+    def cut(path, module, mesh):
+        if path in marked_names:
+            module.weight = shard_tensor(module.weight, mesh, [Replicate(), Shard(0)])
+
+    model = shard_layer(Tied().double(), mesh, cut)
+    assert model.head.weight is model.emb.weight
+    assert model.emb.weight.placements[1] == Shard(0)
+    optimizer, loader = optimizer_of(model), shard_dataloader(TOKENS, mesh, "dp")
+    training, losses = to_static(model, loader, optimizer=optimizer) if is_static else None, []
+    for batch in loader:
+        loss = unshard(model(*batch)) if training is None else training(*batch)
+        if training is None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    if training is not None:
+        training.close()
+    return losses
+
+
+TOKENS = [tuple(batch) for batch in torch.randint(0, 32, (STEPS, 2, 8), generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("marked_names", [("emb",), ("head",), ("emb", "head")], ids=str)
+def test_a_tied_weight_stays_tied_whichever_name_is_marked(ranks, marked_names, is_static):
+    model, expected = Tied().double(), []
+    optimizer = optimizer_of(model)
+    for batch in TOKENS:
+        loss = model(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in ranks(2).run(tied, marked_names, is_static):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
 def nested(_group):
     """Batches of nested tuples; the plan may cut further what no one reads, and the target of two."""
     model, optimizer, loader = marked((2, 2), 0)

@@ -32,34 +32,68 @@ def shard_layer(
 
     shard_fn
         Called with (path, module, mesh) for `layer` and each module in it: replaces the parameters that it knows by
-        ``shard_tensor(...)``. All others are replicated.
+        ``shard_tensor(...)``. All others are replicated. A tied parameter stays tied, whichever of its names is marked.
     input_fn, output_fn
         Called with (tuple of inputs, mesh) before each forward, and with (output, mesh) after it; return the
         replacement.
 
     In its forwards a plain tensor that meets a DTensor, such as positions or a mask that the code makes, is taken as
-    replicated; `ValueError` on every rank if its values are not the same on all ranks.
+    replicated; `ValueError` on every rank if its values are not the same on all ranks. Raises `ValueError` for a tied
+    parameter whose names are marked differently.
     """
     process_mesh = ProcessMesh.of(mesh)
-    known: dict[int, Any] = {}  # a tied parameter stays tied
-    modules = list(layer.named_modules())
-    for path, module in modules if shard_fn is not None else ():
+    names_of_tensors = _names_of_tensors(layer)
+    for path, module in list(layer.named_modules()) if shard_fn is not None else ():
         assert shard_fn is not None
         shard_fn(path, module, process_mesh)
-    for _, module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
-                    if id(tensor) not in known:
-                        replicated = [Replicate()] * process_mesh.ndim
-                        known[id(tensor)] = tensor, shard_tensor(tensor, process_mesh, replicated)
-                    tensors[name] = known[id(tensor)][1]
+    for names in names_of_tensors:
+        _tie(names)
+    for names in _names_of_tensors(layer):
+        if not isinstance(names[0].tensor, DTensor):
+            replicated = shard_tensor(names[0].tensor, process_mesh, [Replicate()] * process_mesh.ndim)
+            for name in names:
+                name.table[name.key] = replicated
     propagate_functions(layer)
     if input_fn is not None:
         layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, process_mesh))
     if output_fn is not None:
         layer.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, process_mesh))
     return layer
+
+
+@dataclass(frozen=True)
+class _TensorName:
+    """A name of a parameter or buffer: `key` in a table of one module."""
+
+    path: str
+    table: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Any:
+        """The tensor that has the name now; None for none."""
+        return self.table.get(self.key)
+
+
+def _names_of_tensors(layer: nn.Module) -> list[list[_TensorName]]:
+    """Return all names of each parameter and buffer; a tied one has several."""
+    names: dict[int, list[_TensorName]] = {}
+    for path, module in layer.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(_TensorName(f"{path}.{key}".removeprefix("."), table, key))
+    return list(names.values())
+
+
+def _tie(names: Sequence[_TensorName]) -> None:
+    """Give all names of a tensor the DTensor that one of them was marked with."""
+    marked = [name for name in names if isinstance(name.tensor, DTensor)]
+    if len({(name.tensor.device_mesh, name.tensor.placements) for name in marked}) > 1:
+        shown = "; ".join(f"{name.path} {list(name.tensor.placements)}" for name in marked)
+        raise ValueError(f"one tied parameter has several marks ({shown}): mark one of its names, or all alike")
+    for name in names if marked else ():
+        name.table[name.key] = marked[0].tensor
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | None = None) -> torch.optim.Optimizer:
