@@ -18,6 +18,7 @@ rank_watch           detection of lost ranks; heartbeats is its protocol
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.degrees.search import search_degrees
 from ascend_parallel.training.explain import explain
+from ascend_parallel.training.loss import WeightedLoss
 from ascend_parallel.training.options import (
     AmpOptions,
     CommFusion,
@@ -47,6 +48,7 @@ __all__ = [
     "TensorShard",
     "TrainStep",
     "TrainingPlan",
+    "WeightedLoss",
     "explain",
     "plan_training",
     "recompute",

@@ -66,8 +66,9 @@ def train_step(
     optimizer
         Any that `optimizer_factory` takes, made over the model's parameters; `TrainStep.optimizer` replaces it.
     loss
-        Called as ``loss(model, *batch)``; returns the mean loss, or ``(sum, count)``: the step then divides by the
-        count of all micro-batches, replicas and merged batches. By default the model returns the loss.
+        Called as ``loss(model, *batch)``; returns the mean loss, or ``(sum, count)`` with an integer count: the step
+        then divides by the count of all micro-batches, replicas and merged batches. `WeightedLoss` has any number as
+        its divisor. By default the model returns the loss.
     static
         True: the traced graph runs, with overlapped operators. False: the model's own Python runs on DTensors by the
         same plan (`sharding.parallelize`), and the model is changed in place; not with stages, recompute, fused passes.

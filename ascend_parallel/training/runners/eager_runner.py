@@ -18,7 +18,7 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.batch_checks import EVERY, is_due
 from ascend_parallel.training.checkpoint.module_shards import tensor_shards_of
-from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss
+from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss, loss_problem
 from ascend_parallel.training.masked_means import CountedMeans, MaskedMeans, warn_of_replicas
 from ascend_parallel.training.optimizer.targets import Target, trained_parameters
 from ascend_parallel.training.options import StrategyOptionError
@@ -130,7 +130,7 @@ class HybridRunner(Runner):
         """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
         losses = Losses(1, factor)
         with self._comparing_counts(), self._autocast():
-            returned = self._loss(self._model, *batch)
+            returned = self._returned(batch)
         share, own = losses.add(returned), losses.batch()
         (share if own.count is not None else share / self._replicas).backward()  # type: ignore[no-untyped-call]
         return self._mean(own)
@@ -140,8 +140,15 @@ class HybridRunner(Runner):
         with torch.no_grad(), evaluation_mode(self.modules):
             losses = Losses(1)
             with self._autocast():
-                losses.add(self._loss(self._model, *batch))
+                losses.add(self._returned(batch))
             return self._mean(losses.batch()).mean
+
+    def _returned(self, batch: Sequence[Any]) -> Any:
+        """Return what the loss function returns; raise `ValueError` unless it is a mean, or a sum and its divisor."""
+        returned = self._loss(self._model, *batch)
+        if problem := loss_problem(returned):
+            raise ValueError(problem)
+        return returned
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Return torch's autocast at level O1."""
