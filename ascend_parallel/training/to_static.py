@@ -22,7 +22,7 @@ from ascend_parallel.sharding.tracing.marked_tensors import keep_placements, pla
 from ascend_parallel.training.loss import Loss, mean_loss
 from ascend_parallel.training.optimizer.factory import optimizer_factory
 from ascend_parallel.training.options import ShardingOptions, StrategyOptionError
-from ascend_parallel.training.stale_optimizer import StaleOptimizerGuard
+from ascend_parallel.training.step_arguments import ModelSnapshot, OptimizerSnapshot
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.train_step import TrainStep, train_step
 
@@ -81,7 +81,7 @@ def to_static(
         local_batches=is_sharded,
         **options,
     )
-    return StaticModel(step, model, mesh, StaleOptimizerGuard(optimizer))
+    return StaticModel(step, model, mesh, OptimizerSnapshot(optimizer))
 
 
 class StaticModel:
@@ -91,9 +91,10 @@ class StaticModel:
         The `TrainStep`, with its optimizer, checkpoints and `explain`.
     """
 
-    def __init__(self, step: TrainStep, model: nn.Module, mesh: ProcessMesh, guard: StaleOptimizerGuard) -> None:
+    def __init__(self, step: TrainStep, model: nn.Module, mesh: ProcessMesh, given: OptimizerSnapshot) -> None:
         """Take the step, the marked model whose copy it trains, and the guard of the optimizer that was given."""
-        self.step, self._model, self._mesh, self._guard = step, model, mesh, guard
+        self.step, self._model, self._mesh, self._given = step, model, mesh, given
+        self._before = ModelSnapshot(model)
         assert step.planned is not None
         self._placements = {
             node.source: [placement.placement for placement in plan.layouts[Value(node.name)]]
@@ -104,10 +105,11 @@ class StaticModel:
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch of the loader.
 
-        Raises `RuntimeError` if the optimizer that `to_static` was given has stepped since, or its settings have
-        changed, as by a learning rate scheduler: make schedulers over ``step.optimizer``.
+        Raises `RuntimeError` if the optimizer that `to_static` was given has stepped or changed since, as by a
+        learning rate scheduler (make schedulers over ``step.optimizer``), or the model other than by `write_back`.
         """
-        self._guard.check()
+        self._given.check()
+        self._before.check()
         return self.step(*self._local(batch))
 
     def evaluate(self, *batch: Any) -> torch.Tensor:
@@ -139,6 +141,7 @@ class StaticModel:
             if name in held:
                 marked = cast(DTensor, held[name])
                 marked.copy_(shard_tensor(_gathered(shard), self._mesh, marked.placements))
+        self._before = ModelSnapshot(self._model)
         return self._model
 
     def close(self) -> None:

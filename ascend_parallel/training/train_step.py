@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.runtime import randomness
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.batch_checks import EVERY, BatchComparison, BatchShapes
@@ -30,13 +31,13 @@ from ascend_parallel.training.rank_watch import RankWatch
 from ascend_parallel.training.runners.eager_runner import EagerRunner, HybridRunner
 from ascend_parallel.training.runners.graph_runner import GraphRunner, PipelineRunner
 from ascend_parallel.training.runners.runner import Runner
-from ascend_parallel.training.stale_optimizer import (
-    StaleOptimizerGuard,
+from ascend_parallel.training.step_arguments import (
+    ModelSnapshot,
+    OptimizerSnapshot,
     check_all_updated,
+    check_arguments,
     check_training_mode,
-    preserve_random_state,
 )
-from ascend_parallel.training.step_arguments import check_arguments
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import TrainingPlan, cast, plan_training
 
@@ -109,8 +110,10 @@ def train_step(
     parallel = _parallel_optimizer(runner, factory, strategy)
     shapes = BatchShapes(batch, whole=planned is not None and not local_batches)
     comparison = BatchComparison(strategy, planned.plans if planned else (), local_batches, check_batches)
-    guard, args = StaleOptimizerGuard(optimizer), (strategy, planned, runner, parallel)
-    return TrainStep(*args, shapes=shapes, comparison=comparison, guard=guard, settings=settings)
+    given: list[ModelSnapshot | OptimizerSnapshot] = [OptimizerSnapshot(optimizer)]
+    given += [ModelSnapshot(model)] if planned is not None and static else []
+    args = (strategy, planned, runner, parallel)
+    return TrainStep(*args, shapes=shapes, comparison=comparison, given=given, settings=settings)
 
 
 def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Strategy) -> ParallelOptimizer:
@@ -126,6 +129,14 @@ def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Str
         loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
         bucket_bytes=strategy.comm_fusion.bucket_bytes,
     )
+
+
+def _preserved_random_state() -> AbstractContextManager[None]:
+    """Return a context after which random numbers, also the device's, continue as if none were drawn inside."""
+    device = torch.device(default_device())
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(device_type=device.type)
 
 
 class TrainStep:
@@ -150,7 +161,7 @@ class TrainStep:
         *,
         shapes: BatchShapes,
         comparison: BatchComparison,
-        guard: StaleOptimizerGuard,
+        given: Sequence[ModelSnapshot | OptimizerSnapshot],
         settings: Settings | None = None,
     ) -> None:
         """Take the runner of forward and backward, and the optimizer; see `train_step`."""
@@ -160,7 +171,7 @@ class TrainStep:
         self._runner, self._watch, self._settings = runner, RankWatch(), settings
         self._saving: Saving | None = None
         self._divisor = GradientDivisor(strategy.gradient_merge)
-        self._shapes, self._comparison, self._guard, self._failed = shapes, comparison, guard, False
+        self._shapes, self._comparison, self._given, self._failed = shapes, comparison, given, False
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch. Every rank calls it alike, with the same batch or, with local_batches, its part.
@@ -168,9 +179,11 @@ class TrainStep:
         The optimizer steps after every `gradient_merge.steps` batches; gradients from before the first of them are
         dropped. Raises `DisagreementError` on every rank if the batches of a replica's ranks differ (`check_batches`),
         `ValueError` for a batch that does not match the batch the step was made with, and `RankLostError` if ranks
-        have stopped.
+        have stopped; `RuntimeError` if the model or optimizer that `train_step` was given has changed since, where
+        the step has its own.
         """
-        self._guard.check()
+        for snapshot in self._given:
+            snapshot.check()
         merge, tensors = self.strategy.gradient_merge, self._checked(batch)
         last = (self.batches + 1) % merge.steps == 0
         if self.batches % merge.steps == 0:
@@ -205,7 +218,7 @@ class TrainStep:
         operators in evaluation mode that it did not run in training.
         """
         tensors = self._checked(batch)
-        with self._watch.name_lost_ranks(self.batches), preserve_random_state(), randomness.kept(self.modules):
+        with self._watch.name_lost_ranks(self.batches), _preserved_random_state(), randomness.kept(self.modules):
             return self._runner.evaluate(tensors)
 
     def _checked(self, batch: Sequence[Any]) -> list[Any]:

@@ -285,6 +285,13 @@ def scheduled(_group):
     before.step()
     with pytest.raises(RuntimeError, match=r"changed \(lr from 0.05 to 0.025\) since, which trains nothing"):
         training(*batch)
+    optimizer.param_groups[0]["lr"] = 0.05
+    training.write_back()
+    training(*batch)  # its own write is no change
+    with torch.no_grad():
+        model.norm.bias.zero_()
+    with pytest.raises(RuntimeError, match=r"has changed since \(norm.bias\), which trains nothing"):
+        training(*batch)
     training.close()
     return found
 

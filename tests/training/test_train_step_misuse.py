@@ -1,8 +1,11 @@
 """train_step misused: tied tensors in pipelines, ranks with different arguments, batches that fail."""
 
+import copy
+
 import gpt
 import pytest
 import torch
+import torch.distributed as dist
 from test_train_step import STEPS, check, farthest, model_and_optimizer, trained_whole
 from torch import nn
 from torch.nn import functional as F
@@ -46,6 +49,7 @@ def tied(_group, schedule, virtual, zero_stage):
     torch.manual_seed(0)
     model = Tied().double()
     step = train_step(model, gpt.batch_of(0), torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), strategy)
+    model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     for number in range(STEPS):
         found.append(step(*gpt.batch_of(number)).item())
@@ -174,6 +178,117 @@ def test_what_would_train_otherwise_than_it_looks_is_refused(ranks):
         assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in messages[2]
         assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in messages[3]
         assert "was stepped since, which trains nothing" in messages[4]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def squares(model, x):
+    return (model(x) ** 2).mean()
+
+
+X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+
+
+def step_without_update(optimizer):
+    optimizer.step = lambda *_: None
+
+
+CHANGES = {
+    "load_state_dict": lambda model, _: model.load_state_dict(net().state_dict()),
+    "assigned": lambda model, _: model.load_state_dict(net().state_dict(), assign=True),
+    "frozen": lambda model, _: model[0].requires_grad_(False),
+    "written": lambda model, _: nn.init.zeros_(model[2].bias),
+    "replaced": lambda model, _: model.append(nn.Linear(4, 4).double()),
+    "gradient hook": lambda model, _: model[0].weight.register_hook(lambda gradient: gradient * 2),
+    "forward hook": lambda model, _: model[2].register_forward_hook(lambda *_: None),
+    "add_param_group": lambda _, optimizer: optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
+    "tensor lr": lambda _, optimizer: optimizer.param_groups[0]["lr"].fill_(0.5),
+    "step hook": lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+    "own step": lambda _, optimizer: step_without_update(optimizer),
+}
+SAID = {
+    "load_state_dict": "model that train_step was given has changed since (0.bias, 0.weight, 2.bias, 2.weight)",
+    "assigned": "model that train_step was given has changed since (0.bias, 0.weight, 2.bias, 2.weight)",
+    "frozen": "has changed since (0.bias, 0.weight), which trains nothing",
+    "written": "has changed since (2.bias), which trains nothing",
+    "replaced": "has changed since (3.bias, 3.weight), which trains nothing",
+    "gradient hook": "has changed since (0.weight), which trains nothing",
+    "forward hook": "has changed since (hooks of 2), which trains nothing",
+    "add_param_group": "was given other parameters since, which trains nothing",
+    "tensor lr": "was given other settings since, which trains nothing",
+    "step hook": "was given a hook since, which trains nothing",
+    "own step": "was given another step since, which trains nothing",
+}
+
+
+def changed_later(_group):
+    """Change the model or the optimizer after train_step, and before it; return the errors."""
+    strategy, later, before = Strategy(mode="data", mesh={"dp": 2}), {}, {}
+    for name, change in CHANGES.items():
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+        step = train_step(model, (X,), optimizer, strategy, loss=squares)
+        step(X)
+        change(model, optimizer)
+        with pytest.raises(RuntimeError) as error:
+            step(X)
+        later[name] = str(error.value)
+        step.close()
+    for name in ("step hook", "own step"):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        CHANGES[name](model, optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1) if name == "step hook" else None
+        with pytest.raises(ValueError, match="which an optimizer rebuilt over shards would not run") as error:
+            train_step(model, (X,), optimizer, strategy, loss=squares)
+        before[name] = str(error.value)
+    return later, before
+
+
+def test_what_changes_the_given_model_or_optimizer_is_refused(ranks):
+    for later, before in ranks(2).run(changed_later):
+        assert {name: message for name, message in later.items() if SAID[name] not in message} == {}
+        assert "this AdamW has a hook of step" in before["step hook"]
+        assert "this AdamW has a step of its own" in before["own step"]
+
+
+def changed_in_force(_group, options, more, change):
+    """Change the given model between steps, where the model itself is trained."""
+    model, strategy, losses = net(), Strategy(**options), []
+    rows = X.chunk(2)[dist.get_rank()] if strategy.mode == "hybrid" else X
+    step = train_step(model, (rows,), torch.optim.AdamW(model.parameters(), lr=0.1), strategy, loss=squares, **more)
+    for number in range(4):
+        if number == 2:
+            CHANGES[change](model, None)
+        losses.append(step(rows).item())
+    step.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "change"),
+    [
+        ({"mode": "hybrid"}, {}, "load_state_dict"),
+        ({"mode": "hybrid"}, {}, "frozen"),
+        ({"mode": "data", "sharding": ShardingOptions(zero_stage=1)}, {"static": False}, "frozen"),
+    ],
+)
+def test_what_changes_a_model_that_is_trained_itself_is_in_force(ranks, options, more, change):
+    model, expected = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for number in range(4):
+        if number == 2:
+            CHANGES[change](model, None)
+        loss = squares(model, X)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in ranks(2).run(changed_in_force, {**options, "mesh": {"dp": 2}}, more, change):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
 
 
 def with_an_argument_less(_group):

@@ -120,7 +120,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
         unsharded = {parameter: _placements(parameter) for parameter in placements}
         setattr(optimizer, STAGE, OptimizerStage(shard_fn.stage, shard_fn.dim_name, unsharded))
         shard_fn.apply(placements)
-    step = _ShardedStep(optimizer, placements)
+    step = ShardedStep(optimizer, placements)
     optimizer.register_step_pre_hook(step.before)
     optimizer.register_step_post_hook(step.after)
     return optimizer
@@ -199,10 +199,11 @@ def _cut_gradient(placements: Sequence[Placement], parameter: torch.Tensor) -> N
         parameter.grad = _at(parameter.grad, placements)
 
 
-class _ShardedStep:
+class ShardedStep:
     """Swaps the optimizer's parameters for this rank's parts during a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, placements: dict[nn.Parameter, Sequence[Placement]]) -> None:
+        """Take the placements of each parameter's state."""
         self._placements = placements
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._optimizer = optimizer
