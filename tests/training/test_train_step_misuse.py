@@ -305,3 +305,54 @@ def with_an_argument_less(_group):
 def test_another_number_of_arguments_is_refused_and_the_next_batch_trains(ranks):
     first, second = ranks(2).run(with_an_argument_less)
     assert first == second
+
+
+def grouped(order):
+    """Return a net and its optimizer, whose groups have hyperparameters of their own, in an order."""
+    model = net()
+    groups = [
+        {"params": [model[0].weight], "lr": 0.1, "weight_decay": 0.3},
+        {"params": [model[0].bias, model[2].bias], "lr": 0.01},
+        {"params": [model[2].weight], "lr": 0.03, "betas": (0.5, 0.9)},
+    ]
+    return model, torch.optim.AdamW([groups[place] for place in order])
+
+
+def continued(_group, folder, order):
+    """Train two batches, save, load with the groups in another order, train two more."""
+    strategy = Strategy(mode="data", mesh={"dp": 2}, sharding=ShardingOptions(zero_stage=1))
+    first, second = (train_step(*_with_batch(grouped(each)), strategy, loss=squares) for each in ([0, 1, 2], order))
+    losses = [first(X).item() for _ in range(2)]
+    first.optimizer.param_groups[0]["lr"] = 0.02
+    first.save(folder)
+    first.close()
+    second.load(folder)
+    losses += [second(X).item() for _ in range(2)]
+    with pytest.raises(ValueError, match="of these in another order"):
+        second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.close()
+    model = net()
+    joined = train_step(model, (X,), torch.optim.AdamW(model.parameters()), strategy, loss=squares)
+    with pytest.raises(ValueError, match=r"joins parameters that were saved with different lr"):
+        joined.load(folder)
+    joined.close()
+    return losses
+
+
+def _with_batch(made):
+    model, optimizer = made
+    return model, (X,), optimizer
+
+
+def test_a_checkpoint_is_loaded_by_names_whatever_the_order_of_groups(ranks, tmp_path):
+    (model, optimizer), expected = grouped([0, 1, 2]), []
+    for number in range(4):
+        if number == 2:
+            optimizer.param_groups[0]["lr"] = 0.02
+        loss = squares(model, X)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in ranks(2).run(continued, tmp_path, [2, 0, 1]):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)

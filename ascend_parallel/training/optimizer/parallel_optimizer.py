@@ -170,7 +170,15 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on the same rank of the same layout."""
+        """Load what `state_dict` returned on the same rank of the same layout.
+
+        Raises `ValueError` for other parameter groups, or groups in another order: their state lies by position.
+        """
+        if state_dict.get("names", self._names()) != self._names():
+            raise ValueError(
+                "the state is of other parameter groups, or of these in another order: load it with load_tensor_shards "
+                "and load_plain_state, which match names"
+            )
         self._inner.load_state_dict(state_dict["optimizer"])
         for owned, tensor in zip(self._masters, state_dict["masters"], strict=True):
             owned.refresh()
@@ -180,14 +188,29 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def plain_state(self) -> dict[str, Any]:
         """Return the state outside tensors: the current hyperparameters and the loss scale."""
         settings = [{key: group[key] for key in group if key not in _NO_SETTINGS} for group in self.param_groups]
-        return {"settings": settings, "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict()}
+        return {
+            "settings": settings,
+            "names": self._names(),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+        }
 
     def load_plain_state(self, plain: Mapping[str, Any]) -> None:
-        """Load what `plain_state` returned, on any rank of any layout."""
-        for group, settings in zip(self.param_groups, plain["settings"], strict=True):
+        """Load what `plain_state` returned, on any rank of any layout.
+
+        A group takes the hyperparameters that its parameters had, by their names. Raises `ValueError` if these had
+        different ones, or the state has none of them.
+        """
+        saved = plain["settings"]
+        if "names" in plain:
+            saved = state.settings_of_groups(self._names(), plain["names"], saved)
+        for group, settings in zip(self.param_groups, saved, strict=True):
             group.update(settings)
         if self.loss_scale is not None and plain["loss_scale"] is not None:
             self.loss_scale.load_state_dict(plain["loss_scale"])
+
+    def _names(self) -> list[list[str]]:
+        """Return the names of each group's parameters."""
+        return [sorted(names) for names, _ in self._factory.groups]
 
     def _by_group(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Return tensors, each with its parameter's name, by parameter group."""
