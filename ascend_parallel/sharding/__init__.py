@@ -27,6 +27,7 @@ from ascend_parallel.sharding.marked.shard_layer import (
     ShardingStage1,
     ShardingStage2,
     ShardingStage3,
+    clip_grad_value_,
     shard_layer,
     shard_optimizer,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "TraceError",
     "advise",
     "annotated",
+    "clip_grad_value_",
     "collective_counts",
     "diff",
     "dtensor_from_fn",

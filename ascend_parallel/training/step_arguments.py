@@ -44,6 +44,12 @@ def check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, 
             "the model is on the meta device, without values: build it on every rank with the same seed, and load a "
             "checkpoint afterwards (plan_training takes it as it is)"
         )
+    complex_names = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+    if complex_names and strategy.amp.casts_model:
+        raise StrategyOptionError(
+            f"amp.dtype={strategy.amp.dtype!r} with complex parameters ({some_of(complex_names, 3)}), which have no "
+            '16-bit form: give amp.level="O1", which casts operators and leaves parameters as they are'
+        )
     check_batches = options["check_batches"]
     if type(check_batches) is not int or check_batches < 0:
         raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import Placed, Value
 from ascend_parallel.sharding.marked.dtensors import reshard, shard_tensor, unshard
 from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader
-from ascend_parallel.sharding.marked.shard_layer import optimizer_stage
+from ascend_parallel.sharding.marked.shard_layer import has_stepped, optimizer_stage
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.sharding.tracing.marked_tensors import keep_placements, placements_of, plain_copy
@@ -216,7 +216,7 @@ def _zeros(tensor: DTensor) -> torch.Tensor:
 
 def _optimizer_over(optimizer: torch.optim.Optimizer, model: nn.Module, whole: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and settings over the copy's parameters."""
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise ValueError("the optimizer has stepped: call to_static before the first step, or give a new one")
     copies = dict(zip(model.parameters(), whole.parameters(), strict=True))
     parameters = [[copies[parameter] for parameter in group["params"]] for group in optimizer.param_groups]

@@ -1,5 +1,7 @@
 """Stages on meshes of different shapes train as the whole model on one rank does: losses, norms, every parameter."""
 
+import copy
+
 import gpt
 import pytest
 import torch
@@ -34,7 +36,8 @@ def train(_group, options, make, batch_of, steps=STEPS):
     torch.manual_seed(0)
     whole = make().double()
     strategy = Strategy(**{"max_norm": 0.05, **options})
-    step = train_step(whole, batch_of(0), torch.optim.AdamW(whole.parameters(), lr=1e-2), strategy)
+    given = copy.deepcopy(whole)
+    step = train_step(given, batch_of(0), torch.optim.AdamW(given.parameters(), lr=1e-2), strategy)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     found = []
     for number in range(steps):

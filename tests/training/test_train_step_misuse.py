@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_parallel.training import (
+    AmpOptions,
     GradientMerge,
     OverlapOptions,
     PipelineOptions,
     ShardingOptions,
     Strategy,
+    StrategyOptionError,
     train_step,
 )
 
@@ -289,6 +291,45 @@ def test_what_changes_a_model_that_is_trained_itself_is_in_force(ranks, options,
         expected.append(loss.item())
     for losses in ranks(2).run(changed_in_force, {**options, "mesh": {"dp": 2}}, more, change):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+class Complex(nn.Module):
+    """A linear layer, and a product with complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.w = nn.Linear(4, 4).double(), nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.view_as_real(self.linear(x).to(torch.complex128) @ self.w)
+
+
+def complex_parameters(_group, options):
+    model, strategy = Complex(), Strategy(max_norm=0.1, mesh={"dp": 2}, **options)
+    rows = X.chunk(2)[dist.get_rank()] if strategy.mode == "hybrid" else X
+    step = train_step(model, (rows,), torch.optim.AdamW(model.parameters(), lr=0.1), strategy, loss=squares)
+    losses = [step(rows).item() for _ in range(3)]
+    step.close()
+    model, in_16_bits = Complex(), Strategy(mode="data", mesh={"dp": 2}, amp=AmpOptions(dtype="bfloat16"))
+    with pytest.raises(StrategyOptionError, match=r"amp.dtype=.bfloat16. with complex parameters \(w\)"):
+        train_step(model, (X,), torch.optim.AdamW(model.parameters()), in_16_bits, loss=squares)
+    return losses
+
+
+@pytest.mark.parametrize("options", [{"mode": "hybrid"}, {"mode": "data", "sharding": ShardingOptions(zero_stage=1)}])
+def test_complex_parameters_are_clipped_as_by_torch(ranks, options):
+    model, expected = Complex(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = squares(model, X)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in ranks(2).run(complex_parameters, options):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
 
 def with_an_argument_less(_group):

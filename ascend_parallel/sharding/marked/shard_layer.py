@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -109,7 +109,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
     Each step first reduces partial gradients, once. Raises `ValueError` for an optimizer that has stepped, and for a
     parameter that is no DTensor.
     """
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise ValueError("the optimizer has stepped: call shard_optimizer before the first step")
     placements: dict[nn.Parameter, Sequence[Placement]] = {}
     for index, parameter in enumerate(_parameters(optimizer)):
@@ -120,10 +120,30 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
         unsharded = {parameter: _placements(parameter) for parameter in placements}
         setattr(optimizer, STAGE, OptimizerStage(shard_fn.stage, shard_fn.dim_name, unsharded))
         shard_fn.apply(placements)
+    for parameter, placed in placements.items():  # a state before the first step is Adagrad's
+        state = optimizer.state.get(parameter, {})
+        state |= {key: _at(value, placed) for key, value in state.items() if isinstance(value, DTensor)}
     step = ShardedStep(optimizer, placements)
     optimizer.register_step_pre_hook(step.before)
     optimizer.register_step_post_hook(step.after)
     return optimizer
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer has made a step; Adagrad's state is there before."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clip the gradients of marked parameters to [-clip_value, clip_value], in place; every rank calls it.
+
+    As torch.nn.utils.clip_grad_value_, which refuses partial sums: these are summed first, once.
+    """
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        if parameter.grad is not None:
+            summed = _at(parameter.grad, _placements(parameter)) if isinstance(parameter.grad, DTensor) else None
+            parameter.grad = (parameter.grad if summed is None else summed).clamp_(-clip_value, clip_value)
 
 
 class ShardingStage1:

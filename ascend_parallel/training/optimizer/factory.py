@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ascend_parallel.sharding.marked.shard_layer import ShardedStep
+from ascend_parallel.sharding.marked.shard_layer import ShardedStep, has_stepped
 
 # Each element's update depends on this element alone, so any slice of a parameter can be updated by itself.
 ELEMENTWISE = frozenset(
@@ -96,7 +96,7 @@ def optimizer_factory(
             f"{kind.__name__} is not known: give optimizer_factory(..., elementwise=True) if it updates each element "
             "from its own values alone, else elementwise=False"
         )
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    if has_stepped(optimizer):
         raise ValueError(
             f"this {kind.__name__} has made steps: give a new optimizer, and load its state with load_tensor_shards"
         )

@@ -100,7 +100,8 @@ def global_norm(
         if norm_type == inf:
             mine = torch.maximum(mine, torch.linalg.vector_norm(gradient, inf).double())
         else:
-            mine += torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) ** norm_type / copies
+            wide = torch.complex128 if gradient.is_complex() else torch.float64
+            mine += torch.linalg.vector_norm(gradient, norm_type, dtype=wide) ** norm_type / copies
     parts = [mine]
     if group is not None:
         parts = [torch.empty_like(mine) for _ in range(group.size())]
