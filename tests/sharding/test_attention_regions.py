@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from ascend_parallel import Settings
 from ascend_parallel.overlap.region.deferred import Deferred
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.row_regions import RunRegion
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -54,7 +54,7 @@ def bits(group, name):
     plan = planned(name, trace(model, (tokens, tokens)), mesh_of((group.size(),)))
     patch, operators = filled_operators()
     for region in (False, True):
-        sharded = parallelize(model, plan, settings=Settings(**{**REGION, "region": region}), static=True)
+        sharded = ShardedModule(model, plan, settings=Settings(**{**REGION, "region": region}))
         with patch:
             y, _ = step(sharded, tokens, tokens)
         found.append([y, *(parameter.grad for parameter in sharded.parameters())])
@@ -93,7 +93,7 @@ def attended(group, shape, masks, causal):
     plan = propagate(
         trace(model, (x.clone().requires_grad_(),)), mesh_of((group.size(),)), chosen, objective="redistribution"
     )
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     patch, operators = filled_operators()
     with late_collectives(), patch:
         compare(model, sharded, x)

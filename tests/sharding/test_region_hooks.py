@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ascend_parallel import Settings
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 
 
 def copying():
@@ -22,7 +22,7 @@ def hooked(group, checkpointed):
     """Compare with the unsharded model; return the chunks that a region sent."""
     model, x = made(Norm), torch.randn((64, 3, 24), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     if checkpointed:
         forward = sharded.forward
         sharded.forward = lambda x: checkpoint(forward, x, use_reentrant=False)

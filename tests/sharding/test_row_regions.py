@@ -19,8 +19,8 @@ from ascend_parallel.overlap.region.exchange import Reduced
 from ascend_parallel.overlap.region.rows import LazyRows
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.compute_instructions import RunKernel
-from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.row_regions import RunRegion
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 
@@ -83,7 +83,7 @@ def planned_model(name, batch, mesh_shape, **options):
 
 def run_model(group, name, batch, mesh_shape, options):
     model, tokens, plan = planned_model(name, batch, mesh_shape, **options)
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     patch, seen = chunks_seen()
     with late_collectives(), patch:
         compare(model, sharded, tokens, tokens)
@@ -103,7 +103,7 @@ def run_norm(group, shape, norm, dtype):
     model = made(Norm, norm).to(dtype)
     x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     patch, seen = chunks_seen()
     with late_collectives(), patch:
         compare(model, sharded, x)
@@ -135,7 +135,7 @@ def compare_bits(group, norm):
     found = []
     for region in (False, True):
         settings = Settings(num_chunks=4, region=region, region_rows=64)
-        sharded = parallelize(model, plan, settings=settings, static=True)
+        sharded = ShardedModule(model, plan, settings=settings)
         assert len(instructions(sharded, RunRegion)) == region
         patch, seen = chunks_seen()
         with patch:
@@ -159,7 +159,7 @@ def along_both(group):
         chosen[f"blocks.{block}.up"] = (((None, None, None), (dim, None)), None)
         chosen[f"blocks.{block}.down"] = (((None, None, dim), (None, dim)), None)
     plan = propagate(traced(model, x), mesh_of((2, 2)), chosen, objective="redistribution")
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     with late_collectives():
         compare(model, sharded, x)
     return [region.end for region in instructions(sharded, RunRegion)]
@@ -179,7 +179,7 @@ def faulty(group):
     model = made(Norm)
     x = torch.randn(64, 3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     with late_collectives(), mock.patch.object(Deferred, "rows", return_value=None):
         read = sharded(x).isnan().any().item()
     send = Reduced.send
@@ -275,13 +275,13 @@ def reasons(group):
     for form, shape in (("sequence", (48, 2, 12)), ("tensor", (1, 1, 12))):
         model, x = made(MLP), torch.randn(shape, dtype=torch.float64)
         plan = FORMS[form](traced(model, x), mesh_of((group.size(),)))
-        sharded = parallelize(model, plan, settings=Settings(**CHUNKS, region=True), static=True)
+        sharded = ShardedModule(model, plan, settings=Settings(**CHUNKS, region=True))
         compare(model, sharded, x)
         found += [each.alone for each in instructions(sharded, RunKernel) if each.alone]
     model, x = made(Norm), torch.randn(64, 3, 24, dtype=torch.float64)
     plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
     for options in ({"region_rows": 1000}, {"deterministic": True}):
-        sharded = parallelize(model, plan, settings=Settings(**{**REGION, **options}), static=True)
+        sharded = ShardedModule(model, plan, settings=Settings(**{**REGION, **options}))
         patch, seen = chunks_seen()
         model.zero_grad()
         with late_collectives(), patch:
@@ -289,7 +289,7 @@ def reasons(group):
         found.append(len(seen))
     model, x = made(Norm).float(), x.float()
     plan = propagate(traced(model, x), mesh_of((group.size(),)), column_and_row(), objective="redistribution")
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     with late_collectives(), patch, torch.autocast("cpu", torch.bfloat16):
         y = sharded(x.requires_grad_())
     return [*found, len(seen), y.isfinite().all().item()]

@@ -17,8 +17,8 @@ from ascend_parallel import Settings
 from ascend_parallel.overlap.region.deferred import Deferred
 from ascend_parallel.overlap.region.exchange import GatheredRows, Reduced
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.row_regions import RunRegion
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
 SIZES = {"GPT": {"width": 48, "heads": 12}, "Llama": {"width": 48, "heads": 12, "groups": 12}}
@@ -31,7 +31,7 @@ def run_model(group, name, row_dim, length, batch, options, data=1):
     mesh = mesh_of((data, group.size() // data) if data > 1 else (group.size(),))
     data_dim = "dp" if data > 1 else None
     plan = planned(name, graph, mesh, rows_cut=True, data_dim=data_dim, row_dim=row_dim)
-    sharded = parallelize(model, plan, settings=Settings(**REGION, **options), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION, **options))
     patch, seen = chunks_seen()
     with late_collectives(), patch:
         compare(model, sharded, tokens, tokens)
@@ -91,7 +91,7 @@ def sharded_norm(group, row_dim, settings, dtype=torch.float32, shape=(256, 4, 6
         shape = (shape[1], shape[0], shape[2])
     x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     plan = propagate(traced(model, x), mesh_of((group.size(),)), scattered(row_dim), objective="redistribution")
-    return model, x, parallelize(model, plan, settings=settings, static=True)
+    return model, x, ShardedModule(model, plan, settings=settings)
 
 
 def compare_bits(group, row_dim):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.explain import explain
 
@@ -93,7 +93,7 @@ def run(group, written):
     model, x = made(Blocks, 256, 1024, written), torch.randn(4, 96, 256, dtype=torch.float64)
     torch.distributed.broadcast(x, 0)
     plan = planned(model, x.shape, group.size())
-    compare(model, parallelize(model, plan, static=True), x)
+    compare(model, ShardedModule(model, plan), x)
     return gathered_weights(plan)
 
 

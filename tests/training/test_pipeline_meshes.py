@@ -136,8 +136,9 @@ def local(group, wrong):
     torch.manual_seed(0)
     meshes = {"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}
     whole, strategy = Two().double(), Strategy(pipeline=pipeline(*meshes, micro_batches=3))
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    step = train_step(whole, rows_of(0), optimizer, strategy, loss=counted, local_batches=True)
+    given = copy.deepcopy(whole)
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    step = train_step(given, rows_of(0), optimizer, strategy, loss=counted, local_batches=True)
     found = []
     for number in range(3):
         own = own_parts(strategy, group, rows_of(number + 7 * (group.rank() == wrong)))
