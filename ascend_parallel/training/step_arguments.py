@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.consistency import confirm_same
+from ascend_parallel.consistency import DisagreementError, confirm_same
 from ascend_parallel.sharding.runtime.sharded_module import is_modal
 from ascend_parallel.text import some_of
+from ascend_parallel.training.batch_checks import BatchComparison, BatchShapes
 from ascend_parallel.training.optimizer.factory import OptimizerFactory, has_own_step, step_hooks
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import TrainingPlan
 
 
-def confirm_same_strategy(strategy: Strategy, batch: Sequence[Any], options: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of `train_step`, described there."""
+
+    static: bool
+    local_batches: bool
+    check_batches: int
+
+    def __post_init__(self) -> None:
+        """Check the options by themselves."""
+        if type(self.check_batches) is not int or self.check_batches < 0:
+            raise StrategyOptionError(
+                f"check_batches={self.check_batches!r}: give a whole number of batches, or 0 for never"
+            )
+
+
+def confirm_same_strategy(strategy: Strategy, batch: Sequence[Any], options: StepOptions) -> None:
     """Raise `DisagreementError` on every rank unless all have the same strategy, options and batch shapes.
 
     In mode "hybrid" shapes may differ.
     """
     mine = {field.name: repr(getattr(strategy, field.name)) for field in fields(strategy)}
-    mine |= {name: repr(value) for name, value in options.items()}
+    mine |= {field.name: repr(getattr(options, field.name)) for field in fields(options)}
     if strategy.mode != "hybrid":
         mine["batch"] = ", ".join(
             f"{list(item.shape)} of {item.dtype}" if isinstance(item, torch.Tensor) else repr(item) for item in batch
@@ -35,7 +52,7 @@ def confirm_same_strategy(strategy: Strategy, batch: Sequence[Any], options: Map
     confirm_same(dist.group.WORLD, "train_step", mine, problem, "Give all ranks the same")
 
 
-def check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, options: Mapping[str, Any]) -> None:
+def check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, options: StepOptions) -> None:
     """Raise an error for arguments that `train_step` cannot take, on every rank if they differ between ranks."""
     if isinstance(batch, (torch.Tensor, Mapping)):
         raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
@@ -50,12 +67,9 @@ def check_arguments(model: nn.Module, batch: Sequence[Any], strategy: Strategy, 
             f"amp.dtype={strategy.amp.dtype!r} with complex parameters ({some_of(complex_names, 3)}), which have no "
             '16-bit form: give amp.level="O1", which casts operators and leaves parameters as they are'
         )
-    check_batches = options["check_batches"]
-    if type(check_batches) is not int or check_batches < 0:
-        raise StrategyOptionError(f"check_batches={check_batches!r}: give a whole number of batches, or 0 for never")
     confirm_same_strategy(strategy, batch, options)
     data = {mesh[strategy.data_dim] for mesh in strategy.stage_meshes if strategy.data_dim is not None}
-    if options["local_batches"] and len(data) > 1:
+    if options.local_batches and len(data) > 1:
         raise StrategyOptionError(
             f"local_batches=True with pipeline.meshes {strategy.sizes}: a batch is cut into {strategy.data_dim}="
             f"{' and '.join(map(str, sorted(data)))} parts, and samplers of different numbers of replicas draw other "
@@ -179,3 +193,44 @@ def _comparable(optimizer: torch.optim.Optimizer) -> dict[str, object]:
         "given a hook": [id(hook) for hook in step_hooks(optimizer)],
         "given another step": has_own_step(optimizer),
     }
+
+
+@dataclass(frozen=True)
+class StepChecks:
+    """What a training step checks before each batch.
+
+    snapshots
+        The model, where the step trains a copy, and the optimizer that `train_step` was given.
+    """
+
+    shapes: BatchShapes
+    comparison: BatchComparison
+    snapshots: Sequence[ModelSnapshot | OptimizerSnapshot]
+
+    @classmethod
+    def of(
+        cls,
+        strategy: Strategy,
+        planned: TrainingPlan | None,
+        batch: Sequence[Any],
+        options: StepOptions,
+        snapshots: Sequence[ModelSnapshot | OptimizerSnapshot],
+    ) -> StepChecks:
+        """Make the checks of a step; planned: None in mode "hybrid"."""
+        shapes = BatchShapes(batch, whole=planned is not None and not options.local_batches)
+        plans = planned.plans if planned else ()
+        comparison = BatchComparison(strategy, plans, options.local_batches, options.check_batches)
+        return cls(shapes, comparison, snapshots)
+
+    def check_given(self) -> None:
+        """Raise `RuntimeError` if the given model or optimizer has changed since."""
+        for snapshot in self.snapshots:
+            snapshot.check()
+
+    def batch_error(self, batch: Sequence[Any]) -> Exception | None:
+        """Return the error of a batch that does not match the first, or differs within a replica; all ranks compare."""
+        problem = self.shapes.problem(batch)
+        difference = self.comparison.difference(batch, problem)
+        if problem:
+            return ValueError(problem)
+        return DisagreementError(difference) if difference else None

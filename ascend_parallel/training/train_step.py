@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.runtime import randomness
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.batch_checks import EVERY, BatchComparison, BatchShapes
+from ascend_parallel.training.batch_checks import EVERY
 from ascend_parallel.training.checkpoint.loading import load
 from ascend_parallel.training.checkpoint.saving import Saving, save
 from ascend_parallel.training.explain import explain, plan_warnings
@@ -34,6 +33,8 @@ from ascend_parallel.training.runners.runner import Runner
 from ascend_parallel.training.step_arguments import (
     ModelSnapshot,
     OptimizerSnapshot,
+    StepChecks,
+    StepOptions,
     check_all_updated,
     check_arguments,
     check_training_mode,
@@ -87,33 +88,32 @@ def train_step(
     ranks is not the strategy's, `ValueError` for a parameter that requires grad but is in no parameter group of the
     optimizer, and the errors of `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer`.
     """
-    options = {"static": static, "local_batches": local_batches, "check_batches": check_batches}
+    options = StepOptions(static, local_batches, check_batches)
     check_arguments(model, batch, strategy, options)
     factory = optimizer_factory(optimizer, model)
     check_all_updated(factory, model)
-    planned: TrainingPlan | None = None
-    runner: Runner
-    if strategy.mode == "hybrid":
-        model = model.to(getattr(torch, str(strategy.amp.dtype))) if strategy.amp.casts_model else model
-        runner = HybridRunner(model, loss, strategy)
+    planned = None if strategy.mode == "hybrid" else _planned(strategy, model, batch, loss)
+    if planned is None:
+        runner: Runner = HybridRunner(model, loss, strategy)
+    elif not static:
+        runner = EagerRunner(planned, loss, local_batches)
+    elif planned.stages:
+        runner = PipelineRunner(planned, settings, local_batches, timeout)
     else:
-        planned = plan_training(strategy, model, batch, loss)
-        check_training_mode(planned)
-        for warning in plan_warnings(planned) if dist.get_rank() == 0 else ():
-            log.warning("train_step: %s", warning)
-        if not static:
-            runner = EagerRunner(planned, loss, local_batches)
-        elif planned.stages:
-            runner = PipelineRunner(planned, settings, local_batches, timeout)
-        else:
-            runner = GraphRunner(planned, settings, local_batches)
+        runner = GraphRunner(planned, settings, local_batches)
     parallel = _parallel_optimizer(runner, factory, strategy)
-    shapes = BatchShapes(batch, whole=planned is not None and not local_batches)
-    comparison = BatchComparison(strategy, planned.plans if planned else (), local_batches, check_batches)
     given: list[ModelSnapshot | OptimizerSnapshot] = [OptimizerSnapshot(optimizer)]
     given += [ModelSnapshot(model)] if planned is not None and static else []
-    args = (strategy, planned, runner, parallel)
-    return TrainStep(*args, shapes=shapes, comparison=comparison, given=given, settings=settings)
+    checks = StepChecks.of(strategy, planned, batch, options, given)
+    return TrainStep(strategy, planned, runner, parallel, checks, settings)
+
+
+def _planned(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss) -> TrainingPlan:
+    planned = plan_training(strategy, model, batch, loss)
+    check_training_mode(planned)
+    for warning in plan_warnings(planned) if dist.get_rank() == 0 else ():
+        log.warning("train_step: %s", warning)
+    return planned
 
 
 def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Strategy) -> ParallelOptimizer:
@@ -158,10 +158,7 @@ class TrainStep:
         planned: TrainingPlan | None,
         runner: Runner,
         optimizer: ParallelOptimizer,
-        *,
-        shapes: BatchShapes,
-        comparison: BatchComparison,
-        given: Sequence[ModelSnapshot | OptimizerSnapshot],
+        checks: StepChecks,
         settings: Settings | None = None,
     ) -> None:
         """Take the runner of forward and backward, and the optimizer; see `train_step`."""
@@ -171,7 +168,7 @@ class TrainStep:
         self._runner, self._watch, self._settings = runner, RankWatch(), settings
         self._saving: Saving | None = None
         self._divisor = GradientDivisor(strategy.gradient_merge)
-        self._shapes, self._comparison, self._given, self._failed = shapes, comparison, given, False
+        self._checks, self._failed = checks, False
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch. Every rank calls it alike, with the same batch or, with local_batches, its part.
@@ -182,8 +179,7 @@ class TrainStep:
         have stopped; `RuntimeError` if the model or optimizer that `train_step` was given has changed since, where
         the step has its own.
         """
-        for snapshot in self._given:
-            snapshot.check()
+        self._checks.check_given()
         merge, tensors = self.strategy.gradient_merge, self._checked(batch)
         last = (self.batches + 1) % merge.steps == 0
         if self.batches % merge.steps == 0:
@@ -223,13 +219,10 @@ class TrainStep:
 
     def _checked(self, batch: Sequence[Any]) -> list[Any]:
         """Return a batch in the strategy's dtype; refuse other shapes, and batches that differ within a replica."""
-        problem = self._shapes.problem(batch)
         with self._watch.name_lost_ranks(self.batches):
-            difference = self._comparison.difference(batch, problem)
-        if problem:
-            raise ValueError(problem)
-        if difference:
-            raise DisagreementError(difference)
+            error = self._checks.batch_error(batch)
+        if error is not None:
+            raise error
         return [cast(value, self.strategy) for value in batch]
 
     def _clear(self) -> None:

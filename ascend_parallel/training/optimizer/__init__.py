@@ -16,14 +16,14 @@ from ascend_parallel.training.optimizer.factory import OptimizerFactory, optimiz
 from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimizer
 from ascend_parallel.training.optimizer.partition import OptimizerMemory, predicted_memory, sharded_parameters
 from ascend_parallel.training.optimizer.scaling import LossScale
-from ascend_parallel.training.optimizer.targets import Target, data_parallel_targets, module_targets
+from ascend_parallel.training.optimizer.targets import OwnedParameter, data_parallel_targets, module_targets
 
 __all__ = [
     "LossScale",
     "OptimizerFactory",
     "OptimizerMemory",
+    "OwnedParameter",
     "ParallelOptimizer",
-    "Target",
     "data_parallel_targets",
     "module_targets",
     "optimizer_factory",
