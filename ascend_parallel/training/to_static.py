@@ -68,6 +68,8 @@ def to_static(
     keep_placements(whole, placed)
     is_sharded = isinstance(loader, ShardedLoader)
     data_dim = cast(ShardedLoader, loader).shard_dim if is_sharded else None
+    if is_sharded and not cast(ShardedLoader, loader).has_one_mesh:
+        raise ValueError("the loader's inputs lie differently: to_static takes one mesh and one of shard_dims for all")
     if is_sharded and cast(ShardedLoader, loader).mesh != mesh:
         raise ValueError(f"the loader's mesh is {cast(ShardedLoader, loader).mesh}, and the model's {mesh}: give one")
     sharding = None if stage is None else ShardingOptions(zero_stage=stage.stage, dim=stage.dim_name)

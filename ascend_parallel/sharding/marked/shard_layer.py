@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -96,7 +95,9 @@ def _tie(names: Sequence[_TensorName]) -> None:
         name.table[name.key] = marked[0].tensor
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | None = None) -> torch.optim.Optimizer:
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, shard_fn: ShardState | None = None, gradient_accumulation_steps: int = 1
+) -> torch.optim.Optimizer:
     """Set the placements of the optimizer's state, and return the optimizer; call it before the first step.
 
     shard_fn
@@ -104,11 +105,17 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
         placements (the default). With other placements, every step updates only this rank's part of the parameter and
         then gathers the parameter: ZeRO stage 1.
 
+    gradient_accumulation_steps
+        How many backwards add up before a step: `ShardingStage2` reduces and cuts gradients after the last alone, which
+        sends less and holds whole gradients in between.
+
     `ShardingStage2` and `ShardingStage3` also cut gradients, and parameters, at this call.
 
     Each step first reduces partial gradients, once. Raises `ValueError` for an optimizer that has stepped, and for a
     parameter that is no DTensor.
     """
+    if type(gradient_accumulation_steps) is not int or gradient_accumulation_steps < 1:
+        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a number of backwards")
     if has_stepped(optimizer):
         raise ValueError("the optimizer has stepped: call shard_optimizer before the first step")
     placements: dict[nn.Parameter, Sequence[Placement]] = {}
@@ -119,7 +126,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
     if isinstance(shard_fn, ShardingStage1):
         unsharded = {parameter: _placements(parameter) for parameter in placements}
         setattr(optimizer, STAGE, OptimizerStage(shard_fn.stage, shard_fn.dim_name, unsharded))
-        shard_fn.apply(placements)
+        shard_fn.apply(placements, gradient_accumulation_steps)
     for parameter, placed in placements.items():  # a state before the first step is Adagrad's
         state = optimizer.state.get(parameter, {})
         state |= {key: _at(value, placed) for key, value in state.items() if isinstance(value, DTensor)}
@@ -151,17 +158,25 @@ class ShardingStage1:
 
     stage = 1
 
-    def __init__(self, dim_name: str) -> None:
-        """Take the mesh dimension's name, such as "dp"."""
+    def __init__(self, dim_name: str, mesh: Mesh | None = None) -> None:
+        """Take the mesh dimension's name, such as "dp"; `mesh`: of parameters on this mesh alone."""
         self.dim_name = dim_name
+        self.mesh = None if mesh is None else ProcessMesh.of(mesh)
+        if self.mesh is not None:
+            self.mesh.dim(dim_name)
 
-    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
-        """Cut what the stage cuts besides the state; `placements` are those of each parameter's state."""
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]], backwards: int = 1) -> None:
+        """Cut what the stage cuts besides the state; `placements` are those of each parameter's state.
+
+        backwards: gradients of so many backwards add up before they are cut.
+        """
 
     def __call__(self, parameter: nn.Parameter) -> Sequence[Placement] | None:
         """Return the state's placements, sharded along the first tensor dimension that is unsharded and long enough."""
         assert isinstance(parameter, DTensor)
         mesh = ProcessMesh.of(parameter.device_mesh)
+        if self.mesh not in (None, mesh):
+            return None
         dim = mesh.dim(self.dim_name)
         placements = list(parameter.placements)
         cut = [placement.dim for placement in placements if isinstance(placement, Shard)]
@@ -177,11 +192,12 @@ class ShardingStage2(ShardingStage1):
 
     stage = 2
 
-    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]], backwards: int = 1) -> None:
         """Set a hook on each parameter."""
         for parameter, placed in placements.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(_cut_gradient, placed))  # type: ignore[no-untyped-call]
+                cut = _GradientCut(placed, backwards)
+                parameter.register_post_accumulate_grad_hook(cut)  # type: ignore[no-untyped-call]
 
 
 class ShardingStage3(ShardingStage2):
@@ -190,13 +206,13 @@ class ShardingStage3(ShardingStage2):
     stage = 3
 
     @torch.no_grad()
-    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]], backwards: int = 1) -> None:
         """Replace the parameters' parts in place; the parameters stay the same objects."""
         for parameter, placed in placements.items():
             if tuple(placed) != _placements(parameter):
                 part = nn.Parameter(_at(parameter, placed), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, part)  # type: ignore[no-untyped-call]
-        super().apply(placements)
+        super().apply(placements, backwards)
 
 
 @dataclass(frozen=True)
@@ -213,10 +229,17 @@ def optimizer_stage(optimizer: torch.optim.Optimizer) -> OptimizerStage | None:
     return getattr(optimizer, STAGE, None)
 
 
-@torch.no_grad()
-def _cut_gradient(placements: Sequence[Placement], parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        parameter.grad = _at(parameter.grad, placements)
+class _GradientCut:
+    """A hook that reduces and cuts a parameter's gradient after the last of several backwards."""
+
+    def __init__(self, placements: Sequence[Placement], backwards: int) -> None:
+        self._placements, self._backwards, self._seen = placements, backwards, 0
+
+    @torch.no_grad()
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._seen = (self._seen + 1) % self._backwards
+        if self._seen == 0 and parameter.grad is not None:
+            parameter.grad = _at(parameter.grad, self._placements)
 
 
 class ShardedStep:
