@@ -22,6 +22,7 @@ from ascend_parallel.sharding.marked.dtensors import (
     shard_tensor,
     unshard,
 )
+from ascend_parallel.sharding.marked.local_map import local_map
 from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader, shard_dataloader
 from ascend_parallel.sharding.marked.shard_layer import (
     ShardingStage1,
@@ -73,6 +74,7 @@ __all__ = [
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
+    "local_map",
     "manual_seed",
     "parallelize",
     "propagate",
