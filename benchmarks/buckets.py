@@ -16,7 +16,7 @@ from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, ta
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
+from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 
 RANKS, ROWS, WIDTH, LAYERS = 2, 512, 512, 8
 WEIGHT = 4 * WIDTH * WIDTH
@@ -68,7 +68,7 @@ def variants() -> dict[str, nn.Module]:
     }
     sizes = {"each where it stands": 0, "1 MB": WEIGHT, "2 MB": 2 * WEIGHT, "25 MB": 25 << 20}
     return {
-        f"{kind}, {name}": parallelize(whole, plan, static=True, bucket_bytes=size, local_inputs=True)
+        f"{kind}, {name}": ShardedModule(whole, plan, bucket_bytes=size, local_inputs=True)
         for kind, plan in plans.items()
         for name, size in sizes.items()
     } | {"data parallel, torch's DDP": DistributedDataParallel(Stack(), bucket_cap_mb=2)}

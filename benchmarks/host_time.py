@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ascend_parallel import Settings
 from ascend_parallel.overlap.linear import column_linear, row_linear
-from ascend_parallel.sharding import ProcessMesh, ShardingPlan, parallelize, propagate, trace
+from ascend_parallel.sharding import ProcessMesh, ShardedModule, ShardingPlan, parallelize, propagate, trace
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 
@@ -87,10 +87,10 @@ def rank(
     if group.size() == 1:
         forwards["plain torch"] = copy.deepcopy(model)
     forwards["by hand"] = ByHand(model, group, dropout)
-    forwards["planned"] = parallelize(copy.deepcopy(model), plan, static=True, **options)
+    forwards["planned"] = ShardedModule(copy.deepcopy(model), plan, **options)
     if segments:
-        forwards["planned, segments compiled"] = parallelize(
-            copy.deepcopy(model), plan, static=True, compile="segments", **options
+        forwards["planned, segments compiled"] = ShardedModule(
+            copy.deepcopy(model), plan, compile="segments", **options
         )
     forwards["planned, run eagerly"] = parallelize(copy.deepcopy(model), plan)
     steps = {name: lambda forward=forward: step(forward, x) for name, forward in forwards.items()}

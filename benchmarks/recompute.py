@@ -21,7 +21,7 @@ from measuring import FOLDER, in_turn, on_ranks, options_of, run, table
 from torch import nn
 
 from ascend_parallel import Settings
-from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
+from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 
@@ -78,7 +78,7 @@ def rank(group: dist.ProcessGroup, rounds: int) -> dict[str, tuple[int, int, int
         trace(whole, batch), ProcessMesh(list(range(group.size())), ["mp"]), STRATEGIES, objective="redistribution"
     )
     models = {
-        name: parallelize(whole, plan, static=True, settings=Settings(num_chunks=2), recompute=Recompute(**options))
+        name: ShardedModule(whole, plan, settings=Settings(num_chunks=2), recompute=Recompute(**options))
         for name, options in VARIANTS.items()
     }
 

@@ -17,7 +17,7 @@ from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "sharding"))
@@ -53,7 +53,7 @@ def _times(
     settings = {"serial": Settings(mode=1), "layers": Settings(**chunked), "region": Settings(**chunked, region=True)}
     runs: dict[str, Callable[[], object]] = {}
     for name, of_variant in settings.items():
-        sharded = parallelize(model, plan, settings=of_variant, static=True)
+        sharded = ShardedModule(model, plan, settings=of_variant)
         runs[name] = _step(sharded, batch, options["backward"])
     return in_turn(runs, options["rounds"])
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ascend_parallel import Settings
 from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
-from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
+from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 
 RANKS, ROWS, HIDDEN, WIDE, BLOCKS = 2, 1024, 512, 2048, 2
 STRATEGIES = {
@@ -103,8 +103,8 @@ def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
     whole = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     mesh = ProcessMesh(list(range(RANKS)), ["mp"])
     plan = propagate(trace(whole, (torch.zeros(ROWS, 1, HIDDEN),)), mesh, STRATEGIES, objective="redistribution")
-    apart = parallelize(whole, plan, overlap=False, static=True)
-    beside = parallelize(whole, plan, settings=Settings(num_chunks=chunks), static=True)
+    apart = ShardedModule(whole, plan, overlap=False)
+    beside = ShardedModule(whole, plan, settings=Settings(num_chunks=chunks))
     styles: dict[str, Any] = {}
     for index in range(BLOCKS):
         styles |= {f"{index}.up": ColwiseParallel(), f"{index}.down": RowwiseParallel()}

@@ -22,11 +22,13 @@ from ascend_parallel.sharding.marked.dtensors import (
     shard_tensor,
     unshard,
 )
+from ascend_parallel.sharding.marked.local_map import local_map
 from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader, shard_dataloader
 from ascend_parallel.sharding.marked.shard_layer import (
     ShardingStage1,
     ShardingStage2,
     ShardingStage3,
+    clip_grad_value_,
     shard_layer,
     shard_optimizer,
 )
@@ -66,11 +68,13 @@ __all__ = [
     "TraceError",
     "advise",
     "annotated",
+    "clip_grad_value_",
     "collective_counts",
     "diff",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
+    "local_map",
     "manual_seed",
     "parallelize",
     "propagate",

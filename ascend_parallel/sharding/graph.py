@@ -223,6 +223,8 @@ class Graph:
         The placements of parameters and buffers that were DTensors when traced, by name; plans keep them.
     blocks
         Modules that did the same as others of a list: {path: path of the first that did the same}, also for the first.
+    tied
+        The other names of a tied parameter or buffer, by each of its names. Nodes have one of them as their source.
     """
 
     nodes: Mapping[str, Node]
@@ -236,6 +238,7 @@ class Graph:
     only_in_python: str = ""
     placed: Mapping[str, Placed] = field(default_factory=dict)
     blocks: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def meta(self, value: Value) -> TensorMeta:
         """Return the shape and dtype of a tensor."""

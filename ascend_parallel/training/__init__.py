@@ -4,20 +4,21 @@ options, strategy    one frozen Strategy that configures the training, from Pyth
 training_plan        the strategy applied to a model: graph, sharding plan, stages
 degrees              the search for data, tensor and pipeline parallel sizes; confirm_degrees plans what it finds
 explain              the effect of each option, predicted; held_memory is its table of memory
-train_step           the training step, step_arguments checks its arguments; runners/ run its forward and backward
+train_step           the training step; runners/ run its forward and backward
+step_arguments       checks of its arguments: alone, between ranks, and that nothing changes them later
 to_static            the training step of a model marked by shard_tensor
 loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused
 autocast             casts by operator, inserted into a plan (amp.level O1); autocast_lists has the operators
 recompute            recompute of modules and functions
 batch_checks         checks that the ranks of a replica get the same batch
 masked_means         warnings about means over unequal counts
-stale_optimizer      checks of the optimizer that the caller passed
 rank_watch           detection of lost ranks; heartbeats is its protocol
 """
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.degrees.search import search_degrees
 from ascend_parallel.training.explain import explain
+from ascend_parallel.training.loss import WeightedLoss
 from ascend_parallel.training.options import (
     AmpOptions,
     CommFusion,
@@ -47,6 +48,7 @@ __all__ = [
     "TensorShard",
     "TrainStep",
     "TrainingPlan",
+    "WeightedLoss",
     "explain",
     "plan_training",
     "recompute",

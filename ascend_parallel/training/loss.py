@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Graph, Value
+from ascend_parallel.sharding.graph import PARAMETER, Graph, Value
 from ascend_parallel.sharding.tracing.marked_tensors import ATTRIBUTE, placements_of
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
 from ascend_parallel.training.options import GradientMerge, StrategyOptionError
 
+COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Loss = Callable[..., Any]
-"""Called as ``loss(model, *batch)``; returns the mean loss, one number, or its ``(sum, count)``."""
+"""``loss(model, *batch)`` returns the mean loss, ``(sum, count)`` with an integer count, or `WeightedLoss`."""
+
+RETURNS = (
+    "loss(model, *batch) must return the mean, a tensor without dimensions, or (sum, count) with an integer count, or "
+    "WeightedLoss(total, weight) to divide by another number"
+)
+
+LEARNED_WEIGHT = (
+    "the loss is a WeightedLoss, and its weight depends on parameters: gradients flow through the total alone; "
+    "detach() the weight, or return the mean"
+)
+
+
+class WeightedLoss(NamedTuple):
+    """A loss whose mean is ``total / weight``: the sums of the weighted losses and of their weights.
+
+    A loss function may return it in place of ``(sum, count)`` where the divisor is no integer.
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor | float
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,7 @@ class WithLoss(nn.Module):
         self._run = (model, loss)  # a tuple, so that the model is not registered as a submodule
 
     def forward(self, *batch: Any) -> Any:
-        """Return the mean loss, or its sum and count."""
+        """Return the mean loss, its sum and count, or a `WeightedLoss`."""
         model, loss = self._run
         return loss(model, *batch)
 
@@ -139,15 +161,47 @@ def trace_with_loss(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Graph
             called = "model(*batch), which returns the loss" if loss is mean_loss else "loss(model, *batch)"
             message += f"; it was called as {called}" + (": give loss= if it does not" if loss is mean_loss else "")
         raise TraceError(message) from error
-    returned = graph.outputs if isinstance(graph.outputs, (tuple, list)) else (graph.outputs,)
-    numbers = [isinstance(leaf, Value) and graph.meta(leaf).shape == () for leaf in returned]
-    counted = len(returned) == 2 and (numbers[1] or (isinstance(returned[1], (int, float)) and returned[1] > 0))
-    if not numbers[0] or len(returned) > 2 or (len(returned) == 2 and not counted):
-        raise TraceError(
-            "the loss has to be one number: loss(model, *batch) must return the mean, a tensor without dimensions, or "
-            "(sum, count), two such tensors"
-        )
+    described = pytree.tree_map_only(Value, graph.meta, graph.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+    if problem := loss_problem(described):
+        raise TraceError(problem)
+    if isinstance(graph.outputs, WeightedLoss) and _has_gradient(graph, graph.outputs.weight):
+        raise TraceError(LEARNED_WEIGHT)
     return graph
+
+
+def _has_gradient(graph: Graph, value: Any) -> bool:
+    """Tell whether a number is computed from parameters, or from inputs with a gradient, without detach()."""
+    waiting, seen = [value.node] if isinstance(value, Value) else [], set[str]()
+    while waiting:
+        node = graph.nodes[waiting.pop()]
+        if node.kind == PARAMETER or node.name in graph.with_gradient:
+            return True
+        if node.name not in seen and not (node.call is not None and node.call.name == "aten.detach.default"):
+            seen.add(node.name)
+            waiting += [source.node for source in node.inputs if graph.meta(source).dtype.is_floating_point]
+    return False
+
+
+def loss_problem(returned: Any) -> str:
+    """Return what is wrong with the value that a loss function returned, of tensors or their metas; "" for nothing."""
+    numbers = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    if len(numbers) not in (1, 2) or not all(map(_is_number, numbers)) or isinstance(numbers[0], (int, float)):
+        return f"the loss has to be one number: {RETURNS}"
+    if len(numbers) == 1:
+        return ""
+    if isinstance(returned, WeightedLoss):
+        return LEARNED_WEIGHT if getattr(returned.weight, "requires_grad", False) else ""
+    kind = numbers[1].dtype if hasattr(numbers[1], "dtype") else type(numbers[1]).__name__
+    if kind == "int" or (isinstance(kind, torch.dtype) and kind in COUNTS):
+        return ""
+    return (
+        f"the loss function returned two numbers, of which the second is a {kind} and not a count: the step would "
+        f"divide by it. {RETURNS}; return metrics by other means, such as a closure"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
 
 
 def loss_value(graph: Graph) -> Value:

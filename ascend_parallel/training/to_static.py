@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import Placed, Value
 from ascend_parallel.sharding.marked.dtensors import reshard, shard_tensor, unshard
 from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader
-from ascend_parallel.sharding.marked.shard_layer import optimizer_stage
+from ascend_parallel.sharding.marked.shard_layer import has_stepped, optimizer_stage
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.sharding.tracing.marked_tensors import keep_placements, placements_of, plain_copy
 from ascend_parallel.training.loss import Loss, mean_loss
 from ascend_parallel.training.optimizer.factory import optimizer_factory
 from ascend_parallel.training.options import ShardingOptions, StrategyOptionError
-from ascend_parallel.training.stale_optimizer import StaleOptimizerGuard
+from ascend_parallel.training.step_arguments import ModelSnapshot, OptimizerSnapshot
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.train_step import TrainStep, train_step
 
@@ -68,6 +68,8 @@ def to_static(
     keep_placements(whole, placed)
     is_sharded = isinstance(loader, ShardedLoader)
     data_dim = cast(ShardedLoader, loader).shard_dim if is_sharded else None
+    if is_sharded and not cast(ShardedLoader, loader).has_one_mesh:
+        raise ValueError("the loader's inputs lie differently: to_static takes one mesh and one of shard_dims for all")
     if is_sharded and cast(ShardedLoader, loader).mesh != mesh:
         raise ValueError(f"the loader's mesh is {cast(ShardedLoader, loader).mesh}, and the model's {mesh}: give one")
     sharding = None if stage is None else ShardingOptions(zero_stage=stage.stage, dim=stage.dim_name)
@@ -81,7 +83,7 @@ def to_static(
         local_batches=is_sharded,
         **options,
     )
-    return StaticModel(step, model, mesh, StaleOptimizerGuard(optimizer))
+    return StaticModel(step, model, mesh, OptimizerSnapshot(optimizer))
 
 
 class StaticModel:
@@ -91,9 +93,10 @@ class StaticModel:
         The `TrainStep`, with its optimizer, checkpoints and `explain`.
     """
 
-    def __init__(self, step: TrainStep, model: nn.Module, mesh: ProcessMesh, guard: StaleOptimizerGuard) -> None:
+    def __init__(self, step: TrainStep, model: nn.Module, mesh: ProcessMesh, given: OptimizerSnapshot) -> None:
         """Take the step, the marked model whose copy it trains, and the guard of the optimizer that was given."""
-        self.step, self._model, self._mesh, self._guard = step, model, mesh, guard
+        self.step, self._model, self._mesh, self._given = step, model, mesh, given
+        self._before = ModelSnapshot(model)
         assert step.planned is not None
         self._placements = {
             node.source: [placement.placement for placement in plan.layouts[Value(node.name)]]
@@ -104,10 +107,11 @@ class StaticModel:
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch of the loader.
 
-        Raises `RuntimeError` if the optimizer that `to_static` was given has stepped since, or its settings have
-        changed, as by a learning rate scheduler: make schedulers over ``step.optimizer``.
+        Raises `RuntimeError` if the optimizer that `to_static` was given has stepped or changed since, as by a
+        learning rate scheduler (make schedulers over ``step.optimizer``), or the model other than by `write_back`.
         """
-        self._guard.check()
+        self._given.check()
+        self._before.check()
         return self.step(*self._local(batch))
 
     def evaluate(self, *batch: Any) -> torch.Tensor:
@@ -139,6 +143,7 @@ class StaticModel:
             if name in held:
                 marked = cast(DTensor, held[name])
                 marked.copy_(shard_tensor(_gathered(shard), self._mesh, marked.placements))
+        self._before = ModelSnapshot(self._model)
         return self._model
 
     def close(self) -> None:
@@ -213,7 +218,7 @@ def _zeros(tensor: DTensor) -> torch.Tensor:
 
 def _optimizer_over(optimizer: torch.optim.Optimizer, model: nn.Module, whole: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and settings over the copy's parameters."""
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise ValueError("the optimizer has stepped: call to_static before the first step, or give a new one")
     copies = dict(zip(model.parameters(), whole.parameters(), strict=True))
     parameters = [[copies[parameter] for parameter in group["params"]] for group in optimizer.param_groups]

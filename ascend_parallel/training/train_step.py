@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.runtime import randomness
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.batch_checks import EVERY, BatchComparison, BatchShapes
+from ascend_parallel.training.batch_checks import EVERY
 from ascend_parallel.training.checkpoint.loading import load
 from ascend_parallel.training.checkpoint.saving import Saving, save
 from ascend_parallel.training.explain import explain, plan_warnings
@@ -30,13 +30,15 @@ from ascend_parallel.training.rank_watch import RankWatch
 from ascend_parallel.training.runners.eager_runner import EagerRunner, HybridRunner
 from ascend_parallel.training.runners.graph_runner import GraphRunner, PipelineRunner
 from ascend_parallel.training.runners.runner import Runner
-from ascend_parallel.training.stale_optimizer import (
-    StaleOptimizerGuard,
+from ascend_parallel.training.step_arguments import (
+    ModelSnapshot,
+    OptimizerSnapshot,
+    StepChecks,
+    StepOptions,
     check_all_updated,
+    check_arguments,
     check_training_mode,
-    preserve_random_state,
 )
-from ascend_parallel.training.step_arguments import check_arguments
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import TrainingPlan, cast, plan_training
 
@@ -66,8 +68,9 @@ def train_step(
     optimizer
         Any that `optimizer_factory` takes, made over the model's parameters; `TrainStep.optimizer` replaces it.
     loss
-        Called as ``loss(model, *batch)``; returns the mean loss, or ``(sum, count)``: the step then divides by the
-        count of all micro-batches, replicas and merged batches. By default the model returns the loss.
+        Called as ``loss(model, *batch)``; returns the mean loss, or ``(sum, count)`` with an integer count: the step
+        then divides by the count of all micro-batches, replicas and merged batches. `WeightedLoss` has any number as
+        its divisor. By default the model returns the loss.
     static
         True: the traced graph runs, with overlapped operators. False: the model's own Python runs on DTensors by the
         same plan (`sharding.parallelize`), and the model is changed in place; not with stages, recompute, fused passes.
@@ -85,31 +88,32 @@ def train_step(
     ranks is not the strategy's, `ValueError` for a parameter that requires grad but is in no parameter group of the
     optimizer, and the errors of `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer`.
     """
-    options = {"static": static, "local_batches": local_batches, "check_batches": check_batches}
+    options = StepOptions(static, local_batches, check_batches)
     check_arguments(model, batch, strategy, options)
     factory = optimizer_factory(optimizer, model)
     check_all_updated(factory, model)
-    planned: TrainingPlan | None = None
-    runner: Runner
-    if strategy.mode == "hybrid":
-        model = model.to(getattr(torch, str(strategy.amp.dtype))) if strategy.amp.casts_model else model
-        runner = HybridRunner(model, loss, strategy)
+    planned = None if strategy.mode == "hybrid" else _planned(strategy, model, batch, loss)
+    if planned is None:
+        runner: Runner = HybridRunner(model, loss, strategy)
+    elif not static:
+        runner = EagerRunner(planned, loss, local_batches)
+    elif planned.stages:
+        runner = PipelineRunner(planned, settings, local_batches, timeout)
     else:
-        planned = plan_training(strategy, model, batch, loss)
-        check_training_mode(planned)
-        for warning in plan_warnings(planned) if dist.get_rank() == 0 else ():
-            log.warning("train_step: %s", warning)
-        if not static:
-            runner = EagerRunner(planned, loss, local_batches)
-        elif planned.stages:
-            runner = PipelineRunner(planned, settings, local_batches, timeout)
-        else:
-            runner = GraphRunner(planned, settings, local_batches)
+        runner = GraphRunner(planned, settings, local_batches)
     parallel = _parallel_optimizer(runner, factory, strategy)
-    shapes = BatchShapes(batch, whole=planned is not None and not local_batches)
-    comparison = BatchComparison(strategy, planned.plans if planned else (), local_batches, check_batches)
-    guard, args = StaleOptimizerGuard(optimizer), (strategy, planned, runner, parallel)
-    return TrainStep(*args, shapes=shapes, comparison=comparison, guard=guard, settings=settings)
+    given: list[ModelSnapshot | OptimizerSnapshot] = [OptimizerSnapshot(optimizer)]
+    given += [ModelSnapshot(model)] if planned is not None and static else []
+    checks = StepChecks.of(strategy, planned, batch, options, given)
+    return TrainStep(strategy, planned, runner, parallel, checks, settings)
+
+
+def _planned(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss) -> TrainingPlan:
+    planned = plan_training(strategy, model, batch, loss)
+    check_training_mode(planned)
+    for warning in plan_warnings(planned) if dist.get_rank() == 0 else ():
+        log.warning("train_step: %s", warning)
+    return planned
 
 
 def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Strategy) -> ParallelOptimizer:
@@ -125,6 +129,14 @@ def _parallel_optimizer(runner: Runner, factory: OptimizerFactory, strategy: Str
         loss_scale=LossScale() if strategy.amp.dtype == "float16" else None,
         bucket_bytes=strategy.comm_fusion.bucket_bytes,
     )
+
+
+def _preserved_random_state() -> AbstractContextManager[None]:
+    """Return a context after which random numbers, also the device's, continue as if none were drawn inside."""
+    device = torch.device(default_device())
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(device_type=device.type)
 
 
 class TrainStep:
@@ -146,10 +158,7 @@ class TrainStep:
         planned: TrainingPlan | None,
         runner: Runner,
         optimizer: ParallelOptimizer,
-        *,
-        shapes: BatchShapes,
-        comparison: BatchComparison,
-        guard: StaleOptimizerGuard,
+        checks: StepChecks,
         settings: Settings | None = None,
     ) -> None:
         """Take the runner of forward and backward, and the optimizer; see `train_step`."""
@@ -159,7 +168,7 @@ class TrainStep:
         self._runner, self._watch, self._settings = runner, RankWatch(), settings
         self._saving: Saving | None = None
         self._divisor = GradientDivisor(strategy.gradient_merge)
-        self._shapes, self._comparison, self._guard, self._failed = shapes, comparison, guard, False
+        self._checks, self._failed = checks, False
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch. Every rank calls it alike, with the same batch or, with local_batches, its part.
@@ -167,9 +176,10 @@ class TrainStep:
         The optimizer steps after every `gradient_merge.steps` batches; gradients from before the first of them are
         dropped. Raises `DisagreementError` on every rank if the batches of a replica's ranks differ (`check_batches`),
         `ValueError` for a batch that does not match the batch the step was made with, and `RankLostError` if ranks
-        have stopped.
+        have stopped; `RuntimeError` if the model or optimizer that `train_step` was given has changed since, where
+        the step has its own.
         """
-        self._guard.check()
+        self._checks.check_given()
         merge, tensors = self.strategy.gradient_merge, self._checked(batch)
         last = (self.batches + 1) % merge.steps == 0
         if self.batches % merge.steps == 0:
@@ -204,18 +214,15 @@ class TrainStep:
         operators in evaluation mode that it did not run in training.
         """
         tensors = self._checked(batch)
-        with self._watch.name_lost_ranks(self.batches), preserve_random_state(), randomness.kept(self.modules):
+        with self._watch.name_lost_ranks(self.batches), _preserved_random_state(), randomness.kept(self.modules):
             return self._runner.evaluate(tensors)
 
     def _checked(self, batch: Sequence[Any]) -> list[Any]:
         """Return a batch in the strategy's dtype; refuse other shapes, and batches that differ within a replica."""
-        problem = self._shapes.problem(batch)
         with self._watch.name_lost_ranks(self.batches):
-            difference = self._comparison.difference(batch, problem)
-        if problem:
-            raise ValueError(problem)
-        if difference:
-            raise DisagreementError(difference)
+            error = self._checks.batch_error(batch)
+        if error is not None:
+            raise error
         return [cast(value, self.strategy) for value in batch]
 
     def _clear(self) -> None:

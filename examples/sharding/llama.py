@@ -17,7 +17,7 @@ import torch.distributed as dist
 from small_models import Llama
 
 from ascend_parallel import Settings
-from ascend_parallel.sharding import ProcessMesh, explain, parallelize, propagate, read_strategies, trace
+from ascend_parallel.sharding import ProcessMesh, ShardedModule, explain, propagate, read_strategies, trace
 
 STRATEGIES = Path(__file__).with_name("llama.toml")
 STEPS = 10
@@ -49,7 +49,7 @@ def main() -> int:
 
     mesh = ProcessMesh(list(range(ranks)), ["mp"])
     plan = propagate(trace(model, batch), mesh, read_strategies(STRATEGIES), objective="redistribution")
-    sharded = parallelize(model, plan, settings=SETTINGS, static=True)
+    sharded = ShardedModule(model, plan, settings=SETTINGS)
     losses, expected = train(sharded, batch), train(model, batch)
     worst = max(abs(loss / whole - 1) for loss, whole in zip(losses, expected, strict=True))
     if rank == 0:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.strategy import Strategy
@@ -71,7 +72,7 @@ def trained(group, name):
     batches = torch.randn(2, *shape, dtype=torch.float64, generator=generator).unbind()
     mesh = ProcessMesh(list(range(group.size())), ["dp"])
     plan = data_parallel(model, batches[0], mesh, strategies)
-    sharded = parallelize(model, plan, static=True)
+    sharded = ShardedModule(model, plan)
     for x in batches:
         one_card.zero_grad(), sharded.zero_grad()
         torch.testing.assert_close(step(sharded, x), step(one_card, x), **EXACT)
@@ -111,7 +112,7 @@ def with_own_statistics(group, name):
     model, count = made(kind, **options), group.size()
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     plan = data_parallel(model, x, ProcessMesh(list(range(count)), ["dp"]), batch_norm="local")
-    sharded = parallelize(model, plan, static=True)
+    sharded = ShardedModule(model, plan)
     cards = [copy.deepcopy(model) for _ in range(count)]
     y, _ = step(sharded, x)
     grad = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
@@ -138,7 +139,7 @@ def test_other_statistics_are_refused():
     with pytest.raises(ValueError, match="batch_norm='ddp': give one of sync, local"):
         data_parallel(made(Block), torch.zeros(8, 3, 6, 6).double(), ProcessMesh([0, 1], ["dp"]), batch_norm="ddp")
     plan = data_parallel(made(Block), torch.zeros(8, 3, 6, 6).double(), ProcessMesh([0, 1], ["dp"]), batch_norm="local")
-    with pytest.raises(ValueError, match="static=True"):
+    with pytest.raises(ValueError, match="use ShardedModule"):
         parallelize(made(Block), plan)
     with pytest.raises(StrategyOptionError, match="batch_norm"):
         Strategy(batch_norm="ddp")

@@ -10,8 +10,8 @@ from torch import nn
 
 from ascend_parallel import Settings
 from ascend_parallel.sharding import propagate, trace
-from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.segments import Segment
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 
 
 class History(nn.Module):
@@ -36,9 +36,7 @@ def x_of(seed, features=6):
 
 def stored(group):
     whole = made(History)
-    sharded = parallelize(
-        whole, propagate(trace(whole, (x_of(0),)), mesh_of((2,)), objective="redistribution"), static=True
-    )
+    sharded = ShardedModule(whole, propagate(trace(whole, (x_of(0),)), mesh_of((2,)), objective="redistribution"))
     for seed in range(3):
         expected, found = whole(x_of(seed)), sharded(x_of(seed))
         torch.testing.assert_close(found, expected)
@@ -53,7 +51,7 @@ def mlp(**options):
     whole = made(MLP)
     x = x_of(1, whole.up.in_features).reshape(2, 4, -1)
     plan = tensor_parallel(trace(whole, (x,)), mesh_of((2,)))
-    return whole, parallelize(whole, plan, static=True, settings=Settings(num_chunks=2), **options), x
+    return whole, ShardedModule(whole, plan, settings=Settings(num_chunks=2), **options), x
 
 
 def step(model, x):
@@ -109,20 +107,13 @@ def test_another_value_of_compile_is_refused(ranks):
 def refused(group):
     with pytest.raises(ValueError, match="compile='all': give 'segments', or None"):
         mlp(compile="all")
-    whole = made(MLP)
-    with pytest.raises(ValueError, match=r"compile=segments is for the graph only: give static=True"):
-        parallelize(
-            whole,
-            propagate(trace(whole, (x_of(1, whole.up.in_features),)), mesh_of((2,)), objective="redistribution"),
-            compile="segments",
-        )
 
 
 def in_segments(group):
     whole = made(Blocks, 2, 8, 32)
     x = x_of(1, 8).reshape(2, 4, 8)
     plan = propagate(trace(whole, (x,)), mesh_of((2,)), objective="redistribution")
-    alone, compiled = parallelize(whole, plan, static=True), parallelize(whole, plan, static=True, compile="segments")
+    alone, compiled = ShardedModule(whole, plan), ShardedModule(whole, plan, compile="segments")
     segments = [each for each in compiled.instructions(gradients=True).instructions if isinstance(each, Segment)]
     for _ in range(2):
         torch.testing.assert_close(step(compiled, x), step(alone, x))

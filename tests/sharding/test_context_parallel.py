@@ -13,6 +13,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.rules import registry
 from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training import Strategy, train_step
 from ascend_parallel.training.options import StrategyOptionError
@@ -44,7 +45,7 @@ def trained(group, sizes, objective="redistribution"):
     expected = whole(*batch)
     expected.backward()
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    sharded = parallelize(whole, plan, static=True)
+    sharded = ShardedModule(whole, plan)
     loss = sharded(*batch)
     loss.backward()
     torch.testing.assert_close(loss, expected, **EXACT)
@@ -91,7 +92,7 @@ def exchanged(group):
     nodes = plan.graph.nodes.values()
     attentions = [node for node in nodes if node.call is not None and node.call.name.startswith(ATTENTION)]
     assert {plan.layouts[Value(node.name)] for node in attentions} == {(shard(1),)}
-    whole, sharded = model(*batch), parallelize(model, plan, static=True)
+    whole, sharded = model(*batch), ShardedModule(model, plan)
     loss = sharded(*batch)
     whole.backward()
     loss.backward()

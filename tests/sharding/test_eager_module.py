@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from ascend_parallel.sharding import propagate, unshard
 from ascend_parallel.sharding.runtime.eager_module import collective_counts
 from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
 # c10d operators and the collectives of the plan. On two ranks a reduce-scatter is a message from each.
@@ -67,7 +68,7 @@ def train_all(group, name, mesh_shape):
     whole = made(getattr(small_models, name))
     batch = BATCHES[name](torch.Generator().manual_seed(7))
     plan = planned(name, trace(whole, batch), mesh_of(mesh_shape))
-    static, eager = parallelize(whole, plan, static=True, overlap=False), copy.deepcopy(whole)
+    static, eager = ShardedModule(whole, plan, overlap=False), copy.deepcopy(whole)
     assert parallelize(eager, plan) is eager
     truth, truth_gradients = train(whole, batch)
     of_graph, graph_gradients = train(static, batch)
@@ -119,7 +120,7 @@ def running_statistics(group):
     plan = propagate(
         trace(whole, batch), mesh_of((2,)), {"inputs:images": (None, [[Shard(0)]])}, objective="redistribution"
     )
-    static, eager = parallelize(whole, plan, static=True, overlap=False), copy.deepcopy(whole)
+    static, eager = ShardedModule(whole, plan, overlap=False), copy.deepcopy(whole)
     parallelize(eager, plan)
     losses = [train(model, batch, 3)[0] for model in (whole, static, eager)]
     state = whole_of(eager.state_dict())
@@ -139,7 +140,7 @@ def dropping(group):
     whole, batch = made(small_models.GPT, dropout=0.2), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan = planned("GPT", trace(whole, batch), mesh_of((2,)))
     losses = []
-    for model in (parallelize(whole, plan, static=True, overlap=False), parallelize(whole, plan)):
+    for model in (ShardedModule(whole, plan, overlap=False), parallelize(whole, plan)):
         losses.append(train(model, batch, 3)[0])
     with pytest.raises(ValueError, match=r"layers\.0: the forward calls torch.nn.functional.dropout\(linear_1, 0"):
         whole.eval()(*batch)

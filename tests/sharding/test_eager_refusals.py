@@ -7,7 +7,6 @@ from sharded import GIVEN, MLP, S0, S1, C, made, mesh_of, tensor_parallel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
@@ -99,10 +98,6 @@ def refused(group):
     x, mesh = torch.ones(4, 2, 12, dtype=torch.float64), mesh_of((2,))
     model = made(MLP)
     plan = tensor_parallel(trace(model, (x,)), mesh)
-    with pytest.raises(ValueError, match="overlap=True is for the graph only: give static=True"):
-        parallelize(model, plan, overlap=True)
-    with pytest.raises(ValueError, match=r"settings=.*give static=True"):
-        parallelize(model, plan, settings=Settings(num_chunks=2))
     with pytest.raises(ValueError, match="ascending"):
         parallelize(model, tensor_parallel(plan.graph, ProcessMesh([1, 0], ["mp"])))
     with pytest.raises(ValueError, match=r"cannot be held as R\*:"):
@@ -112,7 +107,7 @@ def refused(group):
         (Outside, "register it as a buffer"),
     ):
         graph = trace(made(kind), (x,))
-        with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{reason}.*static=True"):
+        with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{reason}.*ShardedModule"):
             parallelize(made(kind), by_hand(graph, mesh))
 
 

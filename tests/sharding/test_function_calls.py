@@ -9,6 +9,7 @@ from torch import nn
 
 from ascend_parallel.sharding import (
     ProcessMesh,
+    ShardedModule,
     StrategyError,
     TraceError,
     explain,
@@ -124,7 +125,7 @@ def same(group):
     eager = copy.deepcopy(whole)
     x = torch.randn(2, 4, 16, dtype=torch.float64)
     plan = propagate(trace(whole, (x,)), ProcessMesh(list(range(group.size())), ["mp"]), objective="redistribution")
-    sharded = parallelize(whole, plan, static=True)
+    sharded = ShardedModule(whole, plan)
     assert sharded.w.shape == (16 // group.size(), 16)
     losses = [trained(model, x) for model in (sharded, parallelize(eager, plan), whole)]
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}

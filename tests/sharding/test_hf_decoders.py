@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.rules import registry
 from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing import function_calls
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
 from ascend_parallel.training import train_step
@@ -114,7 +115,7 @@ def own_loss(group):
     with in_float64("Llama"):
         model = decoder("Llama", **WIDE)
         kwargs = {"input_ids": tokens, "labels": tokens}
-        sharded = parallelize(model, planned(model, (), kwargs, mesh_with_tp((1, 2))), static=True)
+        sharded = ShardedModule(model, planned(model, (), kwargs, mesh_with_tp((1, 2))))
         found, expected = sharded(**kwargs), model(**kwargs)
         found.loss.backward()
         expected.loss.backward()
@@ -201,7 +202,7 @@ def regions(group, kind):
     with torch.no_grad():
         graph = trace(model, (x.clone().requires_grad_(),))
     assert any(node.call is not None and node.call.name == "aten.detach.default" for node in graph.nodes.values())
-    sharded = parallelize(model, columns(graph, mesh_of((2,))), static=True)
+    sharded = ShardedModule(model, columns(graph, mesh_of((2,))))
     compare(whole, sharded, x)
     torch.testing.assert_close(sharded.full_state_dict()["seen"], whole.seen, **EXACT)
     if kind is Regions:
@@ -222,7 +223,7 @@ def with_regions_ignored(group):
     try:
         x = torch.ones(2, 6, 12, dtype=torch.float64)
         model = made(Regions)
-        sharded = parallelize(model, columns(trace(model, (x.requires_grad_(),)), mesh_of((2,))), static=True)
+        sharded = ShardedModule(model, columns(trace(model, (x.requires_grad_(),)), mesh_of((2,))))
         with pytest.raises(AssertionError, match="not close"):
             compare(model, sharded, x)
     finally:

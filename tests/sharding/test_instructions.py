@@ -25,10 +25,10 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Recompute
 from ascend_parallel.sharding.runtime.instructions import Free
-from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.randomness import manual_seed
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 
@@ -142,7 +142,7 @@ def same_bits(group, recompute):
     whole, batch = made(small_models.GPT, dropout=0.3), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan, found = planned("GPT", trace(whole, batch), mesh_of((2,))), []
     for change in (lambda program: program, without_frees):
-        model = parallelize(whole, plan, static=True, settings=Settings(**CHUNKS), recompute=recompute)
+        model = ShardedModule(whole, plan, settings=Settings(**CHUNKS), recompute=recompute)
         manual_seed(model, 3)
         for gradients in (True, False):
             program = model.instructions(gradients=gradients)
@@ -185,7 +185,7 @@ def step_peaks(group, rows):
     torch.manual_seed(5)
     whole, x = Blocks(4), torch.randn(rows, 16, 64, generator=torch.Generator().manual_seed(1))
     plan = propagate(trace(whole, (x,)), mesh_of((2,)), column_and_row() | HELD, objective="redistribution")
-    models = [ByHand(whole, group), parallelize(whole, plan, static=True, settings=Settings())]
+    models = [ByHand(whole, group), ShardedModule(whole, plan, settings=Settings())]
     peaks = []
     for model in models:
         model(x).backward()  # what the first step alone makes

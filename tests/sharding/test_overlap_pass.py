@@ -33,7 +33,7 @@ from ascend_parallel import Settings
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.runtime.overlap_pass import fuse
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
 
@@ -41,7 +41,7 @@ def run_mlp(group, form, shape, overlap, settings=(), bias=True):
     model, x = made(MLP, bias=bias), torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = FORMS[form](trace(model, (x,)), ProcessMesh(list(range(group.size())), ["mp"]))
     settings = Settings(**dict(settings))
-    sharded = parallelize(model, plan, static=True, overlap=overlap, settings=settings, bucket_bytes=0)
+    sharded = ShardedModule(model, plan, overlap=overlap, settings=settings, bucket_bytes=0)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
     kinds = {}
@@ -92,7 +92,7 @@ def sequence_parallel_llama(group):
     model = made(small_models.Llama, length=64)
     tokens = tokens_of(2, torch.Generator().manual_seed(2), 64)
     graph, mesh = trace(model, (tokens, tokens)), mesh_of((group.size(),))
-    sharded = parallelize(model, planned("Llama", graph, mesh, rows_cut=True), settings=Settings(**CHUNKS), static=True)
+    sharded = ShardedModule(model, planned("Llama", graph, mesh, rows_cut=True), settings=Settings(**CHUNKS))
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, tokens, tokens)
     apart = sorted({event.value.node for event in sharded.collective_counts})
@@ -140,7 +140,7 @@ def run_products(group):
     }
     given = {"first": S1, "second": S0, "third": S1}
     plan = by_hand(graph, mesh_of((group.size(),)), given, calls, inputs_have_gradients=True)
-    sharded = parallelize(model, plan, settings=Settings(**CHUNKS), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**CHUNKS))
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
     return calls_of(ascend_parallel.ops.COUNTS.as_dict()), len(sharded.fused)
@@ -170,8 +170,8 @@ def run_siblings(group):
     calls = {"mul": ([(s0, r), (c, r)], (s0, r)), "linear": column, "linear_1": column}
     given = {"first.weight": (r, s0), "first.bias": (r, s0), "second.weight": (r, s0), "second.bias": (r, s0)}
     given["x"] = (s0, r)
-    sharded = parallelize(
-        model, by_hand(trace(model, (x,)), mesh_of((2, 2)), given, calls), settings=Settings(**CHUNKS), static=True
+    sharded = ShardedModule(
+        model, by_hand(trace(model, (x,)), mesh_of((2, 2)), given, calls), settings=Settings(**CHUNKS)
     )
     ascend_parallel.ops.COUNTS.clear()
     for module in (model, sharded):

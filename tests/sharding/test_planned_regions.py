@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ascend_parallel
 from ascend_parallel import Settings
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
 REGION = {"num_chunks": 4, "region": True, "region_rows": 4}
@@ -75,7 +75,7 @@ def sharded_norm(group, model, x, strategies=None, **settings):
     plan = propagate(
         traced(model, x), mesh_of((group.size(),)), strategies or column_and_row(), objective="redistribution"
     )
-    return parallelize(model, plan, settings=Settings(**{**REGION, **settings}), static=True)
+    return ShardedModule(model, plan, settings=Settings(**{**REGION, **settings}))
 
 
 def run_norm(group, shape, norm, strategies, around=contextlib.nullcontext):
@@ -157,7 +157,7 @@ def run_model(group, name, batch, mesh_shape, options):
     model = made(getattr(small_models, name), **sizes).eval()
     tokens = tokens_of(batch, torch.Generator().manual_seed(2))
     plan = planned(name, trace(model, (tokens, tokens)), mesh_of(mesh_shape), **options)
-    sharded = parallelize(model, plan, settings=Settings(**REGION), static=True)
+    sharded = ShardedModule(model, plan, settings=Settings(**REGION))
     ascend_parallel.ops.COUNTS.clear()
     with late_collectives():
         compare(model, sharded, tokens, tokens)

@@ -9,7 +9,7 @@ import torch
 from sharded import mesh_of
 from torch import nn
 
-from ascend_parallel.sharding import TraceError, parallelize, propagate, trace
+from ascend_parallel.sharding import ShardedModule, TraceError, parallelize, propagate, trace
 from ascend_parallel.training import ShardingOptions, Strategy, train_step
 
 SCALE = [0]
@@ -118,7 +118,7 @@ def refused_by_a_graph(group, forward, said):
     plan = propagate(trace(model, (x,)), mesh_of((2,)), objective="redistribution")
     assert model.steps == 0
     with pytest.raises(ValueError, match=rf"the forward of Layer {said}, which a graph leaves out"):
-        parallelize(model, plan, static=True)
+        ShardedModule(model, plan)
     if forward == "counting":  # in Python it counts
         eager = parallelize(model, plan)
         eager(x)
@@ -171,7 +171,8 @@ def refused_hooks(group, static):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
         handle = register(model[2].weight, zeroed)
         with pytest.raises(ValueError, match=r"2\.weight has a hook on its gradient, which would not run"):
-            parallelize(model, propagate(trace(model, (x,)), mesh_of((2,)), objective="redistribution"), static=static)
+            shard = ShardedModule if static else parallelize
+            shard(model, propagate(trace(model, (x,)), mesh_of((2,)), objective="redistribution"))
         optimizer, strategy = torch.optim.SGD(model.parameters(), lr=0.1), Strategy(mode="data", mesh={"dp": 2})
         with pytest.raises(ValueError, match=r"2\.weight has a hook on its gradient"):
             train_step(model, (x,), optimizer, strategy, loss=squared, static=static)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.sharding import ProcessMesh, manual_seed, parallelize, propagate, trace
+from ascend_parallel.sharding import ProcessMesh, ShardedModule, manual_seed, parallelize, propagate, trace
 from ascend_parallel.training import PipelineOptions, Recompute, Strategy, train_step
 
 
@@ -144,7 +144,7 @@ def masks(group, static):
     mesh = ProcessMesh(list(range(group.size())), dim_names=["x"])
     plan = propagate(trace(model, (x,)), mesh, {"0": ([("x", 1)], None)}, objective="redistribution")
     torch.manual_seed(group.rank())
-    module = parallelize(model, plan, static=static)
+    module = (ShardedModule if static else parallelize)(model, plan)
     first, second = module(x), module(x)
     manual_seed(module, 3)
     third = module(x)

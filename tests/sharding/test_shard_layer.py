@@ -6,7 +6,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.sharding.marked.dtensors import shard_tensor, unshard
-from ascend_parallel.sharding.marked.shard_layer import ShardingStage1, shard_layer, shard_optimizer
+from ascend_parallel.sharding.marked.shard_layer import (
+    ShardingStage1,
+    ShardingStage3,
+    clip_grad_value_,
+    shard_layer,
+    shard_optimizer,
+)
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import recorded
 
@@ -89,6 +95,43 @@ def test_training_is_as_in_one_process(ranks, shard_fn):
             assert placed[4:] == cut
 
 
+def by_adagrad(group, stage, clips):
+    """Train with Adagrad, whose state is there before the first step, and clipped values."""
+    mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+    net = shard_layer(model(), mesh, column_and_row)
+    optimizer = shard_optimizer(torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.1), stage)
+    losses = []
+    for x in data():
+        loss = unshard((net(shard_tensor(x, mesh, [Shard(0), Replicate()])) ** 2).sum())
+        optimizer.zero_grad()
+        loss.backward()
+        if clips:
+            clip_grad_value_(net.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    sizes = [optimizer.state[each]["sum"].to_local().numel() for each in net.parameters()]
+    return losses, sizes
+
+
+@pytest.mark.parametrize(
+    ("stage", "clips"), [(None, True), (ShardingStage1("dp"), True), (ShardingStage3("dp"), False)]
+)
+def test_adagrad_and_clipped_values(ranks, stage, clips):
+    net = model()
+    optimizer, expected = torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.1), []
+    for x in data():
+        loss = (net(x) ** 2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        if clips:
+            nn.utils.clip_grad_value_(net.parameters(), 0.5)
+        optimizer.step()
+        expected.append(loss.item())
+    for losses, sizes in ranks(4).run(by_adagrad, stage, clips):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+        assert sizes == ([24, 4, 24, 6] if stage is None else [12, 4, 12, 3])
+
+
 def what_a_step_sends(group):
     """Stage 1: a reduce-scatter of the gradient and an all-gather of the parameter, nothing for the state."""
     mesh = ProcessMesh([0, 1], dim_names=["dp"])
@@ -115,6 +158,15 @@ def tied_and_refused(group):
     assert net[1].weight is net[0].weight
     assert all(isinstance(one, DTensor) for one in (*net.parameters(), *net.buffers()))
     assert isinstance(net[0].weight, nn.Parameter)
+    net = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 4, bias=False))
+    net[1].weight = net[0].weight
+
+    def cut(path, module, mesh):
+        if path:
+            module.weight = shard_tensor(module.weight, mesh, [Shard(int(path))])
+
+    with pytest.raises(ValueError, match=r"several marks \(0.weight \[Shard\(dim=0\)\]; 1.weight \[Shard\(dim=1\)\]\)"):
+        shard_layer(net, mesh, cut)
     with pytest.raises(ValueError, match="use shard_layer first"):
         shard_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()))
     plain = nn.Linear(2, 2)

@@ -26,7 +26,7 @@ from torch import nn
 import ascend_parallel
 from ascend_parallel import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
 
@@ -37,8 +37,8 @@ def train(group, name, mesh_shape):
     graph, mesh = trace(whole, batch), mesh_of(mesh_shape)
     plan = planned(name, graph, mesh)
     models = [
-        parallelize(whole, plan, static=True, overlap=False, bucket_bytes=0),
-        parallelize(whole, plan, static=True, settings=Settings(**CHUNKS)),
+        ShardedModule(whole, plan, overlap=False, bucket_bytes=0),
+        ShardedModule(whole, plan, settings=Settings(**CHUNKS)),
     ]
     ascend_parallel.ops.COUNTS.clear()
     losses = [losses_of(model, batch) for model in (whole, *models)]
@@ -100,7 +100,7 @@ def tied(group):
     graph = trace(model, (tokens, scale))
     weight = graph.nodes[graph.nodes["linear"].inputs[1].node].source  # one of its two names
     plan = by_hand(graph, mesh_of((group.size(),)), {weight: S0, "kept": S0})
-    sharded = parallelize(model, plan, static=True)
+    sharded = ShardedModule(model, plan)
     assert {name: tuple(tensor.shape) for name, tensor in sharded.state_dict().items()} == {
         "frozen": (6,),
         "kept": (3,),
@@ -123,12 +123,12 @@ def tied(group):
     with pytest.raises(ValueError, match=r"tokens is \[2, 2\] of torch.int64; the plan is for \[4, 2\]"):
         sharded(tokens[:2], scale)
     with pytest.raises(ValueError, match=r"cannot be held as R\*:"):
-        parallelize(model, by_hand(graph, plan.mesh, {weight: C}), static=True)
+        ShardedModule(model, by_hand(graph, plan.mesh, {weight: C}))
     model.plan = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'plan' of the model would hide ShardedModule"):
-        parallelize(model, plan, static=True)
+        ShardedModule(model, plan)
     with pytest.raises(ValueError, match="which the model lacks"):
-        parallelize(MLP(), plan, static=True)
+        ShardedModule(MLP(), plan)
 
 
 def test_tied_and_frozen_parameters_buffers_and_nested_outputs(ranks):
@@ -139,7 +139,7 @@ def local_inputs(group):
     """Every rank passes its own rows; the output is replicated."""
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
-    sharded = parallelize(model, plan, local_inputs=True, static=True)
+    sharded = ShardedModule(model, plan, local_inputs=True)
     with torch.no_grad():
         torch.testing.assert_close(sharded(x.chunk(2)[group.rank()]), model(x), **EXACT)
     assert all(event.direction == "forward" for event in sharded.collective_counts)
@@ -156,9 +156,9 @@ def outside(group):
     plan = tensor_parallel(trace(model, (x,)), ProcessMesh([0, 2], ["mp"]))
     if group.rank() == 1:
         with pytest.raises(ValueError, match="rank 1 is not in ProcessMesh"):
-            parallelize(model, plan, static=True)
+            ShardedModule(model, plan)
     else:
-        compare(model, parallelize(model, plan, static=True), x)
+        compare(model, ShardedModule(model, plan), x)
 
 
 def test_some_ranks_only(ranks):
@@ -174,7 +174,7 @@ class Chain(nn.Module):
 
 def chain(group):
     x = torch.ones(1000, dtype=torch.float64)
-    sharded = parallelize(Chain(), by_hand(trace(Chain(), (x,)), mesh_of((2,))), static=True)
+    sharded = ShardedModule(Chain(), by_hand(trace(Chain(), (x,)), mesh_of((2,))))
     with torch.no_grad():
         return peak_bytes(lambda: sharded(x))
 

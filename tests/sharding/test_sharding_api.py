@@ -12,12 +12,12 @@ from torch import nn
 import ascend_parallel
 from ascend_parallel.sharding import (
     ProcessMesh,
+    ShardedModule,
     StrategyError,
     TraceError,
     annotated,
     diff,
     explain,
-    parallelize,
     propagate,
     read_strategies,
     register_rule,
@@ -248,7 +248,7 @@ def compiled(group):
         read_strategies(EXAMPLE / "llama.toml"),
         objective="redistribution",
     )
-    sharded = parallelize(model, plan, static=True)
+    sharded = ShardedModule(model, plan)
 
     @torch.compile(backend="aot_eager")
     def step(tokens, targets):
@@ -273,7 +273,7 @@ def unlike(group):
     graph, mesh = trace(Block(), (torch.zeros(4, 8),)), ProcessMesh([0, 1], ["mp"])
     strategies = {"up": ([None, ("mp", 1) if group.rank() else (1, 1)], None)}
     with pytest.raises(ascend_parallel.DisagreementError) as error:
-        parallelize(Block(), propagate(graph, mesh, strategies, objective="redistribution"), static=True)
+        ShardedModule(Block(), propagate(graph, mesh, strategies, objective="redistribution"))
     return str(error.value)
 
 

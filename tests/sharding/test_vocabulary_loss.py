@@ -7,6 +7,7 @@ from torch import nn
 
 from ascend_parallel.sharding import (
     ProcessMesh,
+    ShardedModule,
     StrategyError,
     explain,
     parallelize,
@@ -97,7 +98,7 @@ def same(group, shape, names, wanted, options):
     graph, eager, whole = models
     plan = propagate(trace(graph, batch()), mesh, wanted, objective="redistribution")
     assert len(plan.op_collectives["cross_entropy_loss"]) % 2 == 0
-    graph = parallelize(graph, plan, static=True)
+    graph = ShardedModule(graph, plan)
     eager = parallelize(eager, plan)
     losses = [trained(model, batch()) for model in (whole, graph, eager)]
     assert op_collective_event(graph) == 10 * len(plan.op_collectives["cross_entropy_loss"])
@@ -129,14 +130,14 @@ def lost(group):
     """A target beyond the vocabulary is an error on every rank, and bf16 is computed in fp32."""
     torch.manual_seed(0)
     model, given = Model(), batch()
-    sharded = parallelize(
-        model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT, objective="redistribution"), static=True
+    sharded = ShardedModule(
+        model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT, objective="redistribution")
     )
     with pytest.raises(RuntimeError, match="a target is beyond the classes"):
         sharded(given[0], given[1] + WORDS)
     model = model.bfloat16()
-    sharded = parallelize(
-        model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT, objective="redistribution"), static=True
+    sharded = ShardedModule(
+        model, propagate(trace(model, given), ProcessMesh([0, 1], ["mp"]), CUT, objective="redistribution")
     )
     loss = sharded(*given)
     assert loss.dtype == torch.bfloat16

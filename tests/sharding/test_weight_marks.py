@@ -6,8 +6,9 @@ from sharded import compare, made, mesh_of
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_parallel.sharding.planner.operator_strategy import StrategyError
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.explain import explain
 
@@ -64,11 +65,35 @@ def test_where_gathering_costs_less_it_is_said():
     assert "blocks.0.up.weight is marked, and gathered: blocks.0.up linear is computed without its slices" in said[0]
 
 
+class Tied(nn.Module):
+    """An embedding, and a head that shares its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.emb(tokens)))
+
+
+def test_a_tied_weight_has_each_of_its_names():
+    graph, plans = trace(made(Tied), (torch.zeros(8, dtype=torch.long),)), []
+    for name in ("emb", "head"):
+        plans.append(propagate(graph, mesh_of((2,)), {f"weights:{name}.weight": ROW}))
+        assert set(plans[-1].configured.values()) == {f"weights:{name}.weight"}
+    assert plans[0].layouts == plans[1].layouts
+    with pytest.raises(
+        StrategyError, match=r"there are head\.weight = emb\.weight|there are emb\.weight = head\.weight"
+    ):
+        propagate(graph, mesh_of((2,)), {"weights:lm_head.weight": ROW})
+
+
 def run(group, written):
     model, x = made(Blocks, 256, 1024, written), torch.randn(4, 96, 256, dtype=torch.float64)
     torch.distributed.broadcast(x, 0)
     plan = planned(model, x.shape, group.size())
-    compare(model, parallelize(model, plan, static=True), x)
+    compare(model, ShardedModule(model, plan), x)
     return gathered_weights(plan)
 
 

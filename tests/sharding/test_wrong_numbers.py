@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 import ascend_parallel
-from ascend_parallel.sharding import Partial, ProcessMesh, Replicate, Shard, parallelize, propagate, reshard, trace
+from ascend_parallel.sharding import (
+    Partial,
+    ProcessMesh,
+    Replicate,
+    Shard,
+    ShardedModule,
+    propagate,
+    reshard,
+    trace,
+)
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.marked.dtensors import shard_tensor, unshard
 
@@ -85,11 +94,10 @@ def equal(group, kind, strategies):
     for overlap in (False, True):
         torch.manual_seed(0)
         whole = kind().double()
-        sharded = parallelize(
+        sharded = ShardedModule(
             whole,
             propagate(trace(whole, (x,)), mesh, strategies, objective="redistribution"),
             overlap=overlap,
-            static=True,
         )
         found, expected = (trained(model, x) for model in (sharded, whole))
         torch.testing.assert_close(found, expected)
@@ -167,9 +175,8 @@ def wrongly(group):
             wrong()
     model = nn.Linear(4, 4)
     plan = propagate(trace(model, (torch.zeros(2, 4),)), mesh, objective="redistribution")
-    for static in (True, False):
-        with pytest.raises(TypeError, match=r"settings=\{\}: give ascend_parallel.Settings"):
-            parallelize(model, plan, static=static, settings={})
+    with pytest.raises(TypeError, match=r"settings=\{\}: give ascend_parallel.Settings"):
+        ShardedModule(model, plan, settings={})
     return True
 
 
@@ -197,7 +204,7 @@ def half_automatic(group, rows):
     whole = Mixed().double()
     for objective in ("redistribution", "time"):
         plan = propagate(trace(whole, (x,)), mesh, semi_auto="dp", objective=objective)
-        sharded = parallelize(copy.deepcopy(whole), plan, static=True)
+        sharded = ShardedModule(copy.deepcopy(whole), plan)
         torch.testing.assert_close(*[trained(model, x) for model in (sharded, copy.deepcopy(whole))])
     return str(plan.layouts[Value("x")][0])
 
@@ -222,10 +229,9 @@ def arguments(group):
     torch.manual_seed(0)
     model = Flexible()
     x, a, one, two = torch.randn(4, 4, 4, dtype=torch.float64)
-    sharded = parallelize(
+    sharded = ShardedModule(
         model,
         propagate(trace(model, (x,), {"a": a, "b": {"one": one, "two": two}}), mesh, objective="redistribution"),
-        static=True,
     )
     expected = model(x, {"one": one, "two": two}, a)
     torch.testing.assert_close(sharded(x, {"one": one, "two": two}, a), expected)
@@ -248,7 +254,7 @@ def arguments(group):
             wrong()
     other = Flexible().float()
     with pytest.raises(ValueError, match=r"is \[4, 4\] of torch.float32; traced was"):
-        parallelize(other, sharded.plan, static=True)
+        ShardedModule(other, sharded.plan)
     return True
 
 
@@ -261,7 +267,7 @@ def other_seed(group):
     model = nn.Linear(4, 4)
     plan = propagate(trace(model, (torch.zeros(2, 4),)), ProcessMesh([0, 1], ["mp"]), objective="redistribution")
     with pytest.raises(ascend_parallel.DisagreementError, match="the model's parameters is"):
-        parallelize(model, plan, static=True)
+        ShardedModule(model, plan)
     return True
 
 
@@ -281,7 +287,7 @@ def beyond(group):
         {":embedding": ([("mp", 1), None], None)},
         objective="redistribution",
     )
-    sharded = parallelize(model, plan, static=True)
+    sharded = ShardedModule(model, plan)
     torch.testing.assert_close(sharded(ids), model(ids))
     with pytest.raises(RuntimeError, match="beyond the embedding's rows"):
         sharded(ids + 8)

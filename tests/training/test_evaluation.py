@@ -9,7 +9,7 @@ from test_train_step import LAYERS, TP, farthest, model_and_optimizer
 from torch import nn
 from torch.nn import functional as F
 
-from ascend_parallel.sharding import ProcessMesh, parallelize, propagate, trace
+from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 from ascend_parallel.sharding.runtime.evaluation_graph import check_evaluation, in_evaluation
 from ascend_parallel.training import (
     OverlapOptions,
@@ -224,8 +224,8 @@ def attending(_group):
             return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
 
     x, model = torch.ones(2, 2, 4, 4), Attending()
-    sharded = parallelize(
-        model, propagate(trace(model, (x,)), ProcessMesh([0, 1], ["dp"]), objective="redistribution"), static=True
+    sharded = ShardedModule(
+        model, propagate(trace(model, (x,)), ProcessMesh([0, 1], ["dp"]), objective="redistribution")
     )
     with pytest.raises(ValueError, match="was traced in training mode"):
         sharded.eval()

@@ -10,8 +10,8 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import (
     LossScale,
     OptimizerFactory,
+    OwnedParameter,
     ParallelOptimizer,
-    Target,
     data_parallel_targets,
     optimizer_factory,
 )
@@ -86,12 +86,12 @@ def refused(group):
     with pytest.raises(ValueError, match="bias stands twice among the targets"):
         ParallelOptimizer([targets[0], *targets], its)
     with pytest.raises(ValueError, match="other is in no group of the optimizer"):
-        ParallelOptimizer([Target("other", model.bias, TensorShard(model.bias, (7,), (0,)))], its)
+        ParallelOptimizer([OwnedParameter("other", model.bias, TensorShard(model.bias, (7,), (0,)))], its)
     with pytest.raises(ValueError, match="copies=1 on groups of 2 replicas"):
-        ParallelOptimizer([Target("bias", model.bias, TensorShard(model.bias, (7,), (0,)), group)], its)
+        ParallelOptimizer([OwnedParameter("bias", model.bias, TensorShard(model.bias, (7,), (0,)), group)], its)
     whole = TensorShard(model.bias, (7,), (0,))
     wrong, expected = (
-        (targets, "rank 1: other") if group.rank() == 0 else ([Target("other", model.bias, whole)], "^other")
+        (targets, "rank 1: other") if group.rank() == 0 else ([OwnedParameter("other", model.bias, whole)], "^other")
     )
     with pytest.raises(ValueError, match=expected):  # on both ranks; neither waits
         ParallelOptimizer(wrong, its)

@@ -10,7 +10,13 @@ from torch import nn
 
 from ascend_parallel.sharding.layout import bounds, shard
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.optimizer import LossScale, ParallelOptimizer, Target, optimizer_factory, predicted_memory
+from ascend_parallel.training.optimizer import (
+    LossScale,
+    OwnedParameter,
+    ParallelOptimizer,
+    optimizer_factory,
+    predicted_memory,
+)
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -66,8 +72,8 @@ def cut(group):
     lines = [[torch.distributed.new_group([first, first + 2])] for first in range(2)]
     replicas = lines[place[1]][0]
     targets = [
-        Target("weight", part.weight, TensorShard(part.weight, (5, 6), (0, at[1][0])), replicas, 2),
-        Target("bias", part.bias, TensorShard(part.bias, (5,), (0,)), replicas, 4),
+        OwnedParameter("weight", part.weight, TensorShard(part.weight, (5, 6), (0, at[1][0])), replicas, 2),
+        OwnedParameter("bias", part.bias, TensorShard(part.bias, (5,), (0,)), replicas, 4),
     ]
     optimizer = OPTIMIZERS["AdamW"](whole.parameters())
     parallel = ParallelOptimizer(

@@ -1,5 +1,7 @@
 """Stages on meshes of different shapes train as the whole model on one rank does: losses, norms, every parameter."""
 
+import copy
+
 import gpt
 import pytest
 import torch
@@ -34,7 +36,8 @@ def train(_group, options, make, batch_of, steps=STEPS):
     torch.manual_seed(0)
     whole = make().double()
     strategy = Strategy(**{"max_norm": 0.05, **options})
-    step = train_step(whole, batch_of(0), torch.optim.AdamW(whole.parameters(), lr=1e-2), strategy)
+    given = copy.deepcopy(whole)
+    step = train_step(given, batch_of(0), torch.optim.AdamW(given.parameters(), lr=1e-2), strategy)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     found = []
     for number in range(steps):
@@ -133,8 +136,9 @@ def local(group, wrong):
     torch.manual_seed(0)
     meshes = {"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}
     whole, strategy = Two().double(), Strategy(pipeline=pipeline(*meshes, micro_batches=3))
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    step = train_step(whole, rows_of(0), optimizer, strategy, loss=counted, local_batches=True)
+    given = copy.deepcopy(whole)
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    step = train_step(given, rows_of(0), optimizer, strategy, loss=counted, local_batches=True)
     found = []
     for number in range(3):
         own = own_parts(strategy, group, rows_of(number + 7 * (group.rank() == wrong)))

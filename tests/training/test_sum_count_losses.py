@@ -16,6 +16,7 @@ from ascend_parallel.training import (
     PipelineOptions,
     ShardingOptions,
     Strategy,
+    WeightedLoss,
     train_step,
 )
 
@@ -121,8 +122,14 @@ def wrong(_group, what):
     model, optimizer = made()
     tokens, targets = masked_batch(0)
     merge = GradientMerge(steps=2, average=False) if what == "sum of means" else GradientMerge()
-    losses = {"three": lambda model, *batch: (*summed(model, *batch), 1), "vector": lambda model, x, _: (x.sum(), x)}
-    strategy = Strategy(mode="data", mesh={"dp": 2}, gradient_merge=merge)
+    losses = {
+        "three": lambda model, *batch: (*summed(model, *batch), 1),
+        "vector": lambda model, x, _: (x.sum(), x),
+        "metric": lambda model, tokens, targets: (mean(model, tokens, targets), model(tokens).detach().std()),
+        "learned weight": lambda model, *batch: WeightedLoss(mean(model, *batch), model.places.weight.sum()),
+    }
+    what, _, mode = what.partition(", ")
+    strategy = Strategy(mode=mode or "data", mesh={"dp": 2}, gradient_merge=merge)
     try:
         step = train_step(model, (tokens, targets), optimizer, strategy, loss=losses.get(what, summed))
     except ValueError as error:
@@ -141,12 +148,58 @@ def wrong(_group, what):
     [
         ("nothing", "with a count of 0 in all: give a number above 0"),
         ("sum of means", "gradient_merge.average=False with steps=2 and a loss that returns (sum, count)"),
-        ("three", "or (sum, count), two such tensors"),
-        ("vector", "or (sum, count), two such tensors"),
+        ("three", "the loss has to be one number"),
+        ("vector", "the loss has to be one number"),
+        ("metric", "the second is a torch.float64 and not a count: the step would divide by it"),
+        ("metric, hybrid", "the second is a torch.float64 and not a count: the step would divide by it"),
+        ("learned weight", "its weight depends on parameters"),
+        ("learned weight, hybrid", "its weight depends on parameters"),
     ],
 )
 def test_what_is_no_sum_and_count_is_refused_on_all_ranks(ranks, what, messages):
     assert all(messages in message for message in ranks(2).run(wrong, what))
+
+
+def weighted(model, tokens, targets):
+    weights = CLASS_WEIGHTS[targets.flatten()]
+    losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+    return WeightedLoss((losses * weights).sum(), weights.sum())
+
+
+CLASS_WEIGHTS = torch.linspace(0.1, 2, gpt.VOCABULARY, dtype=torch.float64)
+
+
+def trained_by_weights(_group, options):
+    model, optimizer = made()
+    own = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8) if options["mode"] == "hybrid" else slice(None)
+    batches = [tuple(tensor[own] for tensor in gpt.batch_of(number)) for number in range(3)]
+    step = train_step(model, batches[0], optimizer, Strategy(**options), loss=weighted)
+    losses = [step(*batch).item() for batch in batches]
+    step.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "data", "mesh": {"dp": 2}, "pipeline": PipelineOptions(micro_batches=4)},
+        {"mode": "data", "mesh": {"dp": 1}, "pipeline": PipelineOptions(degree=2, micro_batches=4)},
+        {"mode": "hybrid", "mesh": {"dp": 2}},
+    ],
+    ids=["graph", "stages", "hybrid"],
+)
+def test_a_weighted_loss_is_divided_by_its_weight(ranks, options):
+    model, optimizer = made()
+    expected = []
+    for number in range(3):
+        tokens, targets = gpt.batch_of(number)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), weight=CLASS_WEIGHTS)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in ranks(2).run(trained_by_weights, options):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
 
 def masked_by_hand(model, tokens, targets):

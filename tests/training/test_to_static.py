@@ -25,6 +25,7 @@ from ascend_parallel.sharding import (
     trace,
     unshard,
 )
+from ascend_parallel.sharding.redistribute.collectives import recorded
 from ascend_parallel.training import AmpOptions, PipelineOptions, Strategy, StrategyOptionError, to_static
 
 STEPS, ROWS = 4, 8
@@ -92,7 +93,7 @@ def marked(shape, stage, split=False, dtype=torch.float64):
     if split:
         place = mesh.coordinate(dist.get_rank())[0]
         batches = [tuple(tensor.chunk(shape[0])[place] for tensor in batch) for batch in batches]
-    return model, optimizer, shard_dataloader(batches, mesh, "dp", is_split=split)
+    return model, optimizer, shard_dataloader(batches, mesh, "dp", is_dataset_splitted=split)
 
 
 def state_of(model):
@@ -200,6 +201,62 @@ def test_the_other_options_of_a_strategy(ranks):
         assert evaluated == pytest.approx(found[0], rel=1e-3)
 
 
+class Tied(nn.Module):
+    """An embedding, and a head that shares its weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.mid, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.head(torch.tanh(self.mid(self.emb(tokens)))), targets)
+
+
+def tied(_group, marked_names, is_static):
+    """Train with these names of the tied weight marked; return the losses and the number of parameters."""
+    mesh = ProcessMesh([[0, 1]], dim_names=NAMES)
+
+    def cut(path, module, mesh):
+        if path in marked_names:
+            module.weight = shard_tensor(module.weight, mesh, [Replicate(), Shard(0)])
+
+    model = shard_layer(Tied().double(), mesh, cut)
+    assert model.head.weight is model.emb.weight
+    assert model.emb.weight.placements[1] == Shard(0)
+    optimizer, loader = optimizer_of(model), shard_dataloader(TOKENS, mesh, "dp")
+    training, losses = to_static(model, loader, optimizer=optimizer) if is_static else None, []
+    for batch in loader:
+        loss = unshard(model(*batch)) if training is None else training(*batch)
+        if training is None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    if training is not None:
+        training.close()
+    return losses
+
+
+TOKENS = [tuple(batch) for batch in torch.randint(0, 32, (STEPS, 2, 8), generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("marked_names", [("emb",), ("head",), ("emb", "head")], ids=str)
+def test_a_tied_weight_stays_tied_whichever_name_is_marked(ranks, marked_names, is_static):
+    model, expected = Tied().double(), []
+    optimizer = optimizer_of(model)
+    for batch in TOKENS:
+        loss = model(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in ranks(2).run(tied, marked_names, is_static):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
 def nested(_group):
     """Batches of nested tuples; the plan may cut further what no one reads, and the target of two."""
     model, optimizer, loader = marked((2, 2), 0)
@@ -228,6 +285,13 @@ def scheduled(_group):
         after.step()
     before.step()
     with pytest.raises(RuntimeError, match=r"changed \(lr from 0.05 to 0.025\) since, which trains nothing"):
+        training(*batch)
+    optimizer.param_groups[0]["lr"] = 0.05
+    training.write_back()
+    training(*batch)  # its own write is no change
+    with torch.no_grad():
+        model.norm.bias.zero_()
+    with pytest.raises(RuntimeError, match=r"has changed since \(norm.bias\), which trains nothing"):
         training(*batch)
     training.close()
     return found
@@ -266,6 +330,9 @@ def refused(_group):
         next(iter(shard_dataloader([(torch.ones(3, 2),)], model.mesh, "dp")))
     with pytest.raises(ValueError, match="'pp' is no dimension"):
         shard_dataloader(loader, model.mesh, "pp")
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=0: give a number of backwards"):
+        shard_optimizer(optimizer, None, gradient_accumulation_steps=0)
+    assert ShardingStage1("dp", ProcessMesh([1, 0], ["dp"]))(model.up.weight) is None  # a parameter on another mesh
     (x, target), *_ = loader
     nn.functional.mse_loss(model(x), target).backward()
     optimizer.step()
@@ -275,6 +342,75 @@ def refused(_group):
 
 def test_what_is_refused(ranks):
     ranks(2).run(refused)
+
+
+def loaded(_group):
+    """Inputs on meshes of their own, in tuples and dicts; a dimension by its index."""
+    rank = dist.get_rank()
+    whole, meshes = (
+        ProcessMesh([[0, 1], [2, 3]], dim_names=NAMES),
+        [ProcessMesh(half, NAMES) for half in ([[0], [1]], [[2], [3]])],
+    )
+    batch, found = (torch.arange(8.0).view(4, 2), torch.arange(4)), []
+    for loader, keys in (
+        (shard_dataloader([batch], meshes, "dp"), (0, 1)),
+        (shard_dataloader([{"x": batch[0], "y": batch[1]}], meshes, ["dp", None], input_keys=["x", "y"]), ("x", "y")),
+        (shard_dataloader([batch], whole, 0), (0, 1)),
+    ):
+        (given,) = loader
+        found.append([(given[key].placements, given[key].to_local().tolist()) for key in keys])
+    rows = batch[0][2 * (rank % 2) :][:2].tolist(), batch[1][2 * (rank % 2) :][:2].tolist()
+    cut, replicated, first = (Shard(0), Replicate()), (Replicate(), Replicate()), rank < 2
+    for number, placements in ((0, cut), (1, replicated)):
+        assert [each[0] for each in found[number]] == [cut, placements]
+        assert found[number][0][1] == (rows[0] if first else [])
+        assert found[number][1][1] == ([] if first else batch[1].tolist() if number else rows[1])
+    assert found[2] == [(cut, tensor[2 * (rank // 2) :][:2].tolist()) for tensor in batch]
+    for wrong, message in (
+        (lambda: shard_dataloader([batch], meshes, ["dp"]), "with 2 meshes: give one for all, or one for each mesh"),
+        (lambda: shard_dataloader([batch], whole, 2), "the mesh has 2 dimensions, dp, mp"),
+        (
+            lambda: shard_dataloader([batch], meshes, "dp", is_dataset_splitted=True),
+            "with 2 meshes and shard_dims='dp'",
+        ),
+        (lambda: shard_dataloader([batch], meshes, "dp", input_keys=["x"]), "give the key of each mesh's input"),
+        (lambda: next(iter(shard_dataloader([{"x": batch[0]}], meshes, "dp"))), "a batch is a dict of 1"),
+        (lambda: next(iter(shard_dataloader([batch[:1]], meshes, "dp"))), "has 1 inputs, and 2 meshes are given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+def test_inputs_on_meshes_of_their_own(ranks):
+    ranks(4).run(loaded)
+
+
+def accumulated(_group, steps):
+    """Add up two backwards before a step; return the losses, and the sums over ranks after each backward."""
+    model, optimizer, loader = marked((2, 1), None)
+    shard_optimizer(optimizer, ShardingStage2("dp", model.mesh), gradient_accumulation_steps=steps)
+    losses = []
+    for x, target in loader:
+        optimizer.zero_grad()
+        sums = []
+        for _ in range(2):
+            loss = unshard(nn.functional.mse_loss(model(x), target)) / 2
+            with recorded() as events:
+                loss.backward()
+            sums.append(sum(event.kind in ("all_reduce", "reduce_scatter") for event in events))
+        assert model.norm.weight.grad.placements[0] == Shard(0)
+        optimizer.step()
+        losses.append(2 * loss.item())
+    return losses, sums
+
+
+def test_gradients_are_cut_after_the_last_backward(ranks):
+    expected, _ = trained()
+    for steps, first in ((1, True), (2, False)):
+        for losses, sums in ranks(2).run(accumulated, steps):
+            torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+            assert (sums[0] > 0) is first
+            assert first or sums[1] > 0
 
 
 def parts(_group):

@@ -1,18 +1,23 @@
 """train_step misused: tied tensors in pipelines, ranks with different arguments, batches that fail."""
 
+import copy
+
 import gpt
 import pytest
 import torch
+import torch.distributed as dist
 from test_train_step import STEPS, check, farthest, model_and_optimizer, trained_whole
 from torch import nn
 from torch.nn import functional as F
 
 from ascend_parallel.training import (
+    AmpOptions,
     GradientMerge,
     OverlapOptions,
     PipelineOptions,
     ShardingOptions,
     Strategy,
+    StrategyOptionError,
     train_step,
 )
 
@@ -46,6 +51,7 @@ def tied(_group, schedule, virtual, zero_stage):
     torch.manual_seed(0)
     model = Tied().double()
     step = train_step(model, gpt.batch_of(0), torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), strategy)
+    model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     for number in range(STEPS):
         found.append(step(*gpt.batch_of(number)).item())
@@ -176,6 +182,156 @@ def test_what_would_train_otherwise_than_it_looks_is_refused(ranks):
         assert "was stepped since, which trains nothing" in messages[4]
 
 
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def squares(model, x):
+    return (model(x) ** 2).mean()
+
+
+X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+
+
+def step_without_update(optimizer):
+    optimizer.step = lambda *_: None
+
+
+CHANGES = {
+    "load_state_dict": lambda model, _: model.load_state_dict(net().state_dict()),
+    "assigned": lambda model, _: model.load_state_dict(net().state_dict(), assign=True),
+    "frozen": lambda model, _: model[0].requires_grad_(False),
+    "written": lambda model, _: nn.init.zeros_(model[2].bias),
+    "replaced": lambda model, _: model.append(nn.Linear(4, 4).double()),
+    "gradient hook": lambda model, _: model[0].weight.register_hook(lambda gradient: gradient * 2),
+    "forward hook": lambda model, _: model[2].register_forward_hook(lambda *_: None),
+    "add_param_group": lambda _, optimizer: optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
+    "tensor lr": lambda _, optimizer: optimizer.param_groups[0]["lr"].fill_(0.5),
+    "step hook": lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+    "own step": lambda _, optimizer: step_without_update(optimizer),
+}
+SAID = {
+    "load_state_dict": "model that train_step was given has changed since (0.bias, 0.weight, 2.bias, 2.weight)",
+    "assigned": "model that train_step was given has changed since (0.bias, 0.weight, 2.bias, 2.weight)",
+    "frozen": "has changed since (0.bias, 0.weight), which trains nothing",
+    "written": "has changed since (2.bias), which trains nothing",
+    "replaced": "has changed since (3.bias, 3.weight), which trains nothing",
+    "gradient hook": "has changed since (0.weight), which trains nothing",
+    "forward hook": "has changed since (hooks of 2), which trains nothing",
+    "add_param_group": "was given other parameters since, which trains nothing",
+    "tensor lr": "was given other settings since, which trains nothing",
+    "step hook": "was given a hook since, which trains nothing",
+    "own step": "was given another step since, which trains nothing",
+}
+
+
+def changed_later(_group):
+    """Change the model or the optimizer after train_step, and before it; return the errors."""
+    strategy, later, before = Strategy(mode="data", mesh={"dp": 2}), {}, {}
+    for name, change in CHANGES.items():
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+        step = train_step(model, (X,), optimizer, strategy, loss=squares)
+        step(X)
+        change(model, optimizer)
+        with pytest.raises(RuntimeError) as error:
+            step(X)
+        later[name] = str(error.value)
+        step.close()
+    for name in ("step hook", "own step"):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        CHANGES[name](model, optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1) if name == "step hook" else None
+        with pytest.raises(ValueError, match="which an optimizer rebuilt over shards would not run") as error:
+            train_step(model, (X,), optimizer, strategy, loss=squares)
+        before[name] = str(error.value)
+    return later, before
+
+
+def test_what_changes_the_given_model_or_optimizer_is_refused(ranks):
+    for later, before in ranks(2).run(changed_later):
+        assert {name: message for name, message in later.items() if SAID[name] not in message} == {}
+        assert "this AdamW has a hook of step" in before["step hook"]
+        assert "this AdamW has a step of its own" in before["own step"]
+
+
+def changed_in_force(_group, options, more, change):
+    """Change the given model between steps, where the model itself is trained."""
+    model, strategy, losses = net(), Strategy(**options), []
+    rows = X.chunk(2)[dist.get_rank()] if strategy.mode == "hybrid" else X
+    step = train_step(model, (rows,), torch.optim.AdamW(model.parameters(), lr=0.1), strategy, loss=squares, **more)
+    for number in range(4):
+        if number == 2:
+            CHANGES[change](model, None)
+        losses.append(step(rows).item())
+    step.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "change"),
+    [
+        ({"mode": "hybrid"}, {}, "load_state_dict"),
+        ({"mode": "hybrid"}, {}, "frozen"),
+        ({"mode": "data", "sharding": ShardingOptions(zero_stage=1)}, {"static": False}, "frozen"),
+    ],
+)
+def test_what_changes_a_model_that_is_trained_itself_is_in_force(ranks, options, more, change):
+    model, expected = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for number in range(4):
+        if number == 2:
+            CHANGES[change](model, None)
+        loss = squares(model, X)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in ranks(2).run(changed_in_force, {**options, "mesh": {"dp": 2}}, more, change):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+class Complex(nn.Module):
+    """A linear layer, and a product with complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.w = nn.Linear(4, 4).double(), nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.view_as_real(self.linear(x).to(torch.complex128) @ self.w)
+
+
+def complex_parameters(_group, options):
+    model, strategy = Complex(), Strategy(max_norm=0.1, mesh={"dp": 2}, **options)
+    rows = X.chunk(2)[dist.get_rank()] if strategy.mode == "hybrid" else X
+    step = train_step(model, (rows,), torch.optim.AdamW(model.parameters(), lr=0.1), strategy, loss=squares)
+    losses = [step(rows).item() for _ in range(3)]
+    step.close()
+    model, in_16_bits = Complex(), Strategy(mode="data", mesh={"dp": 2}, amp=AmpOptions(dtype="bfloat16"))
+    with pytest.raises(StrategyOptionError, match=r"amp.dtype=.bfloat16. with complex parameters \(w\)"):
+        train_step(model, (X,), torch.optim.AdamW(model.parameters()), in_16_bits, loss=squares)
+    return losses
+
+
+@pytest.mark.parametrize("options", [{"mode": "hybrid"}, {"mode": "data", "sharding": ShardingOptions(zero_stage=1)}])
+def test_complex_parameters_are_clipped_as_by_torch(ranks, options):
+    model, expected = Complex(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = squares(model, X)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in ranks(2).run(complex_parameters, options):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+
+
 def with_an_argument_less(_group):
     model, optimizer = model_and_optimizer()
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}))
@@ -190,3 +346,54 @@ def with_an_argument_less(_group):
 def test_another_number_of_arguments_is_refused_and_the_next_batch_trains(ranks):
     first, second = ranks(2).run(with_an_argument_less)
     assert first == second
+
+
+def grouped(order):
+    """Return a net and its optimizer, whose groups have hyperparameters of their own, in an order."""
+    model = net()
+    groups = [
+        {"params": [model[0].weight], "lr": 0.1, "weight_decay": 0.3},
+        {"params": [model[0].bias, model[2].bias], "lr": 0.01},
+        {"params": [model[2].weight], "lr": 0.03, "betas": (0.5, 0.9)},
+    ]
+    return model, torch.optim.AdamW([groups[place] for place in order])
+
+
+def continued(_group, folder, order):
+    """Train two batches, save, load with the groups in another order, train two more."""
+    strategy = Strategy(mode="data", mesh={"dp": 2}, sharding=ShardingOptions(zero_stage=1))
+    first, second = (train_step(*_with_batch(grouped(each)), strategy, loss=squares) for each in ([0, 1, 2], order))
+    losses = [first(X).item() for _ in range(2)]
+    first.optimizer.param_groups[0]["lr"] = 0.02
+    first.save(folder)
+    first.close()
+    second.load(folder)
+    losses += [second(X).item() for _ in range(2)]
+    with pytest.raises(ValueError, match="of these in another order"):
+        second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.close()
+    model = net()
+    joined = train_step(model, (X,), torch.optim.AdamW(model.parameters()), strategy, loss=squares)
+    with pytest.raises(ValueError, match=r"joins parameters that were saved with different lr"):
+        joined.load(folder)
+    joined.close()
+    return losses
+
+
+def _with_batch(made):
+    model, optimizer = made
+    return model, (X,), optimizer
+
+
+def test_a_checkpoint_is_loaded_by_names_whatever_the_order_of_groups(ranks, tmp_path):
+    (model, optimizer), expected = grouped([0, 1, 2]), []
+    for number in range(4):
+        if number == 2:
+            optimizer.param_groups[0]["lr"] = 0.02
+        loss = squares(model, X)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in ranks(2).run(continued, tmp_path, [2, 0, 1]):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)

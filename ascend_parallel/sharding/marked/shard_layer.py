@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,28 +31,27 @@ def shard_layer(
 
     shard_fn
         Called with (path, module, mesh) for `layer` and each module in it: replaces the parameters that it knows by
-        ``shard_tensor(...)``. All others are replicated.
+        ``shard_tensor(...)``. All others are replicated. A tied parameter stays tied, whichever of its names is marked.
     input_fn, output_fn
         Called with (tuple of inputs, mesh) before each forward, and with (output, mesh) after it; return the
         replacement.
 
     In its forwards a plain tensor that meets a DTensor, such as positions or a mask that the code makes, is taken as
-    replicated; `ValueError` on every rank if its values are not the same on all ranks.
+    replicated; `ValueError` on every rank if its values are not the same on all ranks. Raises `ValueError` for a tied
+    parameter whose names are marked differently.
     """
     process_mesh = ProcessMesh.of(mesh)
-    known: dict[int, Any] = {}  # a tied parameter stays tied
-    modules = list(layer.named_modules())
-    for path, module in modules if shard_fn is not None else ():
+    names_of_tensors = _names_of_tensors(layer)
+    for path, module in list(layer.named_modules()) if shard_fn is not None else ():
         assert shard_fn is not None
         shard_fn(path, module, process_mesh)
-    for _, module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
-                    if id(tensor) not in known:
-                        replicated = [Replicate()] * process_mesh.ndim
-                        known[id(tensor)] = tensor, shard_tensor(tensor, process_mesh, replicated)
-                    tensors[name] = known[id(tensor)][1]
+    for names in names_of_tensors:
+        _tie(names)
+    for names in _names_of_tensors(layer):
+        if not isinstance(names[0].tensor, DTensor):
+            replicated = shard_tensor(names[0].tensor, process_mesh, [Replicate()] * process_mesh.ndim)
+            for name in names:
+                name.table[name.key] = replicated
     propagate_functions(layer)
     if input_fn is not None:
         layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, process_mesh))
@@ -62,7 +60,44 @@ def shard_layer(
     return layer
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | None = None) -> torch.optim.Optimizer:
+@dataclass(frozen=True)
+class _TensorName:
+    """A name of a parameter or buffer: `key` in a table of one module."""
+
+    path: str
+    table: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Any:
+        """The tensor that has the name now; None for none."""
+        return self.table.get(self.key)
+
+
+def _names_of_tensors(layer: nn.Module) -> list[list[_TensorName]]:
+    """Return all names of each parameter and buffer; a tied one has several."""
+    names: dict[int, list[_TensorName]] = {}
+    for path, module in layer.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(_TensorName(f"{path}.{key}".removeprefix("."), table, key))
+    return list(names.values())
+
+
+def _tie(names: Sequence[_TensorName]) -> None:
+    """Give all names of a tensor the DTensor that one of them was marked with."""
+    marked = [name for name in names if isinstance(name.tensor, DTensor)]
+    if len({(name.tensor.device_mesh, name.tensor.placements) for name in marked}) > 1:
+        shown = "; ".join(f"{name.path} {list(name.tensor.placements)}" for name in marked)
+        raise ValueError(f"one tied parameter has several marks ({shown}): mark one of its names, or all alike")
+    for name in names if marked else ():
+        name.table[name.key] = marked[0].tensor
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, shard_fn: ShardState | None = None, gradient_accumulation_steps: int = 1
+) -> torch.optim.Optimizer:
     """Set the placements of the optimizer's state, and return the optimizer; call it before the first step.
 
     shard_fn
@@ -70,12 +105,18 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
         placements (the default). With other placements, every step updates only this rank's part of the parameter and
         then gathers the parameter: ZeRO stage 1.
 
+    gradient_accumulation_steps
+        How many backwards add up before a step: `ShardingStage2` reduces and cuts gradients after the last alone, which
+        sends less and holds whole gradients in between.
+
     `ShardingStage2` and `ShardingStage3` also cut gradients, and parameters, at this call.
 
     Each step first reduces partial gradients, once. Raises `ValueError` for an optimizer that has stepped, and for a
     parameter that is no DTensor.
     """
-    if optimizer.state:
+    if type(gradient_accumulation_steps) is not int or gradient_accumulation_steps < 1:
+        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a number of backwards")
+    if has_stepped(optimizer):
         raise ValueError("the optimizer has stepped: call shard_optimizer before the first step")
     placements: dict[nn.Parameter, Sequence[Placement]] = {}
     for index, parameter in enumerate(_parameters(optimizer)):
@@ -85,11 +126,31 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: ShardState | Non
     if isinstance(shard_fn, ShardingStage1):
         unsharded = {parameter: _placements(parameter) for parameter in placements}
         setattr(optimizer, STAGE, OptimizerStage(shard_fn.stage, shard_fn.dim_name, unsharded))
-        shard_fn.apply(placements)
-    step = _ShardedStep(optimizer, placements)
+        shard_fn.apply(placements, gradient_accumulation_steps)
+    for parameter, placed in placements.items():  # a state before the first step is Adagrad's
+        state = optimizer.state.get(parameter, {})
+        state |= {key: _at(value, placed) for key, value in state.items() if isinstance(value, DTensor)}
+    step = ShardedStep(optimizer, placements)
     optimizer.register_step_pre_hook(step.before)
     optimizer.register_step_post_hook(step.after)
     return optimizer
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer has made a step; Adagrad's state is there before."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clip the gradients of marked parameters to [-clip_value, clip_value], in place; every rank calls it.
+
+    As torch.nn.utils.clip_grad_value_, which refuses partial sums: these are summed first, once.
+    """
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        if parameter.grad is not None:
+            summed = _at(parameter.grad, _placements(parameter)) if isinstance(parameter.grad, DTensor) else None
+            parameter.grad = (parameter.grad if summed is None else summed).clamp_(-clip_value, clip_value)
 
 
 class ShardingStage1:
@@ -97,17 +158,25 @@ class ShardingStage1:
 
     stage = 1
 
-    def __init__(self, dim_name: str) -> None:
-        """Take the mesh dimension's name, such as "dp"."""
+    def __init__(self, dim_name: str, mesh: Mesh | None = None) -> None:
+        """Take the mesh dimension's name, such as "dp"; `mesh`: of parameters on this mesh alone."""
         self.dim_name = dim_name
+        self.mesh = None if mesh is None else ProcessMesh.of(mesh)
+        if self.mesh is not None:
+            self.mesh.dim(dim_name)
 
-    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
-        """Cut what the stage cuts besides the state; `placements` are those of each parameter's state."""
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]], backwards: int = 1) -> None:
+        """Cut what the stage cuts besides the state; `placements` are those of each parameter's state.
+
+        backwards: gradients of so many backwards add up before they are cut.
+        """
 
     def __call__(self, parameter: nn.Parameter) -> Sequence[Placement] | None:
         """Return the state's placements, sharded along the first tensor dimension that is unsharded and long enough."""
         assert isinstance(parameter, DTensor)
         mesh = ProcessMesh.of(parameter.device_mesh)
+        if self.mesh not in (None, mesh):
+            return None
         dim = mesh.dim(self.dim_name)
         placements = list(parameter.placements)
         cut = [placement.dim for placement in placements if isinstance(placement, Shard)]
@@ -123,11 +192,12 @@ class ShardingStage2(ShardingStage1):
 
     stage = 2
 
-    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]], backwards: int = 1) -> None:
         """Set a hook on each parameter."""
         for parameter, placed in placements.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(_cut_gradient, placed))  # type: ignore[no-untyped-call]
+                cut = _GradientCut(placed, backwards)
+                parameter.register_post_accumulate_grad_hook(cut)  # type: ignore[no-untyped-call]
 
 
 class ShardingStage3(ShardingStage2):
@@ -136,13 +206,13 @@ class ShardingStage3(ShardingStage2):
     stage = 3
 
     @torch.no_grad()
-    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]]) -> None:
+    def apply(self, placements: Mapping[nn.Parameter, Sequence[Placement]], backwards: int = 1) -> None:
         """Replace the parameters' parts in place; the parameters stay the same objects."""
         for parameter, placed in placements.items():
             if tuple(placed) != _placements(parameter):
                 part = nn.Parameter(_at(parameter, placed), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, part)  # type: ignore[no-untyped-call]
-        super().apply(placements)
+        super().apply(placements, backwards)
 
 
 @dataclass(frozen=True)
@@ -159,16 +229,24 @@ def optimizer_stage(optimizer: torch.optim.Optimizer) -> OptimizerStage | None:
     return getattr(optimizer, STAGE, None)
 
 
-@torch.no_grad()
-def _cut_gradient(placements: Sequence[Placement], parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        parameter.grad = _at(parameter.grad, placements)
+class _GradientCut:
+    """A hook that reduces and cuts a parameter's gradient after the last of several backwards."""
+
+    def __init__(self, placements: Sequence[Placement], backwards: int) -> None:
+        self._placements, self._backwards, self._seen = placements, backwards, 0
+
+    @torch.no_grad()
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._seen = (self._seen + 1) % self._backwards
+        if self._seen == 0 and parameter.grad is not None:
+            parameter.grad = _at(parameter.grad, self._placements)
 
 
-class _ShardedStep:
+class ShardedStep:
     """Swaps the optimizer's parameters for this rank's parts during a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, placements: dict[nn.Parameter, Sequence[Placement]]) -> None:
+        """Take the placements of each parameter's state."""
         self._placements = placements
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._optimizer = optimizer

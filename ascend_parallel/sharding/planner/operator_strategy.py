@@ -134,12 +134,13 @@ def named_nodes(graph: Graph, pattern: str) -> list[Node]:
     "layers.0-31.mlp" names the layers 0 to 31.
     "layers.*.mlp.up": in each module of that path the calls with weights, or the only call. A colon adds the operator:
     "layers.*.attn:scaled_dot_product_attention", or "layers.*.attn:*attention"; "layers.*.attn:matmul#1" is the second
-    of each module's matmuls; "inputs:tokens" is an input, "weights:layers.*.up.weight" a parameter.
+    of each module's matmuls; "inputs:tokens" is an input, "weights:layers.*.up.weight" a parameter, which has each of
+    its names if it is tied.
     Raises `StrategyError` if the pattern names no node, or is ambiguous.
     """
     path, _, operator = pattern.partition(":")
     if path in ("inputs", "weights"):
-        nodes = [node for node in graph.nodes.values() if node.kind != CALL and path_matches(node.source, operator)]
+        nodes = [node for node in graph.nodes.values() if node.kind != CALL and _is_called(graph, node, operator)]
     elif operator:
         nodes = _operator_calls(graph, path, operator)
     else:
@@ -147,6 +148,11 @@ def named_nodes(graph: Graph, pattern: str) -> list[Node]:
     if not nodes:
         raise StrategyError(f"{pattern!r} names nothing; {_existing_names(graph, path, operator)}")
     return nodes
+
+
+def _is_called(graph: Graph, node: Node, pattern: str) -> bool:
+    """Tell whether a pattern names an input, parameter or buffer; a tied tensor has several names."""
+    return any(path_matches(name, pattern) for name in (node.source, *graph.tied.get(node.source, ())))
 
 
 def _operator_calls(graph: Graph, path: str, operator: str) -> list[Node]:
@@ -227,7 +233,9 @@ def _existing_names(graph: Graph, path: str, operator: str) -> str:
     """Return the part of an error message that lists names close to those of a pattern."""
     if path in ("inputs", "weights"):
         kinds = (INPUT,) if path == "inputs" else (PARAMETER, BUFFER)
-        return f"there are {', '.join(node.source for node in graph.nodes.values() if node.kind in kinds)}"
+        nodes = [node for node in graph.nodes.values() if node.kind in kinds]
+        names = (" = ".join((node.source, *graph.tied.get(node.source, ()))) for node in nodes)
+        return f"there are {', '.join(names)}"
     if operator and (calls := _calls(graph, path)):
         return f"{path!r} runs {', '.join(dict.fromkeys(map(operator_name, calls)))}"
     modules = sorted({node.module for node in graph.nodes.values() if node.kind == CALL and node.module})

@@ -95,7 +95,7 @@ class EagerForward(TorchFunctionMode):
         if places:
             raise ValueError(
                 f"{_call_text(function, leaves)}: the forward calls this {len(places)} times, and which call "
-                "torch.utils.checkpoint runs again is ambiguous: use parallelize(..., static=True) with recompute"
+                "torch.utils.checkpoint runs again is ambiguous: use ShardedModule(...) with recompute"
             )
         if not torch.is_grad_enabled():
             return self.inspect(function, args, kwargs)

@@ -175,10 +175,10 @@ def _calls(plan: ShardingPlan) -> tuple[FunctionCall, ...]:
     """Return the function calls of the traced forward; raises `ValueError` for a plan that cannot run eagerly."""
     mesh, calls = plan.mesh, plan.graph.calls
     if isinstance(calls, str):
-        raise ValueError(f"the model cannot be run eagerly: {calls}. parallelize(..., static=True) runs the graph")
+        raise ValueError(f"the model cannot be run eagerly: {calls}. ShardedModule(...) runs the graph")
     if mesh.process_ids != sorted(mesh.process_ids):
         raise ValueError(
             f"the ranks of {mesh} are not ascending, and torch's DTensor gathers such meshes wrongly; "
-            "parallelize(..., static=True) runs the graph"
+            "ShardedModule(...) runs the graph"
         )
     return calls

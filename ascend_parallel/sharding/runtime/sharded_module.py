@@ -71,8 +71,18 @@ class ShardedModule(torch.nn.Module):
         prefetch: bool = True,
         compile: str | None = None,
     ) -> None:
-        """Slice the model's parameters and choose the overlapped operators.
+        """Slice the model's parameters and choose the overlapped operators. Every rank must call this alike.
 
+        model
+            The traced model, with the same values on every rank; it is not changed.
+        overlap
+            Use the overlapped operators where possible (`fused`).
+        settings
+            Settings of these operators. Default: the current settings (`ascend_parallel.configure`).
+        local_inputs
+            Every rank passes its local part of the inputs, laid out as in the plan, instead of the global inputs.
+        recompute
+            What backward recomputes, by default the modules marked by `ascend_parallel.training.recompute`.
         group
             For a plan of a part of the model: only the ranks of this group call this, and only tensors that the plan
             lays out are held. All ranks of the job must have called `plan.mesh.device_mesh()` before.
@@ -85,11 +95,12 @@ class ShardedModule(torch.nn.Module):
         compile
             "segments": torch.compile compiles the operators between two collectives; None: every operator runs alone.
 
-        Raises as `parallelize`, and `ValueError` for a group with other ranks than the mesh, `RuntimeError` if the
-        mesh has no groups.
+        Raises `DisagreementError` on every rank if plans or settings differ or a rank is missing; `ValueError` for a
+        rank outside of the plan's mesh, a model other than the plan's, and a group with other ranks than the mesh;
+        `RuntimeError` if the mesh has no groups.
         """
         super().__init__()
-        _check_options(model, plan, bucket_bytes, group, compile)
+        _check_options(model, plan, settings, bucket_bytes, group, compile)
         settings = settings or current_settings()
         recompute = Recompute.of(model) if recompute is None else recompute
         seed = confirm_same_plan(
@@ -268,17 +279,24 @@ class ShardedModule(torch.nn.Module):
 
 
 def _check_options(
-    model: torch.nn.Module, plan: ShardingPlan, bucket_bytes: int, group: dist.ProcessGroup | None, compile: str | None
+    model: torch.nn.Module,
+    plan: ShardingPlan,
+    settings: Settings | None,
+    bucket_bytes: int,
+    group: dist.ProcessGroup | None,
+    compile: str | None,
 ) -> None:
     if compile not in (None, SEGMENTS):
         raise ValueError(f"compile={compile!r}: give {SEGMENTS!r}, or None to run every operator alone")
     if bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
+    if settings is not None and not isinstance(settings, Settings):
+        raise TypeError(f"settings={settings!r}: give ascend_parallel.Settings, or None for the current settings")
     _check_group(plan.mesh, group)
     if plan.graph.only_in_python:
         raise ValueError(
             f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: remove "
-            "this from the forward, or use parallelize(..., static=False), which runs the model's own Python"
+            "this from the forward, or use parallelize(), which runs the model's own Python"
         )
 
 

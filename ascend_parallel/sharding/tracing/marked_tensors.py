@@ -46,14 +46,26 @@ def placements_of(model: torch.nn.Module) -> dict[str, Placed]:
 
     Also those that `keep_placements` left on a model of plain tensors.
     """
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     found: dict[str, Placed] = dict(vars(model).get(ATTRIBUTE) or {})
-    for name, tensor in named:
+    for name, tensor in _named_tensors(model):
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             names = mesh.mesh_dim_names or tuple(f"d{dim}" for dim in range(mesh.ndim))
             found[name] = Placed(tuple(zip(names, mesh.mesh.shape, strict=True)), tuple(tensor.placements))
     return found
+
+
+def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, by each name of a tied parameter or buffer, its other names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in _named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    several = [tied for tied in names.values() if len(tied) > 1]
+    return {name: tuple(other for other in tied if other != name) for tied in several for name in tied}
 
 
 def keep_placements(model: torch.nn.Module, placements: Mapping[str, Placed]) -> None:

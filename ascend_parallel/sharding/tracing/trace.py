@@ -41,7 +41,7 @@ from ascend_parallel.sharding.tracing.determinism import (
 )
 from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of, first_names
 from ascend_parallel.sharding.tracing.functionalize import FunctionalOp, functional_ops
-from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors
+from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors, tied_names
 from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes
 from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
 from ascend_parallel.sharding.tracing.untraceable import CONTROL_FLOW, SHAPES, VALUES, place_of, reason
@@ -83,7 +83,7 @@ def trace(
     placed = placements_of(model)
     arguments = (tuple(args), dict(kwargs or {}))
     with collector_paused(), plain_tensors(model, arguments) as (plain, (plain_args, plain_kwargs)):
-        return replace(_traced(plain, plain_args, plain_kwargs, twice), placed=placed)
+        return replace(_traced(plain, plain_args, plain_kwargs, twice), placed=placed, tied=tied_names(model))
 
 
 def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], twice: bool) -> Graph:

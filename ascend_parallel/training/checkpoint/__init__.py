@@ -14,7 +14,7 @@ convert          conversion between formats
 
 from ascend_parallel.training.checkpoint.differences import CheckpointError
 from ascend_parallel.training.checkpoint.folder import latest, steps
-from ascend_parallel.training.checkpoint.loading import CheckpointReader, Loaded, load, whole_state
+from ascend_parallel.training.checkpoint.loading import CheckpointReader, LoadResult, load, whole_state
 from ascend_parallel.training.checkpoint.module_shards import optimizer_tensor_shards, tensor_shards_of
 from ascend_parallel.training.checkpoint.safetensors import load_safetensors, read_safetensors, write_safetensors
 from ascend_parallel.training.checkpoint.saving import Saving, save
@@ -22,7 +22,7 @@ from ascend_parallel.training.checkpoint.saving import Saving, save
 __all__ = [
     "CheckpointError",
     "CheckpointReader",
-    "Loaded",
+    "LoadResult",
     "Saving",
     "latest",
     "load",

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """The result of a load beside the tensors.
 
     path
@@ -49,7 +49,7 @@ def load(
     optimizer: Mapping[str, TensorShard] | None = None,
     step: int | None = None,
     random: bool = True,
-) -> Loaded:
+) -> LoadResult:
     """Fill the shards in place from the latest checkpoint of a folder, the checkpoint of `step`, or a checkpoint.
 
     Every rank of the default process group calls it; without a group, this process alone. The mesh and the number of
@@ -89,7 +89,7 @@ def load(
         set_random_state(plain[random_name])
         if ranks != manifest["ranks"] and rank == 0:
             log.warning("saved by %s ranks, loaded by %s: all take rank 0's random state", manifest["ranks"], ranks)
-    return Loaded(checkpoint, manifest["step"], plain[VALUES])
+    return LoadResult(checkpoint, manifest["step"], plain[VALUES])
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from ascend_parallel.training.optimizer.factory import OptimizerFactory, optimiz
 from ascend_parallel.training.optimizer.parallel_optimizer import ParallelOptimizer
 from ascend_parallel.training.optimizer.partition import predicted_memory, sharded_parameters
 from ascend_parallel.training.optimizer.scaling import LossScale
-from ascend_parallel.training.optimizer.targets import Target, data_parallel_targets, module_targets
+from ascend_parallel.training.optimizer.targets import OwnedParameter, data_parallel_targets, module_targets
 
 __all__ = [
     "LossScale",
     "OptimizerFactory",
+    "OwnedParameter",
     "ParallelOptimizer",
-    "Target",
     "data_parallel_targets",
     "module_targets",
     "optimizer_factory",

@@ -13,7 +13,7 @@ from ascend_parallel.consistency import DisagreementError, confirm_same, exchang
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.optimizer.partition import PARTITIONS
 from ascend_parallel.training.optimizer.scaling import LossScale
-from ascend_parallel.training.optimizer.targets import Target
+from ascend_parallel.training.optimizer.targets import OwnedParameter
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -52,7 +52,7 @@ class Options:
 
 
 def check_on_all_ranks(
-    targets: Sequence[Target], factory: OptimizerFactory, options: Options, everybody: dist.ProcessGroup | None
+    targets: Sequence[OwnedParameter], factory: OptimizerFactory, options: Options, everybody: dist.ProcessGroup | None
 ) -> None:
     """Raise `ValueError` on every rank if any rank's targets contradict themselves or cannot be partitioned."""
     my_error: ValueError | None = None
@@ -69,7 +69,7 @@ def check_on_all_ranks(
             raise ValueError(f"rank {rank}: {values['refused']}")
 
 
-def _check(targets: Sequence[Target], factory: OptimizerFactory, options: Options) -> None:
+def _check(targets: Sequence[OwnedParameter], factory: OptimizerFactory, options: Options) -> None:
     names = [target.name for target in targets]
     double = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
     if double:
@@ -87,7 +87,7 @@ def _check(targets: Sequence[Target], factory: OptimizerFactory, options: Option
             _check_whole(target, factory, options)
 
 
-def _check_bounds(target: Target) -> None:
+def _check_bounds(target: OwnedParameter) -> None:
     held, shape = tuple(target.parameter.shape), target.shard.shape
     if held != tuple(target.shard.local.shape) or len(shape) != len(held):
         raise ValueError(f"{target.name} is {list(held)}; its shard is {list(target.shard.local.shape)}")
@@ -96,7 +96,7 @@ def _check_bounds(target: Target) -> None:
         raise ValueError(f"{target.name}: copies={target.copies} on groups of {ranks} replicas: give a multiple of it")
 
 
-def _check_whole(target: Target, factory: OptimizerFactory, options: Options) -> None:
+def _check_whole(target: OwnedParameter, factory: OptimizerFactory, options: Options) -> None:
     name = factory.kind.__name__
     if tuple(target.parameter.shape) != target.shard.shape:
         raise ValueError(
@@ -108,7 +108,7 @@ def _check_whole(target: Target, factory: OptimizerFactory, options: Options) ->
 
 
 def confirm_same_arguments(
-    targets: Sequence[Target],
+    targets: Sequence[OwnedParameter],
     factory: OptimizerFactory,
     options: Options,
     loss_scale: LossScale | None,
@@ -129,7 +129,7 @@ def _description(factory: OptimizerFactory) -> str:
     return f"{factory.kind.__name__} {[sorted(settings.items(), key=repr) for _, settings in factory.groups]!r}"
 
 
-def _digest(targets: Sequence[Target]) -> str:
+def _digest(targets: Sequence[OwnedParameter]) -> str:
     described = [
         (target.name, tuple(target.parameter.shape), target.parameter.dtype, target.shard.shape, target.shard.offsets)
         for target in targets

@@ -8,6 +8,9 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ascend_parallel.sharding.marked.shard_layer import ShardedStep, has_stepped
 
 # Each element's update depends on this element alone, so any slice of a parameter can be updated by itself.
 ELEMENTWISE = frozenset(
@@ -93,9 +96,15 @@ def optimizer_factory(
             f"{kind.__name__} is not known: give optimizer_factory(..., elementwise=True) if it updates each element "
             "from its own values alone, else elementwise=False"
         )
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    if has_stepped(optimizer):
         raise ValueError(
             f"this {kind.__name__} has made steps: give a new optimizer, and load its state with load_tensor_shards"
+        )
+    if step_hooks(optimizer) or has_own_step(optimizer):
+        raise ValueError(
+            f"this {kind.__name__} has {'a hook of step' if step_hooks(optimizer) else 'a step of its own'}, which an "
+            "optimizer rebuilt over shards would not run: register hooks on the ParallelOptimizer (step.optimizer of "
+            "train_step), and write steps in a class"
         )
     names: dict[torch.Tensor, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -106,6 +115,20 @@ def optimizer_factory(
     factory = OptimizerFactory(kind, groups, settings, elementwise)
     _check_rebuilds(factory, optimizer)
     return factory
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[object]:
+    """Return the hooks of an optimizer's step, without those of `shard_optimizer`, whose stage is known."""
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), ShardedStep)]
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `step` was replaced on the instance, but for the wrapper of torch's schedulers."""
+    step, of_schedulers = vars(optimizer).get("step"), LRScheduler.__init__.__code__.co_filename
+    while step is not None and getattr(getattr(step, "__code__", None), "co_filename", "") == of_schedulers:
+        step = step.__wrapped__
+    return step is not None and step is not type(optimizer).step
 
 
 def _group(

@@ -15,11 +15,10 @@ from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import checks, state
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
-from ascend_parallel.training.optimizer.fused_kernels import foreach_for_strided
 from ascend_parallel.training.optimizer.reduce_scatter import GradientReduceScatter
 from ascend_parallel.training.optimizer.scaling import LossScale
-from ascend_parallel.training.optimizer.shares import all_reduce_gradients, gather_updates, global_norm, share
-from ascend_parallel.training.optimizer.targets import Target
+from ascend_parallel.training.optimizer.shares import all_reduce_gradients, gather_updates, global_norm, partitioned
+from ascend_parallel.training.optimizer.targets import OwnedParameter
 
 _NO_SETTINGS = ("params", "param_names")
 
@@ -40,7 +39,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Sequence[OwnedParameter],
         factory: OptimizerFactory,
         *,
         zero_stage: int = 1,
@@ -80,8 +79,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
         checks.check_on_all_ranks(targets, factory, options, self._everybody)
         checks.confirm_same_arguments(targets, factory, options, loss_scale, self._everybody)
         self._options, self._factory, self.loss_scale = options, factory, loss_scale
-        self._shares = share(targets, zero_stage, partition_by, master_dtype)
-        self._owned = [owned for _, _, owned in self._shares if owned is not None]
+        self._shares = partitioned(targets, zero_stage, partition_by, master_dtype)
+        self._owned = [share.owned for share in self._shares if share.owned is not None]
         self._masters = [owned for owned in self._owned if owned.is_master]
         self._inner = factory.make(self._by_group((owned.target.name, owned.inner) for owned in self._owned))
         parameters = self._by_group((target.name, target.parameter) for target in targets)
@@ -170,7 +169,15 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on the same rank of the same layout."""
+        """Load what `state_dict` returned on the same rank of the same layout.
+
+        Raises `ValueError` for other parameter groups, or groups in another order: their state lies by position.
+        """
+        if state_dict.get("names", self._names()) != self._names():
+            raise ValueError(
+                "the state is of other parameter groups, or of these in another order: load it with load_tensor_shards "
+                "and load_plain_state, which match names"
+            )
         self._inner.load_state_dict(state_dict["optimizer"])
         for owned, tensor in zip(self._masters, state_dict["masters"], strict=True):
             owned.refresh()
@@ -180,14 +187,29 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def plain_state(self) -> dict[str, Any]:
         """Return the state outside tensors: the current hyperparameters and the loss scale."""
         settings = [{key: group[key] for key in group if key not in _NO_SETTINGS} for group in self.param_groups]
-        return {"settings": settings, "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict()}
+        return {
+            "settings": settings,
+            "names": self._names(),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+        }
 
     def load_plain_state(self, plain: Mapping[str, Any]) -> None:
-        """Load what `plain_state` returned, on any rank of any layout."""
-        for group, settings in zip(self.param_groups, plain["settings"], strict=True):
+        """Load what `plain_state` returned, on any rank of any layout.
+
+        A group takes the hyperparameters that its parameters had, by their names. Raises `ValueError` if these had
+        different ones, or the state has none of them.
+        """
+        saved = plain["settings"]
+        if "names" in plain:
+            saved = state.settings_of_groups(self._names(), plain["names"], saved)
+        for group, settings in zip(self.param_groups, saved, strict=True):
             group.update(settings)
         if self.loss_scale is not None and plain["loss_scale"] is not None:
             self.loss_scale.load_state_dict(plain["loss_scale"])
+
+    def _names(self) -> list[list[str]]:
+        """Return the names of each group's parameters."""
+        return [sorted(names) for names, _ in self._factory.groups]
 
     def _by_group(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Return tensors, each with its parameter's name, by parameter group."""
@@ -202,13 +224,14 @@ class ParallelOptimizer(torch.optim.Optimizer):
             self._reduce_scatter.finish()
         elif self._options.unreduced:
             self._reduce()
-        for target, _, owned in self._shares:
+        for share in self._shares:
+            target, owned = share.target, share.owned
             is_scattered = self._reduce_scatter is not None and target.group is not None
             if owned is not None and not is_scattered and target.parameter.grad is not None:
                 owned.take(target.parameter.grad)
 
     def _reduce(self) -> None:
-        targets = [target for target, _, _ in self._shares if target.group is not None]
+        targets = [share.target for share in self._shares if share.target.group is not None]
         known = {id(gradient) for kept in self._summed if (gradient := kept()) is not None}
         if any(id(target.parameter.grad) in known for target in targets if target.parameter.grad is not None):
             raise RuntimeError(
@@ -237,7 +260,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def _multiply(self, factor: float) -> None:
         if factor == 1:
             return
-        for target, _, owned in self._shares:
+        for share in self._shares:
+            target, owned = share.target, share.owned
             # If the owned gradient is a view of the whole gradient, multiply the whole: replicas stay equal.
             is_view = self._reduce_scatter is None or target.group is None
             whole = target.parameter.grad
@@ -249,7 +273,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         self._push()
-        with foreach_for_strided(self._inner):
+        with _foreach_for_strided(self._inner):
             self._inner.step()
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update({key: value for key, value in inner.items() if key not in _NO_SETTINGS})
@@ -264,3 +288,26 @@ class ParallelOptimizer(torch.optim.Optimizer):
         """Give the inner optimizer the current hyperparameters."""
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in ours.items() if key not in _NO_SETTINGS})
+
+
+@contextmanager
+def _foreach_for_strided(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let groups with ``fused=True`` and a tensor that is not contiguous run the foreach kernels inside the context.
+
+    The fused kernels on CPUs read a tensor's memory in a row, whatever its strides: parameters that are not contiguous
+    get wrong values without an error (torch 2.7 to 2.13). ZeRO's slices along a later dimension are such views.
+    """
+    strided = [group for group in optimizer.param_groups if group.get("fused") and _has_strided(group)]
+    kept = [(group["fused"], group.get("foreach")) for group in strided]
+    for group in strided:
+        group.update(fused=False, foreach=True)
+    try:
+        yield
+    finally:
+        for group, (fused, foreach) in zip(strided, kept, strict=True):
+            group.update(fused=fused, foreach=foreach)
+
+
+def _has_strided(group: dict[str, Any]) -> bool:
+    tensors = [each for tensor in group["params"] for each in (tensor, tensor.grad) if each is not None]
+    return not all(tensor.is_contiguous() for tensor in tensors)

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from ascend_parallel.sharding.runtime.gradient_buckets import BucketOrder
 from ascend_parallel.training.optimizer.buckets import BucketReduceScatter, bucket_indices
-from ascend_parallel.training.optimizer.shares import Share, any_rank_set, by_group
+from ascend_parallel.training.optimizer.shares import PartitionedParameter, any_rank_set, by_group
 
 # Buckets in flight at the same time: more would hold more memory.
 IN_FLIGHT = 2
@@ -26,22 +26,22 @@ IN_FLIGHT = 2
 class GradientReduceScatter:
     """Takes the gradients of replicated targets after each backward; all ranks of a group call it alike."""
 
-    def __init__(self, shares: Sequence[Share], bucket_bytes: int) -> None:
+    def __init__(self, shares: Sequence[PartitionedParameter], bucket_bytes: int) -> None:
         """Register a hook on each parameter; the last targets, whose gradients are ready first, go first."""
-        self._shares = [entry for entry in reversed(shares) if entry[0].group is not None]
+        self._shares = [share for share in reversed(shares) if share.target.group is not None]
         self._buckets: list[list[int]] = []
-        for _, chosen in by_group([target for target, _, _ in self._shares]):
-            parameters = [self._shares[index][0].parameter for index in chosen]
+        for _, chosen in by_group([share.target for share in self._shares]):
+            parameters = [self._shares[index].target.parameter for index in chosen]
             self._buckets += [[chosen[index] for index in part] for part in bucket_indices(parameters, bucket_bytes)]
         self._buckets.sort(key=lambda bucket: bucket[0])
         self._order: BucketOrder | None = None  # of the running backward
         self._reached: set[int] = set()
         self._paused = False
         self._in_flight: deque[tuple[list[int], BucketReduceScatter]] = deque()
-        for index, (target, _, _) in enumerate(self._shares):
+        for index, share in enumerate(self._shares):
             hook = partial(self._gradient_ready, index)
             hook.takes_terms = True  # type: ignore[attr-defined]  # the hook expects gradients that are not summed yet
-            target.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            share.target.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -55,9 +55,9 @@ class GradientReduceScatter:
     def finish(self) -> None:
         """Reduce gradients still in parameters, if any rank has any; drop gradients that no rank has reached."""
         reached, left = set(self._reached), set()
-        for group, indices in by_group([target for target, _, _ in self._shares]):
+        for group, indices in by_group([share.target for share in self._shares]):
             assert group is not None
-            targets = [self._shares[index][0] for index in indices]
+            targets = [self._shares[index].target for index in indices]
             has_grad = [target.parameter.grad is not None for target in targets]
             flags = [[index in self._reached for index in indices], has_grad]
             any_reached, any_left = any_rank_set(flags, targets[0].parameter, group)
@@ -65,11 +65,11 @@ class GradientReduceScatter:
             reached |= left | {index for index, is_reached in zip(indices, any_reached, strict=True) if is_reached}
         self._launch([number for number, bucket in enumerate(self._buckets) if not left.isdisjoint(bucket)])
         self._wait_until(0)
-        for index, (_, _, owned) in enumerate(self._shares):
-            if owned is not None and index not in reached:
-                owned.drop()
-            elif owned is not None:
-                owned.settle()
+        for index, share in enumerate(self._shares):
+            if share.owned is not None and index not in reached:
+                share.owned.drop()
+            elif share.owned is not None:
+                share.owned.settle()
         self._reached.clear()
 
     def drop(self) -> None:
@@ -98,12 +98,12 @@ class GradientReduceScatter:
 
     def _launch(self, numbers: Sequence[int]) -> None:
         for bucket in (self._buckets[number] for number in numbers):
-            parameters = [self._shares[index][0].parameter for index in bucket]
-            group = self._shares[bucket[0]][0].group
+            parameters = [self._shares[index].target.parameter for index in bucket]
+            group = self._shares[bucket[0]].target.group
             assert group is not None
             gradients = [param.grad for param in parameters]
             self._reached |= {index for index, gradient in zip(bucket, gradients, strict=True) if gradient is not None}
-            partitions = [self._shares[index][1] for index in bucket]
+            partitions = [self._shares[index].partition for index in bucket]
             self._in_flight.append((bucket, BucketReduceScatter(gradients, parameters, partitions, group)))
             for param in parameters:
                 param.grad = None
@@ -114,6 +114,6 @@ class GradientReduceScatter:
         while len(self._in_flight) > left:
             bucket, reduce_scatter = self._in_flight.popleft()
             for index, summed in zip(bucket, reduce_scatter.wait(), strict=True):
-                owned = self._shares[index][2]
+                owned = self._shares[index].owned
                 if owned is not None and summed is not None:
                     owned.accumulate(summed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -12,17 +13,23 @@ from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.training.optimizer.buckets import all_reduce_tensors, gather_shards
 from ascend_parallel.training.optimizer.partition import Partition, full_bounds, partition
-from ascend_parallel.training.optimizer.targets import OwnedShard, Target
-
-Share = tuple[Target, Partition, OwnedShard | None]
-"""A target, the bounds of each replica's shard (of this rank's alone without replicas), and this rank's shard."""
+from ascend_parallel.training.optimizer.targets import OwnedParameter, OwnedShard
 
 
-def share(
-    targets: Sequence[Target], zero_stage: int, partition_by: str, master_dtype: torch.dtype | None
-) -> list[Share]:
+@dataclass(frozen=True)
+class PartitionedParameter:
+    """A target, the bounds of each replica's shard (of this rank's alone without replicas), and this rank's shard."""
+
+    target: OwnedParameter
+    partition: Partition
+    owned: OwnedShard | None
+
+
+def partitioned(
+    targets: Sequence[OwnedParameter], zero_stage: int, partition_by: str, master_dtype: torch.dtype | None
+) -> list[PartitionedParameter]:
     """Partition targets among the ranks of each group of replicas; at ZeRO stage 0 every replica updates all."""
-    shares: dict[int, Share] = {}
+    shares: dict[int, PartitionedParameter] = {}
     for group, indices in by_group(targets):
         ranks, my_rank = (group.size(), group.rank()) if group is not None else (1, 0)
         shapes = [tuple(targets[index].parameter.shape) for index in indices]
@@ -34,11 +41,11 @@ def share(
             target, bounds = targets[index], rank_bounds[my_rank]
             num_owners = target.copies if zero_stage == 0 else target.copies // ranks
             owned = OwnedShard(target, bounds, num_owners, master_dtype) if bounds else None
-            shares[index] = (target, rank_bounds, owned)
+            shares[index] = PartitionedParameter(target, rank_bounds, owned)
     return [shares[index] for index in range(len(targets))]
 
 
-def by_group(targets: Sequence[Target]) -> Iterator[tuple[dist.ProcessGroup | None, list[int]]]:
+def by_group(targets: Sequence[OwnedParameter]) -> Iterator[tuple[dist.ProcessGroup | None, list[int]]]:
     """Yield each group of replicas with its targets' indices, in the order of each group's first target."""
     indices_by_group: dict[dist.ProcessGroup | None, list[int]] = {}
     for index, target in enumerate(targets):
@@ -46,15 +53,15 @@ def by_group(targets: Sequence[Target]) -> Iterator[tuple[dist.ProcessGroup | No
     yield from indices_by_group.items()
 
 
-def all_reduce_gradients(shares: Sequence[Share], bucket_bytes: int) -> None:
+def all_reduce_gradients(shares: Sequence[PartitionedParameter], bucket_bytes: int) -> None:
     """Sum the targets' gradients over their replicas, in place.
 
     A missing gradient counts as zeros if any replica has the gradient, and stays missing otherwise.
     """
-    for group, indices in by_group([target for target, _, _ in shares]):
+    for group, indices in by_group([share.target for share in shares]):
         if group is None:
             continue
-        targets = [shares[index][0] for index in indices]
+        targets = [shares[index].target for index in indices]
         has_grad = [target.parameter.grad is not None for target in targets]
         (reached,) = any_rank_set([has_grad], targets[0].parameter, group)
         parameters = [target.parameter for target, is_reached in zip(targets, reached, strict=True) if is_reached]
@@ -74,12 +81,12 @@ def any_rank_set(
     return [[bool(flag) for flag in row] for row in counts.tolist()]
 
 
-def gather_updates(shares: Sequence[Share], bucket_bytes: int) -> None:
+def gather_updates(shares: Sequence[PartitionedParameter], bucket_bytes: int) -> None:
     """Give every replica the parameters that the other replicas have updated."""
-    for group, indices in by_group([target for target, _, _ in shares]):
+    for group, indices in by_group([share.target for share in shares]):
         if group is not None:
-            tensors = [shares[index][0].parameter.detach() for index in indices]
-            gather_shards(tensors, [shares[index][1] for index in indices], group, bucket_bytes)
+            tensors = [shares[index].target.parameter.detach() for index in indices]
+            gather_shards(tensors, [shares[index].partition for index in indices], group, bucket_bytes)
 
 
 def global_norm(
@@ -100,7 +107,8 @@ def global_norm(
         if norm_type == inf:
             mine = torch.maximum(mine, torch.linalg.vector_norm(gradient, inf).double())
         else:
-            mine += torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) ** norm_type / copies
+            wide = torch.complex128 if gradient.is_complex() else torch.float64
+            mine += torch.linalg.vector_norm(gradient, norm_type, dtype=wide) ** norm_type / copies
     parts = [mine]
     if group is not None:
         parts = [torch.empty_like(mine) for _ in range(group.size())]

@@ -64,6 +64,33 @@ def load_tensor_shards(
             owned.inner.copy_(loaded[f"{owned.target.name}.{MASTER}"].local)
 
 
+def settings_of_groups(
+    groups: Sequence[Sequence[str]], saved_groups: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return, for each group of names, the hyperparameters that these parameters were saved with.
+
+    A group without parameters takes those of its place.
+    """
+    by_name = {name: settings for names, settings in zip(saved_groups, saved, strict=True) for name in names}
+    found = []
+    for place, names in enumerate(groups):
+        known = [by_name[name] for name in names if name in by_name] or (
+            [] if names else list(saved[place : place + 1])
+        )
+        if names and not known:
+            raise ValueError(
+                f"group {place} of the optimizer ({some_of(names, 3)}) has no parameter of the saved state"
+            )
+        differing = [key for settings in known for key in settings if settings[key] != known[0].get(key)]
+        if differing:
+            raise ValueError(
+                f"group {place} of the optimizer ({some_of(names, 3)}) joins parameters that were saved with different "
+                f"{differing[0]}: make the groups as they were saved"
+            )
+        found.append(known[0] if known else {})
+    return found
+
+
 def _initial_shards(owned_shards: Sequence[OwnedShard], factory: OptimizerFactory) -> dict[str, TensorShard]:
     found: dict[str, TensorShard] = {}
     for owned in owned_shards:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Target:
+class OwnedParameter:
     """A parameter as this rank holds it.
 
     name
@@ -47,12 +47,12 @@ class Target:
         return self.replicas if self.replicas is not None and self.replicas.size() > 1 else None
 
 
-def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> list[Target]:
+def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> list[OwnedParameter]:
     """Return the targets of a model that every rank of `group` (None: all ranks), and no other rank, holds whole."""
     group = group or dist.group.WORLD
     copies = 1 if group is None else group.size()
     return [
-        Target(name, param, TensorShard.whole(param.data), group, copies)
+        OwnedParameter(name, param, TensorShard.whole(param.data), group, copies)
         for name, param in model.named_parameters()
         if param.requires_grad
     ]
@@ -60,7 +60,7 @@ def data_parallel_targets(model: torch.nn.Module, group: dist.ProcessGroup | Non
 
 def module_targets(
     module: ShardedModule, dim: str | None = "dp", *, meshes: Mapping[str, int] | None = None
-) -> list[Target]:
+) -> list[OwnedParameter]:
     """Return the targets of this rank's part of a planned model.
 
     dim
@@ -77,7 +77,7 @@ def module_targets(
         shared = index is not None and layout[index].kind != "shard"
         group = mesh.group(index) if shared and index is not None else None
         copies = prod(replicated) * (meshes or {}).get(name, 1)
-        found.append(Target(name, param, shards[name], group, copies))
+        found.append(OwnedParameter(name, param, shards[name], group, copies))
     return found
 
 
@@ -97,7 +97,9 @@ class OwnedShard:
         How many ranks of the job update the same part.
     """
 
-    def __init__(self, target: Target, bounds: ShardBounds, num_owners: int, master_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, target: OwnedParameter, bounds: ShardBounds, num_owners: int, master_dtype: torch.dtype | None
+    ) -> None:
         """Take the bounds within the target; make master weights if `master_dtype` is not the parameter's dtype."""
         self.target, self.bounds, self.num_owners = target, bounds, num_owners
         self._is_whole = bounds.shape == tuple(target.parameter.shape)

@@ -18,9 +18,9 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.batch_checks import EVERY, is_due
 from ascend_parallel.training.checkpoint.module_shards import tensor_shards_of
-from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss
+from ascend_parallel.training.loss import BatchLoss, Loss, Losses, WithLoss, loss_problem
 from ascend_parallel.training.masked_means import CountedMeans, MaskedMeans, warn_of_replicas
-from ascend_parallel.training.optimizer.targets import Target, trained_parameters
+from ascend_parallel.training.optimizer.targets import OwnedParameter, trained_parameters
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.runners.runner import (
     Runner,
@@ -67,7 +67,7 @@ class EagerRunner(Runner):
             self._local[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
             parameter.grad = None
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[OwnedParameter]:
         """Return this rank's parameters."""
         shards, mesh, dim, targets = self.tensor_shards(), self._mesh, partition_dim(self._strategy), []
         for path, parameter in self._local.items():
@@ -76,7 +76,7 @@ class EagerRunner(Runner):
             replicated = [name for name, placement in pairs if not placement.is_shard()]
             group = mesh.group(dim) if dim is not None and dim in replicated else None
             copies = prod(map(mesh.size, replicated))
-            targets.append(Target(path, parameter, shards[path], group, copies))
+            targets.append(OwnedParameter(path, parameter, shards[path], group, copies))
         return targets
 
     def tensor_shards(self) -> dict[str, TensorShard]:
@@ -107,7 +107,9 @@ class HybridRunner(Runner):
     """Runs a model as written, with its own collectives (mode "hybrid"); gradients are summed over data."""
 
     def __init__(self, model: nn.Module, loss: Loss, strategy: Strategy) -> None:
-        """Take the rank's own model."""
+        """Take the rank's own model; at amp level O2 it is cast in place."""
+        if strategy.amp.casts_model:
+            model = model.to(getattr(torch, str(strategy.amp.dtype)))
         self._model, self._loss, self._amp = model, loss, strategy.amp
         self.modules, self.unreduced = (model,), True
         self._seen, self._unequal = 0, False
@@ -130,7 +132,7 @@ class HybridRunner(Runner):
         """Add this rank's terms of the gradients of ``factor * mean loss``; return the mean over data."""
         losses = Losses(1, factor)
         with self._comparing_counts(), self._autocast():
-            returned = self._loss(self._model, *batch)
+            returned = self._returned(batch)
         share, own = losses.add(returned), losses.batch()
         (share if own.count is not None else share / self._replicas).backward()  # type: ignore[no-untyped-call]
         return self._mean(own)
@@ -140,8 +142,15 @@ class HybridRunner(Runner):
         with torch.no_grad(), evaluation_mode(self.modules):
             losses = Losses(1)
             with self._autocast():
-                losses.add(self._loss(self._model, *batch))
+                losses.add(self._returned(batch))
             return self._mean(losses.batch()).mean
+
+    def _returned(self, batch: Sequence[Any]) -> Any:
+        """Return what the loss function returns; raise `ValueError` unless it is a mean, or a sum and its divisor."""
+        returned = self._loss(self._model, *batch)
+        if problem := loss_problem(returned):
+            raise ValueError(problem)
+        return returned
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Return torch's autocast at level O1."""
@@ -176,7 +185,7 @@ class HybridRunner(Runner):
             dist.all_reduce(total, group=self._group)
         return total
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[OwnedParameter]:
         """Return this rank's parameters; each is replicated along the data dimension."""
         shards, everybody = self.tensor_shards(), dist.group.WORLD
         assert everybody is not None
@@ -184,7 +193,9 @@ class HybridRunner(Runner):
         mine = {name: str((shards[name].offsets, tuple(param.shape))) for name, param in parameters.items()}
         by_rank = exchange(everybody, "train_step", mine, DisagreementError).values()
         copies = {name: sum(bounds.get(name) == my_bounds for bounds in by_rank) for name, my_bounds in mine.items()}
-        return [Target(name, param, shards[name], self._group, copies[name]) for name, param in parameters.items()]
+        return [
+            OwnedParameter(name, param, shards[name], self._group, copies[name]) for name, param in parameters.items()
+        ]
 
     def tensor_shards(self) -> dict[str, TensorShard]:
         """Return the model's own `tensor_shards()` if it has the method, else its whole state."""

@@ -16,7 +16,7 @@ from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.masked_means import MaskedMeans
-from ascend_parallel.training.optimizer.targets import Target, module_targets
+from ascend_parallel.training.optimizer.targets import OwnedParameter, module_targets
 from ascend_parallel.training.pipeline.pipeline import Pipeline
 from ascend_parallel.training.runners.runner import (
     Runner,
@@ -73,7 +73,7 @@ class GraphRunner(Runner):
         if not self.unreduced:
             self.module.reduce_gradients()
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[OwnedParameter]:
         """Return this rank's parameters."""
         return module_targets(self.module, partition_dim(self._strategy))
 
@@ -132,9 +132,9 @@ class PipelineRunner(Runner):
         """Sum over ranks, and over stages for shared parameters; at ZeRO stage 2 the optimizer sums over replicas."""
         self.pipeline.reduce_gradients(but=[self._strategy.sharding.dim] if self.unreduced else [])
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[OwnedParameter]:
         """Return this rank's parameters."""
-        dim, shared, targets = partition_dim(self._strategy), self.pipeline.shared, list[Target]()
+        dim, shared, targets = partition_dim(self._strategy), self.pipeline.shared, list[OwnedParameter]()
         for module in self.modules:
             meshes = {name: shared.meshes[param] for name, param in module.named_parameters() if param in shared.meshes}
             targets += module_targets(module, dim, meshes=meshes)

@@ -14,7 +14,7 @@ from ascend_parallel.sharding.runtime.evaluation_graph import in_evaluation
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
-from ascend_parallel.training.optimizer.targets import Target
+from ascend_parallel.training.optimizer.targets import OwnedParameter
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import TrainingPlan, evaluation_mode, rows_of_part
 
@@ -52,7 +52,7 @@ class Runner(ABC):
             module.zero_grad(set_to_none=True)
 
     @abstractmethod
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[OwnedParameter]:
         """Return this rank's parameters."""
 
     @abstractmethod
