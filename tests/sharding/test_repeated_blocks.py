@@ -333,6 +333,7 @@ class Finding(Stack):
         (Finding(lambda x, left, _y: x + sum(left["all"])), 0),
         # nothing but the calls after the blocks tells that their stubs do less
         (Finding(lambda x, left, _y: x * len(left["all"])), 0),
+        (Finding(lambda x, left, _y: x + left["all"][COUNT - 1]), 0),
         (Finding(lambda x, left, y: x + (y if len(left["all"]) == COUNT else x)), 0),
     ],
     ids=lambda value: type(getattr(value, "blocks", [value])[0]).__name__,
