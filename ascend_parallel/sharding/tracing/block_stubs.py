@@ -360,7 +360,8 @@ class Expansion:
             places.append(len(expanded))
             if isinstance(call, _Stub):
                 begin, end = places[call.body.calls.start], places[call.body.calls.stop]
-                expanded += [_with_origins(copied, self._origin_in(call)) for copied in expanded[begin:end]]
+                moved = self._origin_in(call)
+                expanded += [_with_origins(copied, moved) for copied in expanded[begin:end]]
             else:
                 expanded.append(_with_origins(call, self._origin))
         return expanded

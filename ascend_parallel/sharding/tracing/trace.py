@@ -119,13 +119,15 @@ def _exported(
         with preserve_node_meta(), stubs.stubbing(model) if stubs else nullcontext(), recording.noting(model):
             program = torch.export.export(model, args, kwargs, strict=False)
         replacements = functional_ops(program)
-        if replacements is None and stubs is None:
+        if replacements is None and stubs is not None:
+            raise CannotExpandError
+        if replacements is None:
             program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
             recording.refuse("an in-place operator writes to a tensor with aliases: write it out of place")
     except Exception as error:  # torch.export passes on any exception
+        if stubs is not None:
+            raise CannotExpandError from error  # what the stubs leave out may be missing
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {reason(error)}") from error
-    if replacements is None and stubs is not None:
-        raise CannotExpandError
     builder = _Builder(program, replacements or {})
     graph, values = builder.build(), builder.values
     if stubs is not None:
