@@ -69,8 +69,9 @@ SAID = [
 
 
 def said(group, cases):
+    from megatron_cpu import small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import small_gpt
 
     found = []
     with megatron(group.size()):
@@ -89,8 +90,9 @@ def test_what_can_run_as_a_region_is_counted(ranks):
 
 def alone(group):
     """Return the coverage without regions, and of a layer that is in no transformer layer."""
+    from megatron_cpu import small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import small_gpt
 
     with megatron(group.size()):
         ascend_parallel.configure(**{**REGION, "region": False})
@@ -112,8 +114,9 @@ def test_without_regions_nothing_is_said_of_them(ranks):
 
 def announced(group):
     """Return what the first call announces, and what coverage says while layers run as regions."""
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     inside = []
     with megatron(group.size()), lines() as logged:
@@ -139,8 +142,9 @@ def test_a_run_announces_its_regions_though_the_first_call_is_inside_one(ranks):
 
 def decided(group):
     """COC_REGION=auto decides at once that the layers stay: with COC_VERIFY nothing is timed."""
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     with megatron(group.size()):
         ascend_parallel.configure(**{**REGION, "region": "auto", "verify_every": 1})

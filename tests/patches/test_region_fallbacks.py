@@ -11,8 +11,9 @@ from trained import REGION, megatron
 
 def reasons(group, options, change, settings):
     """Return the logged reasons, the counts of regions, and whether the loss has the plain bits."""
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     said = []
     handler = logging.Handler()
@@ -68,7 +69,7 @@ class Foreign(torch.nn.Module):
 
 def replace_second(model):
     """Give the second layer's place to a foreign module, once the first layer has left it rows."""
-    from ascend_parallel.patches.megatron.testing import next_token_loss
+    from megatron_cpu import next_token_loss
 
     tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(4))
     next_token_loss(model, tokens)
@@ -114,8 +115,9 @@ class Interrupts(contextlib.nullcontext):
 
 def interrupted(group):
     """Raise between two layers, the first of which has left rows; then train on."""
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(4))
     with megatron(group.size()):
@@ -188,8 +190,9 @@ def judged(group):
     def patched():
         return RowParallelLinear.forward.ascend_parallel
 
+    from megatron_cpu import small_gpt
+
     from ascend_parallel.patches.megatron.region_checks import layer_reason, mlp_reason
-    from ascend_parallel.patches.megatron.testing import small_gpt
 
     found = {}
     with megatron(group.size()):
@@ -234,8 +237,9 @@ def test_the_reasons_that_no_cpu_can_run(ranks):
 
 
 def methods(group, settings):
+    from megatron_cpu import megatron_on_cpu
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import megatron_on_cpu
 
     with megatron_on_cpu():
         from megatron.core.transformer.mlp import MLP
@@ -261,8 +265,9 @@ def test_the_methods_are_replaced_only_on_request(ranks, settings, on):
 
 def reordered(group, order):
     """Give the block its layers in another order, after a first forward has noted the places."""
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(4))
     with megatron(group.size()):

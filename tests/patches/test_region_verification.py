@@ -97,9 +97,10 @@ def test_a_check_changes_no_bits_and_no_counts(ranks):
 
 def evaluated(group, options):
     """Evaluate without gradients: Megatron-core then adds in place, to rows that are still to be compared."""
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     LEDGER.clear()
     losses = []
@@ -181,10 +182,10 @@ def test_a_fault_in_a_region_is_found_and_names_the_region(ranks, fault, count, 
 def accumulated(group, faulty):
     """gradient_accumulation_fusion: the gradients are the change of main_grad, which a check must not change again."""
     from megatron.core.tensor_parallel import layers as module
+    from megatron_cpu import next_token_loss, small_gpt
 
     import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     class Extension:
         @staticmethod

@@ -80,9 +80,9 @@ def data_parallel(group, distributed_optimizer):
     """Megatron's DistributedDataParallel with overlapped gradient reduction, DP=2 x TP=2."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron_cpu import next_token_loss, small_gpt
 
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     gradients = []
     with megatron(2):
@@ -115,9 +115,9 @@ def test_ddp_with_overlapped_gradient_reduction(ranks, distributed_optimizer):
 def accumulated(group):
     """gradient_accumulation_fusion: weight gradients go to main_grad, fc2's before fc1's, and hooks fire."""
     from megatron.core.tensor_parallel import layers as module
+    from megatron_cpu import next_token_loss, small_gpt
 
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     order, found = [], []
 
@@ -149,8 +149,9 @@ def test_gradient_accumulation_fusion(ranks):
 
 
 def recorded(group, folder, sequence_parallel):
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     with megatron(group.size()):
         ascend_parallel.configure(**REGION)
@@ -178,9 +179,9 @@ def test_a_region_is_one_pass_of_a_timeline(ranks, tmp_path, sequence_parallel):
 def stages(group, sequence_parallel):
     """Two pipeline stages of two tensor-parallel ranks, three micro-batches in Megatron's own schedule."""
     from megatron.core import parallel_state
+    from megatron_cpu import megatron_on_cpu, small_gpt
 
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import megatron_on_cpu, small_gpt
 
     runs, counts = [], []
     with megatron(2, pipeline_parallel=2), megatron_on_cpu(schedules=True):

@@ -158,10 +158,10 @@ def test_the_checks_wait_for_rows_that_are_not_there_yet(ranks):
 def accumulated(group, faulty):
     """Return the main_grads without and with checks, or the error for a wrong weight gradient of proj."""
     from megatron.core.tensor_parallel import layers as module
+    from megatron_cpu import next_token_loss, small_gpt
 
     import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     class Extension:
         @staticmethod
