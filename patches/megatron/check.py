@@ -31,7 +31,7 @@ from ascend_parallel.patches.check import (
     linear_operands,
     linear_path,
 )
-from ascend_parallel.patches.megatron.original import Forward, StandIn, original_linear
+from ascend_parallel.patches.megatron.original import AttributeOverlay, Forward, original_linear
 from ascend_parallel.settings import Settings
 
 Run = Callable[[Begin | None], Any]
@@ -155,7 +155,7 @@ def checked_mlp(
 
     def by_original(operands: Tensors) -> Tensors:
         linears = {name: _own_linear(getattr(mlp, name), name, operands) for name in ("linear_fc1", "linear_fc2")}
-        return {"output": original(StandIn(mlp, **linears), operands["input"])[0]}
+        return {"output": original(AttributeOverlay(mlp, **linears), operands["input"])[0]}
 
     return CheckedCall(
         layer=mlp,
@@ -174,7 +174,7 @@ def checked_mlp(
 def _own_linear(layer: Any, name: str, operands: Tensors) -> Function:
     """Return what runs Megatron-core's own forward of the linear layer `name` on its `operands`."""
     weight, bias = operands[f"{name} weight"], operands.get(f"{name} bias")
-    stand_in = StandIn(layer, weight=weight, bias=bias, gradient_accumulation_fusion=False)
+    stand_in = AttributeOverlay(layer, weight=weight, bias=bias, gradient_accumulation_fusion=False)
     return functools.partial(type(layer).forward.__wrapped__, stand_in)
 
 
@@ -208,7 +208,7 @@ class TailOperands:
         parameters = {name: operands[f"norm {name}"] for name, _ in self.norm.named_parameters()}
         # Without gradients Megatron-core adds in place.
         added = self.add(operands["input"].clone(), operands.get("bias"), operands["residual input"])
-        normed = type(self.norm).forward(StandIn(self.norm, **parameters), added)
+        normed = type(self.norm).forward(AttributeOverlay(self.norm, **parameters), added)
         return {"sum output": added, "norm output": normed}
 
 

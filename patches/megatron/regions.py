@@ -30,7 +30,7 @@ from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import RegionKind
 from ascend_parallel.patches.megatron.check import checked_mlp
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.megatron.original import Output, StandIn
+from ascend_parallel.patches.megatron.original import AttributeOverlay, Output
 from ascend_parallel.patches.megatron.region_checks import configured_reason, mlp_reason
 from ascend_parallel.patches.tuned import overlapped
 
@@ -182,7 +182,7 @@ def _activation(original: Function, mlp: Any) -> Activate:
             activated.append(a_c)
             return a_c, None
 
-        original(StandIn(mlp, linear_fc1=lambda _: (h_c, bias), linear_fc2=keep), h_c)
+        original(AttributeOverlay(mlp, linear_fc1=lambda _: (h_c, bias), linear_fc2=keep), h_c)
         return activated[0]
 
     return activate
