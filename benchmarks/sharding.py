@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
+from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -21,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from ascend_parallel import Settings
-from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
 from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 
 RANKS, ROWS, HIDDEN, WIDE, BLOCKS = 2, 1024, 512, 2048, 2

@@ -21,11 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
-
-import ascend_parallel
-from ascend_parallel.diagnostics.timeline.files import read_run
-from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length
-from ascend_parallel.patches.megatron.testing import (
+from megatron_cpu import (
     end_model_parallel,
     finalize_gradients,
     megatron_on_cpu,
@@ -33,6 +29,10 @@ from ascend_parallel.patches.megatron.testing import (
     small_gpt,
     start_model_parallel,
 )
+
+import ascend_parallel
+from ascend_parallel.diagnostics.timeline.files import read_run
+from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length
 from ascend_parallel.patches.region_choice import TURNS
 from ascend_parallel.tuning.bench.results import interval
 

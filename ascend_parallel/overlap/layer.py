@@ -29,7 +29,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class ParallelLinear:
     """The options of a linear layer, as of `column_linear`. A caller with many calls makes the layer once."""
 
     group: dist.ProcessGroup
@@ -43,17 +43,17 @@ class Layer:
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @cached_property
-    def in_column_backward(self) -> Layer:
+    def in_column_backward(self) -> ParallelLinear:
         """The layer with the settings of a column layer's backward."""
         return replace(self, settings=column_backward_settings(self.settings))
 
     @cached_property
-    def in_row_backward(self) -> Layer:
+    def in_row_backward(self) -> ParallelLinear:
         """The layer with the settings of a row layer's backward."""
         return replace(self, settings=backward_settings(self.settings))
 
     @property
-    def kept_for_backward(self) -> Layer:
+    def kept_for_backward(self) -> ParallelLinear:
         """The layer without what only its forward calls, which may hold tensors: a checkpoint is to free these."""
         if self.forward_wrapper is run_directly and self.dtensors == (None, None):
             return self

@@ -29,7 +29,7 @@ from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.overlap.choices import cast_by_autocast, region_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.layer import Layer, checked, in_forward, layer_backward, local
+from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
 from ascend_parallel.overlap.sequence_backward import (
     column_sequence_backward,
     row_sequence_backward,
@@ -69,7 +69,7 @@ def column_linear(
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
     """
-    layer = Layer(
+    layer = ParallelLinear(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -84,7 +84,7 @@ def column_linear(
 
 
 def run_column(
-    x: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: Layer
+    x: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: ParallelLinear
 ) -> torch.Tensor:
     """Run `column_linear` with the options of `layer`."""
     if torch.is_autocast_enabled(x.device.type):
@@ -116,7 +116,7 @@ def row_linear(
     waited for where they are read, if its chunks have as many rows on average. Other options and errors as in
     `column_linear`.
     """
-    layer = Layer(
+    layer = ParallelLinear(
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -129,7 +129,7 @@ def row_linear(
     return run_row(x_shard_k, weight_shard_k, layer)
 
 
-def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: Layer) -> torch.Tensor:
+def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: ParallelLinear) -> torch.Tensor:
     """Run `row_linear` with the options of `layer`."""
     if torch.is_autocast_enabled(x_shard_k.device.type):
         x_shard_k = cast_by_autocast(x_shard_k)
@@ -160,7 +160,7 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLinear
     ) -> torch.Tensor:
         """Return y_shard_n with the bias added."""
         keep = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
@@ -176,7 +176,7 @@ class ColumnLinear(torch.autograd.Function):
     @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x, weight and bias."""
-        layer: Layer = ctx.layer.in_column_backward
+        layer: ParallelLinear = ctx.layer.in_column_backward
         kept, weight = map(local, ctx.saved_tensors)
         layer.weight_gradient.begin(kept, weight)
         db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
@@ -217,7 +217,7 @@ class RowLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torch.Tensor:
         """Return y, or y_shard_m."""
         with in_forward(ctx, "row", x):
             if layer.forward_wrapper is run_directly:
@@ -231,7 +231,7 @@ class RowLinear(torch.autograd.Function):
     @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and weight."""
-        layer: Layer = ctx.layer.in_row_backward
+        layer: ParallelLinear = ctx.layer.in_row_backward
         x, weight, *scales = map(local, ctx.saved_tensors)
         dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR
         if scales:  # an int8 weight
@@ -249,7 +249,7 @@ class RowLinear(torch.autograd.Function):
 
 
 def _column_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer, keep: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLinear, keep: bool
 ) -> Products:
     """Return y with the bias added; with `keep` and sequence parallelism also the gathered rows of x."""
     gathered_m = None
@@ -268,7 +268,7 @@ def _column_forward(
     return y, gathered_m if keep else None
 
 
-def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
+def _row_forward(x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torch.Tensor:
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
     w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
@@ -283,14 +283,14 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: Layer) -> torch.Tensor:
 
 
 def _local_backward(
-    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication."""
     dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
     return dx, weight_gradient_of(layer, x, dy)
 
 
-def _save(ctx: Any, layer: Layer, x: torch.Tensor, kept: torch.Tensor | None, weight: Weight) -> None:
+def _save(ctx: Any, layer: ParallelLinear, x: torch.Tensor, kept: torch.Tensor | None, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
     parts: list[torch.Tensor | None]

@@ -15,11 +15,11 @@ from ascend_parallel.ops.operators import (
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.probing import ROW_MAJOR
 from ascend_parallel.ops.record import MATMUL, compute
-from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.layer import ParallelLinear
 
 
 def column_sequence_backward(
-    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: Layer
+    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
 
@@ -50,7 +50,7 @@ def column_sequence_backward(
 
 
 def row_sequence_backward(
-    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, layer: Layer, layout: str
+    dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, layer: ParallelLinear, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``dx_shard_k = all_gather(dy_shard_m) @ weight`` and ``dw = all_gather(dy_shard_m).t() @ x``.
 
@@ -71,7 +71,7 @@ def row_sequence_backward(
     return dx, None if dy_m is None else weight_gradient_of(layer, x, dy_m)
 
 
-def weight_gradient_of(layer: Layer, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+def weight_gradient_of(layer: ParallelLinear, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
     """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
     if x is None:
         return None

@@ -22,12 +22,12 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
 from ascend_parallel.overlap.choices import cast_by_autocast
-from ascend_parallel.overlap.layer import Layer, checked, in_forward, layer_backward, local
+from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
 from ascend_parallel.overlap.sequence_backward import weight_gradient_of
 
 
 def shared_column_linear(
-    x_shard_m: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: Layer
+    x_shard_m: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: ParallelLinear
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the layer's output [S, ..., N / R] and the gathered input [S, ..., K]: x_shard_m [S / R, ..., K].
 
@@ -42,7 +42,7 @@ def shared_column_linear(
 class _SharedColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLinear
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with in_forward(ctx, "column", x):
             layer.about_to_communicate()
@@ -63,7 +63,7 @@ class _SharedColumnLinear(torch.autograd.Function):
     @staticmethod
     @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor, dx: torch.Tensor) -> tuple[Any, ...]:
-        layer: Layer = ctx.layer.in_column_backward
+        layer: ParallelLinear = ctx.layer.in_column_backward
         gathered, weight = map(local, ctx.saved_tensors)
         db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)

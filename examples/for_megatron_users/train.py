@@ -16,8 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-from ascend_parallel.patches.megatron.testing import megatron_on_cpu  # CPU
+from megatron_cpu import megatron_on_cpu  # CPU
 
 SEQUENCE, MICRO_BATCH, VOCABULARY = 128, 4, 512  # 512 rows in every matmul
 

@@ -1,7 +1,7 @@
 """Train a small GPT with Megatron-core, split over the ranks by tensor parallelism, on CPUs over gloo.
 
-An ordinary training script: no line of it asks for overlap. `ascend_parallel.patches.megatron.testing` stands in for
-the accelerator that Megatron-core expects. Exporting COC_PARALLEL_NUM is what changes the layers:
+An ordinary training script: no line of it asks for overlap. `megatron_cpu` stands in for the accelerator that
+Megatron-core expects. Exporting COC_PARALLEL_NUM is what changes the layers:
 
     torchrun --nproc-per-node 2 examples/gpt/train.py
     COC_PARALLEL_NUM=auto torchrun --nproc-per-node 2 examples/gpt/train.py
@@ -23,8 +23,7 @@ from typing import Any
 import megatron.core
 import torch
 import torch.distributed as dist
-
-from ascend_parallel.patches.megatron.testing import (
+from megatron_cpu import (
     finalize_gradients,
     megatron_on_cpu,
     small_gpt,

@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.overlap.choices import operand_dtype
-from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
@@ -31,7 +32,6 @@ from ascend_parallel.patches.megatron.original import Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.patches.tuned import case_of
-from ascend_parallel.patches.verification import Verifier
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
 
@@ -220,7 +220,7 @@ def _column(megatron: Megatron, call: ColumnCall, begin: Begin | None = None) ->
         limit = layer.config.wgrad_deferral_limit
         if limit == 0 or len(layer.embedding_activation_buffer) < limit:
             layer.embedding_activation_buffer.append(x)
-    options = Layer(
+    options = ParallelLinear(
         group=group,
         settings=settings,
         sequence_parallel=layer.sequence_parallel,
@@ -250,7 +250,7 @@ def _row(megatron: Megatron, call: RowCall, begin: Begin | None = None) -> Outpu
         y = quantised_row_linear(x, weight, **options)
     else:
         gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
-        y = run_row(x, weight, Layer(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows))
+        y = run_row(x, weight, ParallelLinear(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows))
     if layer.skip_bias_add:
         return y, layer.bias
     return (y if layer.bias is None else y + layer.bias), None

@@ -15,7 +15,7 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 Forward = Callable[[Any, torch.Tensor, torch.Tensor], Output]
 
 
-class StandIn:
+class AttributeOverlay:
     """A proxy of an object with some attributes replaced; attributes set on the proxy do not reach the object."""
 
     def __init__(self, target: Any, **replaced: Any) -> None:
@@ -35,12 +35,12 @@ def original_linear(layer: Any, forward: Forward, x: torch.Tensor, weight: torch
     """
     x, weight = cast_by_autocast(x), cast_by_autocast(weight)
     bias = None if layer.bias is None else cast_by_autocast(layer.bias).detach()
-    stand_in = StandIn(
+    stand_in = AttributeOverlay(
         layer,
         weight=weight,
         bias=bias,
         gradient_accumulation_fusion=False,
-        config=StandIn(layer.config, defer_embedding_wgrad_compute=False),
+        config=AttributeOverlay(layer.config, defer_embedding_wgrad_compute=False),
     )
     with torch.autocast(x.device.type, enabled=False):
         return forward(stand_in, x, weight)[0]

@@ -20,7 +20,7 @@ from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.megatron.original import StandIn
+from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
 from ascend_parallel.patches.mindspeed import version_note
 
@@ -55,7 +55,7 @@ def forward_with_norm(original: Function, megatron: Megatron) -> Function:
             megatron.log_uncovered(self, reason)
             return original(self, inp, is_first_microbatch, fp8_output)
         linear = functools.partial(_checked, self, megatron)
-        return original(StandIn(self, _linear_forward_impl=linear), inp, is_first_microbatch, fp8_output)
+        return original(AttributeOverlay(self, _linear_forward_impl=linear), inp, is_first_microbatch, fp8_output)
 
     vars(forward).update(ascend_parallel=megatron, uncovered=uncovered)
     return forward

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_map_only
 
 from ascend_parallel.overlap.choices import operand_dtype
-from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
@@ -178,7 +178,7 @@ def _gathering(
     x, second = call.x, call.sequence_dim == 1
     if second:
         options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0])
-    layer = Layer(
+    layer = ParallelLinear(
         group=group,
         settings=settings,
         sequence_parallel=True,

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -25,10 +26,10 @@ def both(group, options):
     """Train a GPT with overlap, with and without checks of every second call; return the differences and the report."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron_cpu import megatron_on_cpu, start_model_parallel
 
     import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
-    from ascend_parallel.patches.megatron.testing import megatron_on_cpu, start_model_parallel
 
     LEDGER.clear()
     with megatron_on_cpu():
@@ -179,7 +180,7 @@ def test_ranks_that_do_not_check_the_same_call_are_told(case):
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from ascend_parallel.patches.megatron.testing import *
+from megatron_cpu import *
 FAULT = "--fault" in sys.argv
 if FAULT:
     from ascend_parallel.overlap import linear
@@ -206,6 +207,7 @@ def verified(tmp_path, arguments, ranks=2, variables=None, script_arguments=()):
     """Run the command on every rank as torchrun does; return the finished processes."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
+    shutil.copy(Path(__file__).parents[1] / "support" / "megatron_cpu.py", tmp_path)  # as the quick start tells users
     command = ["ascend-parallel", "verify", *arguments, str(script), *script_arguments]
     code = f"import sys; sys.argv = {command!r}; from ascend_parallel.__main__ import main; main()"
     return launch(code, [{"COC_PARALLEL_NUM": "4", **(variables or {})}] * ranks)

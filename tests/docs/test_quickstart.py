@@ -176,8 +176,7 @@ def refused(group):
     """Why Megatron-core builds no GPT of its own norms and kernels where Apex is missing."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from ascend_parallel.patches.megatron.testing import (
+    from megatron_cpu import (
         _small_config,
         end_model_parallel,
         megatron_on_cpu,

@@ -20,8 +20,8 @@ import logging
 root = list(logging.root.handlers), logging.root.level
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from ascend_parallel.patches.megatron.testing import megatron_on_cpu, next_token_loss, small_gpt
-from ascend_parallel.patches.megatron.testing import start_model_parallel, stop_model_parallel
+from megatron_cpu import megatron_on_cpu, next_token_loss, small_gpt
+from megatron_cpu import start_model_parallel, stop_model_parallel
 with megatron_on_cpu():
     start_model_parallel(2)
     model = small_gpt(seq=64)

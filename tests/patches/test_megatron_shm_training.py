@@ -14,8 +14,7 @@ SMALL = {2: {}, 3: {"hidden": 96, "heads": 3, "vocab": 258}, 4: {}}  # sizes tha
 def losses(group, options, variants):
     """Train once with each of `variants`, from the same initial weights."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
+    from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
     found = []
     with megatron_on_cpu():

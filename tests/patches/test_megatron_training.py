@@ -71,15 +71,15 @@ def data_parallel(group):
     """Megatron's DistributedDataParallel with overlapped gradient reduction, DP=2 x TP=2."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import (
+    from megatron_cpu import (
         end_model_parallel,
         megatron_on_cpu,
         next_token_loss,
         small_gpt,
         start_model_parallel,
     )
+
+    import ascend_parallel
 
     gradients = []
     with megatron_on_cpu():

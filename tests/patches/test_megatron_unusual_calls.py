@@ -339,7 +339,7 @@ def test_no_grad_inference_mode_and_retain_graph(ranks):
 
 def shims(group):
     """The CPU shims act only inside their context."""
-    from ascend_parallel.patches.megatron.testing import megatron_on_cpu
+    from megatron_cpu import megatron_on_cpu
 
     before = torch.cuda.current_device, torch.cuda.get_rng_state
     with megatron_on_cpu(), megatron_on_cpu(schedules=True):

@@ -22,7 +22,7 @@ def wait_until_told(): store.wait(["told"], datetime.timedelta(seconds=60))
 """
 
 LAYER = """
-from ascend_parallel.patches.megatron.testing import megatron_on_cpu, start_model_parallel
+from megatron_cpu import megatron_on_cpu, start_model_parallel
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 with megatron_on_cpu():

@@ -38,7 +38,7 @@ def frozen_embedding(model, step):
 
 def evaluated(model, step):
     """Evaluate before every third step."""
-    from ascend_parallel.patches.megatron.testing import next_token_loss
+    from megatron_cpu import next_token_loss
 
     if step % 3 == 0:
         model.eval()
@@ -49,7 +49,7 @@ def evaluated(model, step):
 
 def forgotten(model, step):
     """Run a forward whose backward never comes, before the first step."""
-    from ascend_parallel.patches.megatron.testing import next_token_loss
+    from megatron_cpu import next_token_loss
 
     if step == 0:
         next_token_loss(model, torch.ones(4, 65, dtype=torch.long))
@@ -60,8 +60,9 @@ def trained(settings, options, steps, before=nothing, micro_batches=1):
 
     before: called with the model and the step's number before each step.
     """
+    from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import finalize_gradients, next_token_loss, small_gpt
 
     ascend_parallel.configure(**settings)
     model = small_gpt(seq=64, **options)
@@ -233,8 +234,9 @@ def test_a_configuration_without_regions_is_not_timed(ranks):
 
 def stages(group):
     """Two pipeline stages of two tensor-parallel ranks, whose regions seem slow on the second."""
+    from megatron_cpu import megatron_on_cpu, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import megatron_on_cpu, small_gpt
 
     runs = []
     with megatron(2, pipeline_parallel=2), megatron_on_cpu(schedules=True):

@@ -19,7 +19,7 @@ def gradients(model):
 
 
 def trained(model, around=contextlib.nullcontext):
-    from ascend_parallel.patches.megatron.testing import next_token_loss
+    from megatron_cpu import next_token_loss
 
     with around():
         loss = next_token_loss(model, tokens(1))
@@ -34,7 +34,7 @@ def copied_when_saved(model):
 
 def checkpointed(model, **options):
     """Every chunk's activation has a graph of its own, and none of them may run the forward again."""
-    from ascend_parallel.patches.megatron.testing import next_token_loss
+    from megatron_cpu import next_token_loss
 
     calls = []
 
@@ -84,7 +84,7 @@ def functional(model):
 def evaluated(mode):
     def run(model):
         """Evaluate before every step."""
-        from ascend_parallel.patches.megatron.testing import next_token_loss
+        from megatron_cpu import next_token_loss
 
         found = []
         for step in range(2):
@@ -114,8 +114,9 @@ HABITS = {
 
 def compared(group, habit, options):
     """Return the counts of regions, and which of loss and gradients have other bits than without overlap."""
+    from megatron_cpu import small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import small_gpt
 
     runs = []
     with megatron(group.size()):

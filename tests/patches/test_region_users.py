@@ -162,7 +162,7 @@ def tokens():
 
 
 def trained(model, habit, seen):
-    from ascend_parallel.patches.megatron.testing import next_token_loss
+    from megatron_cpu import next_token_loss
 
     with habit(model, seen):
         loss = next_token_loss(model, tokens())
@@ -172,8 +172,9 @@ def trained(model, habit, seen):
 
 def compared(group, habit, options):
     """Return which of loss and gradients have other bits than without overlap, and whether as much was seen."""
+    from megatron_cpu import small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import small_gpt
 
     runs, seen = [], []
     with megatron(group.size()):
@@ -250,8 +251,9 @@ ON_ONE_RANK = {
 
 def one_rank(group, habit, options):
     """Two steps, of which the second meets shapes whose bits have been probed; the habit is rank 0's alone."""
+    from megatron_cpu import small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import small_gpt
 
     runs = []
     with megatron(group.size()):
@@ -276,8 +278,9 @@ def test_a_habit_of_one_rank_costs_time_and_nothing_else(ranks, habit, sequence_
 
 def frozen(group):
     """COC_VERIFY with the lower layers frozen."""
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     runs = []
     with megatron(group.size()):

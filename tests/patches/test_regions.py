@@ -94,9 +94,9 @@ def data_parallel(group, distributed_optimizer):
     """Megatron's DistributedDataParallel with overlapped gradient reduction, DP=2 x TP=2."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron_cpu import next_token_loss, small_gpt
 
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     gradients = []
     with megatron(2):
@@ -129,9 +129,9 @@ def test_ddp_with_overlapped_gradient_reduction(ranks, distributed_optimizer):
 def accumulated(group):
     """gradient_accumulation_fusion: weight gradients go to main_grad, fc2's before fc1's, and hooks fire."""
     from megatron.core.tensor_parallel import layers as module
+    from megatron_cpu import next_token_loss, small_gpt
 
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     order, found = [], []
 
@@ -163,8 +163,9 @@ def test_gradient_accumulation_fusion(ranks):
 
 
 def recorded(group, folder, sequence_parallel):
+    from megatron_cpu import next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import next_token_loss, small_gpt
 
     with megatron(group.size()):
         ascend_parallel.configure(**REGION)
@@ -191,9 +192,9 @@ def test_a_timeline_shows_waits_and_chunks_where_they_ran(ranks, tmp_path, seque
 def stages(group, sequence_parallel):
     """Two pipeline stages of two tensor-parallel ranks, three micro-batches in Megatron's own schedule."""
     from megatron.core import parallel_state
+    from megatron_cpu import megatron_on_cpu, small_gpt
 
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import megatron_on_cpu, small_gpt
 
     runs, counts = [], []
     with megatron(2, pipeline_parallel=2), megatron_on_cpu(schedules=True):

@@ -8,7 +8,7 @@ class Layers:
     """One world of model-parallel groups, in which layers run unpatched and patched."""
 
     def __init__(self, tp, settings=None, **config):
-        from ascend_parallel.patches.megatron.testing import megatron_on_cpu, start_model_parallel
+        from megatron_cpu import megatron_on_cpu, start_model_parallel
 
         self._shims = megatron_on_cpu()
         self._shims.__enter__()
@@ -19,8 +19,9 @@ class Layers:
         return self
 
     def __exit__(self, *_):
+        from megatron_cpu import end_model_parallel
+
         import ascend_parallel
-        from ascend_parallel.patches.megatron.testing import end_model_parallel
 
         ascend_parallel.configure(num_chunks=1)
         end_model_parallel()

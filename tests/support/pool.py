@@ -20,7 +20,7 @@ from rewriting import install, load
 TIME_LIMIT = 60.0
 START = multiprocessing.get_context("forkserver")
 # What most ranks import, imported once.
-PRELOADED = ["ascend_parallel.training.checkpoint", "ascend_parallel.patches.megatron.testing", "pytest", "hypothesis"]
+PRELOADED = ["ascend_parallel.training.checkpoint", "megatron_cpu", "pytest", "hypothesis"]
 PRELOADED += ["megatron.core.models.gpt.gpt_model", "megatron.core.models.gpt.gpt_layer_specs", "scipy.optimize"]
 START.set_forkserver_preload(PRELOADED)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

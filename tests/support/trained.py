@@ -17,8 +17,9 @@ LLAMA = {
 @contextlib.contextmanager
 def megatron(tensor_parallel, **options):
     """Run with Megatron-core on the CPU and its groups; switch everything off afterwards."""
+    from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
 
     with megatron_on_cpu():
         start_model_parallel(tensor_parallel, **options)
@@ -31,8 +32,9 @@ def megatron(tensor_parallel, **options):
 
 def train(options, overlap):
     """Train from scratch; return every loss, the last gradients and the operators' counts."""
+    from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
+
     import ascend_parallel
-    from ascend_parallel.patches.megatron.testing import finalize_gradients, next_token_loss, small_gpt
 
     options = dict(options)
     dropout, steps, seq = options.pop("dropout", 0.0), options.pop("steps", 3), options.pop("seq", 64)
@@ -82,8 +84,7 @@ def pipeline_step(model, batches, micro_batches=3):
 
 def both(group, options):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from ascend_parallel.patches.megatron.testing import end_model_parallel, megatron_on_cpu, start_model_parallel
+    from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
     with megatron_on_cpu():
         start_model_parallel(group.size())

@@ -9,16 +9,16 @@ import pytest
 import torch
 from checkpoints import are_as_in, model_tensors, optimizer_tensors, tensor_shards
 from launch import launch
-from typer.testing import CliRunner
-
-from ascend_parallel.cli.app import app
-from ascend_parallel.patches.megatron.checkpoint import load_megatron, megatron_state
-from ascend_parallel.patches.megatron.testing import (
+from megatron_cpu import (
     end_model_parallel,
     megatron_on_cpu,
     small_gpt,
     start_model_parallel,
 )
+from typer.testing import CliRunner
+
+from ascend_parallel.cli.app import app
+from ascend_parallel.patches.megatron.checkpoint import load_megatron, megatron_state
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     load,
@@ -172,7 +172,7 @@ MEGATRON = textwrap.dedent("""
     warnings.filterwarnings("ignore")
     import torch
     from pathlib import Path
-    from ascend_parallel.patches.megatron.testing import (
+    from megatron_cpu import (
         megatron_on_cpu,
         small_gpt,
         start_model_parallel,

@@ -1,6 +1,6 @@
 """Verify layers inside a run: compare a patched layer with the original layer on the same inputs.
 
-The framework's patches run the checks (patches/verification.py).
+The framework's patches run the checks (patches/check.py).
 """
 
 from ascend_parallel.diagnostics.verify.report import (

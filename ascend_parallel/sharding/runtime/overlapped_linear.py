@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
-from ascend_parallel.overlap.layer import Layer
+from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
@@ -99,11 +99,13 @@ class _Overlapped:
     settings: Settings
 
     @cached_property
-    def layer(self) -> Layer:
+    def layer(self) -> ParallelLinear:
         """The options of every call, with this rank's process group along `mesh_dim`."""
         group = self.mesh.group(self.mesh_dim)
         rows = self.settings.region_rows if self.settings.region is True else 0
-        return Layer(group=group, settings=self.settings, sequence_parallel=self.row_dim is not None, leaves_rows=rows)
+        return ParallelLinear(
+            group=group, settings=self.settings, sequence_parallel=self.row_dim is not None, leaves_rows=rows
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Overlapped:
         """Return the same kernel for a copy of its module: it never changes, and a process group has no copy."""

@@ -1,4 +1,4 @@
-"""Train the real Megatron-core on a CPU over gloo; for tests and the demo only.
+"""Train the real Megatron-core on a CPU over gloo; for examples and tests.
 
 Megatron-core asks CUDA for a device and for random states even in code that needs no GPU. The context
 `megatron_on_cpu` answers on CUDA's behalf. Importing this module changes nothing and imports no Megatron. The other

@@ -1,0 +1,1 @@
+../examples/for_megatron_users/megatron_cpu.py
