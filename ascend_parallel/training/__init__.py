@@ -30,7 +30,7 @@ from ascend_parallel.training.options import (
 from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute, recompute
 from ascend_parallel.training.strategy import Strategy
-from ascend_parallel.training.to_static import StaticModel, to_static
+from ascend_parallel.training.to_static import StaticModel, StaticPredictor, to_static
 from ascend_parallel.training.train_step import TrainStep, train_step
 from ascend_parallel.training.training_plan import TrainingPlan, plan_training
 
@@ -43,6 +43,7 @@ __all__ = [
     "Recompute",
     "ShardingOptions",
     "StaticModel",
+    "StaticPredictor",
     "Strategy",
     "StrategyOptionError",
     "TensorShard",

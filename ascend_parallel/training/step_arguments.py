@@ -112,17 +112,20 @@ class ModelSnapshot:
         """Record the parameters, whether they require grad, and the hooks."""
         self._model, self._before = model, dict(_of_model(model))
 
-    def check(self) -> None:
-        """Raise `RuntimeError` if parameters were written, replaced, added or frozen, or hooks registered."""
+    def changed(self) -> str:
+        """Return the names of parameters that were written, replaced, added or frozen, and of hooks; "" for none."""
         now = dict(_of_model(self._model))
-        if now == self._before:
-            return
         names = {name.removesuffix(WRITES) for name in {*now, *self._before} if now.get(name) != self._before.get(name)}
-        raise RuntimeError(
-            f"the model that train_step was given has changed since ({some_of(sorted(names), 5)}), which trains "
-            "nothing: the step trains its own part of a copy. Load, freeze and hook a model before train_step; "
-            "step.load takes a checkpoint later"
-        )
+        return some_of(sorted(names), 5) if names else ""
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if the model has changed."""
+        if names := self.changed():
+            raise RuntimeError(
+                f"the model that train_step was given has changed since ({names}), which trains nothing: the step "
+                "trains its own part of a copy. Load, freeze and hook a model before train_step; step.load takes a "
+                "checkpoint later"
+            )
 
 
 WRITES = ": values"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Placed, Value
 from ascend_parallel.sharding.marked.dtensors import reshard, shard_tensor, unshard
 from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader
 from ascend_parallel.sharding.marked.shard_layer import has_stepped, optimizer_stage
-from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.mesh import ProcessMesh, default_device
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.sharding.tracing.marked_tensors import keep_placements, placements_of, plain_copy
 from ascend_parallel.training.loss import Loss, mean_loss
@@ -25,17 +28,53 @@ from ascend_parallel.training.options import ShardingOptions, StrategyOptionErro
 from ascend_parallel.training.step_arguments import ModelSnapshot, OptimizerSnapshot
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.train_step import TrainStep, train_step
+from ascend_parallel.training.training_plan import plan_prediction
 
 
+@overload
+def to_static(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Loss | nn.Module = mean_loss,
+    optimizer: None = None,
+    strategy: Strategy | None = None,
+    input_spec: Sequence[Any] | None = None,
+    *,
+    settings: Settings | None = None,
+) -> StaticPredictor: ...
+@overload
+def to_static(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Loss | nn.Module = mean_loss,
+    *,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | None = None,
+    input_spec: Sequence[Any] | None = None,
+    **options: Any,
+) -> StaticModel: ...
+@overload
+def to_static(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Loss | nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | None = None,
+    input_spec: Sequence[Any] | None = None,
+    **options: Any,
+) -> StaticModel: ...
 def to_static(
     model: nn.Module,
     loader: Iterable[Any],
     loss: Loss | nn.Module = mean_loss,
     optimizer: torch.optim.Optimizer | None = None,
     strategy: Strategy | None = None,
+    input_spec: Sequence[Any] | None = None,
     **options: Any,
-) -> StaticModel:
+) -> StaticModel | StaticPredictor:
     """Make the training step of a marked model: the same marks that it runs with eagerly decide the graph's plan.
+
+    Without an optimizer: the model in evaluation mode, for prediction.
 
     model
         Its parameters and buffers are DTensors on one mesh of all ranks in ascending order (`shard_layer`). The plan
@@ -43,11 +82,15 @@ def to_static(
     loader
         Yields batches, of which the first is read for its shapes: from `shard_dataloader`, whose `shard_dim` is the
         data dimension, or any that yields tuples of whole tensors.
+    input_spec
+        A batch of whole tensors in place of the loader's first, such as ``[torch.empty(16, 8, device="meta")]``; only
+        shapes and dtypes matter.
     loss
         As for `train_step`; or a module such as nn.MSELoss(), called with the model's output for all but the last of
         the batch's tensors, and with the last.
     optimizer
-        Over the model's parameters. The stage that `shard_optimizer` gave it becomes `sharding.zero_stage`.
+        Over the model's parameters. The stage that `shard_optimizer` gave it becomes `sharding.zero_stage`. None: the
+        result is a `StaticPredictor`, of the model's output, or of ``loss(model, *batch)`` if `loss` is given.
     strategy
         Mode "auto" without a mesh of its own; by default nothing but the marks.
     options
@@ -56,9 +99,7 @@ def to_static(
     Every rank calls it alike. Raises `ValueError` for a model without marks or on several meshes,
     `StrategyOptionError` for options that contradict the marks, and the errors of `train_step`.
     """
-    if optimizer is None:
-        raise TypeError("to_static without an optimizer: give the optimizer over the model's parameters")
-    mesh, stage = _mesh_of(model), optimizer_stage(optimizer)
+    mesh, stage = _mesh_of(model), None if optimizer is None else optimizer_stage(optimizer)
     placed = dict(placements_of(model))
     for name, parameter in model.named_parameters(remove_duplicate=False) if stage is not None else ():
         assert stage is not None
@@ -74,12 +115,18 @@ def to_static(
         raise ValueError(f"the loader's mesh is {cast(ShardedLoader, loader).mesh}, and the model's {mesh}: give one")
     sharding = None if stage is None else ShardingOptions(zero_stage=stage.stage, dim=stage.dim_name)
     strategy = _strategy(strategy, mesh, data_dim, sharding, is_sharded)
+    batch = _sample(loader) if input_spec is None else pytree.tree_map_only(torch.Tensor, _zeros, tuple(input_spec))
+    loss = _with_targets(loss) if isinstance(loss, nn.Module) else loss
+    if optimizer is None:
+        plan = plan_prediction(strategy, whole, batch, loss)
+        module = ShardedModule(whole, plan, overlap=strategy.overlap.operators, local_inputs=is_sharded, **options)
+        return StaticPredictor(module, model, mesh)
     step = train_step(
         whole,
-        _sample(loader),
+        batch,
         _optimizer_over(optimizer, model, whole),
         strategy,
-        loss=_with_targets(loss) if isinstance(loss, nn.Module) else loss,
+        loss=loss,
         local_batches=is_sharded,
         **options,
     )
@@ -98,11 +145,7 @@ class StaticModel:
         self.step, self._model, self._mesh, self._given = step, model, mesh, given
         self._before = ModelSnapshot(model)
         assert step.planned is not None
-        self._placements = {
-            node.source: [placement.placement for placement in plan.layouts[Value(node.name)]]
-            for plan in step.planned.plans
-            for node in plan.graph.inputs
-        }
+        self._inputs = _InputPlacements(mesh, step.planned.plans)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch of the loader.
@@ -112,22 +155,11 @@ class StaticModel:
         """
         self._given.check()
         self._before.check()
-        return self.step(*self._local(batch))
+        return self.step(*self._inputs.local(batch))
 
     def evaluate(self, *batch: Any) -> torch.Tensor:
         """Return the mean loss of a batch in evaluation mode."""
-        return self.step.evaluate(*self._local(batch))
-
-    def _local(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return this rank's part of a batch in any nesting, as the plan reads it: it may cut a batch further."""
-
-        def local(path: Any, value: Any) -> Any:
-            if not isinstance(value, DTensor):
-                return value
-            name = "_".join(["batch", *(str(getattr(key, "idx", getattr(key, "key", ""))) for key in path)])
-            return reshard(value, self._mesh, self._placements.get(name, value.placements)).to_local()
-
-        return pytree.tree_map_with_path(local, batch)  # type: ignore[no-any-return]
+        return self.step.evaluate(*self._inputs.local(batch))
 
     @torch.no_grad()
     def write_back(self) -> nn.Module:
@@ -149,6 +181,51 @@ class StaticModel:
     def close(self) -> None:
         """Close the step; see `TrainStep.close`."""
         self.step.close()
+
+
+class StaticPredictor:
+    """``predictor(*batch)`` runs a marked model in evaluation mode, without gradients, and returns its whole output.
+
+    module
+        This rank's part of the model.
+    """
+
+    def __init__(self, module: ShardedModule, model: nn.Module, mesh: ProcessMesh) -> None:
+        """Take the planned model, and the marked model with whose values it runs."""
+        self.module, self._before, self._inputs = module, ModelSnapshot(model), _InputPlacements(mesh, [module.plan])
+
+    @torch.no_grad()
+    def __call__(self, *batch: Any) -> Any:
+        """Return the output for a batch of the loader, the same on every rank.
+
+        Raises `RuntimeError` if the marked model has changed since.
+        """
+        if names := self._before.changed():
+            raise RuntimeError(f"the model has changed since to_static ({names}): call to_static again")
+        return self.module(*self._inputs.local(batch))
+
+
+class _InputPlacements:
+    """The placements in which plans read the tensors of a batch, by the inputs' names."""
+
+    def __init__(self, mesh: ProcessMesh, plans: Iterable[ShardingPlan]) -> None:
+        self._mesh = mesh
+        self._placements = {
+            node.source: [placement.placement for placement in plan.layouts[Value(node.name)]]
+            for plan in plans
+            for node in plan.graph.inputs
+        }
+
+    def local(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return this rank's part of a batch in any nesting, as the plan reads it: it may cut a batch further."""
+
+        def local(path: Any, value: Any) -> Any:
+            if not isinstance(value, DTensor):
+                return value
+            name = "_".join(["batch", *(str(getattr(key, "idx", getattr(key, "key", ""))) for key in path)])
+            return reshard(value, self._mesh, self._placements.get(name, value.placements)).to_local()
+
+        return pytree.tree_map_with_path(local, batch)  # type: ignore[no-any-return]
 
 
 def _gathered(shard: TensorShard) -> torch.Tensor:
@@ -212,8 +289,9 @@ def _sample(loader: Iterable[Any]) -> tuple[Any, ...]:
     raise ValueError("the loader yields no batch, and the first is needed for its shapes")
 
 
-def _zeros(tensor: DTensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    device = default_device() if tensor.is_meta else tensor.device
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _optimizer_over(optimizer: torch.optim.Optimizer, model: nn.Module, whole: nn.Module) -> torch.optim.Optimizer:

@@ -18,9 +18,10 @@ from ascend_parallel.sharding.planner.annotate import annotated
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.evaluation_graph import check_evaluation, in_evaluation
+from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.autocast import autocast, with_casts
 from ascend_parallel.training.graph_passes import fuse_operators
-from ascend_parallel.training.loss import Loss, loss_value, mean_loss, trace_with_loss
+from ascend_parallel.training.loss import Loss, WithLoss, loss_value, mean_loss, trace_with_loss
 from ascend_parallel.training.optimizer.partition import sharded_parameters
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
@@ -87,7 +88,7 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
         A batch of all replicas together, as ``loss(model, *batch)`` takes it; the tensors' first dimension is the
         batch.
     loss
-        Returns the mean loss of a batch, or (sum, count); by default the model returns the loss.
+        Returns the mean loss of a batch, (sum, count) or `WeightedLoss`; by default the model returns the loss.
 
     Raises `StrategyOptionError`, `StrategyError`, `TraceError`, `MemoryLimitError`.
     """
@@ -129,6 +130,21 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
         loss=loss,
         batch=traced,
     )
+
+
+def plan_prediction(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss = mean_loss) -> ShardingPlan:
+    """Plan ``loss(model, *batch)``, which may return anything, with the model in evaluation mode, on one mesh.
+
+    Raises `StrategyOptionError` for stages, fused passes and mixed precision, and as `trace` and `propagate`.
+    """
+    default = Strategy()
+    for name in ("pipeline", "amp", "fused_passes"):
+        if getattr(strategy, name) != getattr(default, name):
+            raise StrategyOptionError(f"{name}={getattr(strategy, name)!r} without an optimizer: leave it out")
+    with evaluation_mode([model]):
+        graph = trace(WithLoss(model, loss), tuple(batch))
+    (mesh,) = strategy.meshes()
+    return _sharded(strategy, graph, mesh, {**annotated(model), **strategy.operators})
 
 
 def _check_loss_dtype(graph: Graph) -> None:

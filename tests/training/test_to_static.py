@@ -273,6 +273,42 @@ def test_batches_may_be_nested(ranks):
         torch.testing.assert_close(found, trained()[0], rtol=1e-12, atol=0)
 
 
+class Dropping(MLP):
+    """Returns a dict, with what dropout would drop in training."""
+
+    def forward(self, x):
+        return {"y": F.dropout(super().forward(x), 0.5, self.training), "x": x}
+
+
+def predicted(_group):
+    """Predict, with a loss and without; the loader is not read where input_spec is given."""
+    _, _, loader = marked((2, 2), None)
+    mesh = loader.mesh
+    model = shard_layer(Dropping(mesh).double(), mesh, cut)
+    spec = [torch.empty(ROWS, 16, dtype=torch.float64, device="meta")]
+    predictor = to_static(model, shard_dataloader(iter(()), mesh, "dp"), input_spec=spec)
+    outputs = [predictor(x) for x, _ in loader]
+    assert not outputs[0]["y"].requires_grad
+    by_loss = to_static(model, loader, lambda model, x, target: F.mse_loss(model(x)["y"], target))
+    losses = [by_loss(*batch).item() for batch in loader]
+    assert model.training
+    nn.init.zeros_(model.norm.bias)
+    with pytest.raises(RuntimeError, match=r"changed since to_static \(norm.bias\): call to_static again"):
+        predictor(next(iter(loader))[0])
+    return outputs, losses
+
+
+def test_without_an_optimizer_a_marked_model_predicts(ranks):
+    model = Dropping().double().eval()
+    with torch.no_grad():
+        batches = list(DataLoader(data(), batch_size=ROWS))
+        expected = [model(x) for x, _ in batches]
+        losses = [F.mse_loss(output["y"], target).item() for output, (_, target) in zip(expected, batches, strict=True)]
+    for found, by_loss in ranks(4).run(predicted):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(by_loss, losses, rtol=1e-12, atol=0)
+
+
 def scheduled(_group):
     """A scheduler over the optimizer that was given would change nothing; over the step's it does."""
     model, optimizer, loader = marked((2, 2), 0)
@@ -319,8 +355,9 @@ def refused(_group):
         to_static(model, loader, nn.MSELoss(), optimizer, strategy)
     with pytest.raises(StrategyOptionError, match=r"the model is marked on {'dp': 2, 'mp': 1}"):
         to_static(model, loader, nn.MSELoss(), optimizer, Strategy(mesh={"dp": 1, "mp": 2}))
-    with pytest.raises(TypeError, match="without an optimizer"):
-        to_static(model, loader, nn.MSELoss())
+    staged = Strategy(pipeline=PipelineOptions(micro_batches=2))
+    with pytest.raises(StrategyOptionError, match=r"pipeline=.* without an optimizer: leave it out"):
+        to_static(model, loader, nn.MSELoss(), strategy=staged)
     with pytest.raises(ValueError, match="yields no batch"):
         to_static(model, shard_dataloader([], model.mesh, "dp"), nn.MSELoss(), optimizer)
     plain = nn.Linear(2, 2)
