@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
+from threading import RLock
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class LazyRows:
         self._stops = list(accumulate(sizes))
         self._fill: Callable[[int], object] | None = fill
         self._next = 0
+        self._lock = RLock()  # two threads of a program may read the same rows
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
 
     @property
@@ -92,7 +94,7 @@ class LazyRows:
         """Finish all rows before `stop`."""
         if self.filled >= stop or self.finished:
             return
-        with without_grad_and_modes():
+        with self._lock, without_grad_and_modes():
             while not self.finished and self.filled < stop:
                 assert self._fill is not None
                 self._fill(self._next)
@@ -173,7 +175,12 @@ class UnfinishedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run a function of unfinished tensors: by rows if it is known to work so, else on the whole tensors."""
-        return _dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if all(kind is UnfinishedTensor for kind in types) and _any_unfinished(args, kwargs):
+            result = _by_rows(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _whole(func, args, kwargs)
 
     def finished(self) -> torch.Tensor:
         """Return the whole tensor, with torch's own memory; waits for its rows."""
@@ -181,7 +188,23 @@ class UnfinishedTensor(torch.Tensor):
             self._rows.progress.finish()
         return self._value
 
-    # What reads memory and passes by the dispatcher.
+    # What reads or replaces memory and passes by the dispatcher.
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The finished tensor, detached."""
+        return self.finished().detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.finished()
+        self._hold(value)
+
+    def _hold(self, value: torch.Tensor) -> None:
+        """Take finished memory of another shape or place."""
+        rows = Rows(LazyRows((), _nothing), 1, 0)
+        torch._C.TensorBase.data.__set__(self, UnfinishedTensor(value, rows))  # type: ignore[attr-defined]
+        self._value, self._rows = value, rows
 
     def data_ptr(self) -> int:
         """Return the address of the finished tensor."""
@@ -230,6 +253,10 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x._plain() if isinstance(x, UnfinishedTensor) else x
 
 
+def _nothing(index: int) -> None:
+    """Fill no rows."""
+
+
 def finished(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its rows; below autograd."""
     return x.finished() if isinstance(x, UnfinishedTensor) else x
@@ -271,12 +298,8 @@ def unfinished_blocks(value_m: torch.Tensor, sizes: Sizes, fill: Callable[[int],
     return UnfinishedTensor(value_m, Rows(LazyRows(sizes, fill), blocks, 1))
 
 
-def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    if any(not tensor._rows.progress.finished for tensor in _unfinished_in(args, kwargs)):
-        result = _by_rows(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    return _whole(func, args, kwargs)
+def _any_unfinished(args: Any, kwargs: Any) -> bool:
+    return any(not tensor._rows.progress.finished for tensor in _unfinished_in(args, kwargs))
 
 
 def _unfinished_in(args: Any, kwargs: Any) -> list[UnfinishedTensor]:
@@ -302,8 +325,11 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = pytree.tree_map(unwrapped, (args, kwargs))
     results = func(*args, **kwargs)
-    if not given or not func._schema.is_mutable:
+    if not given or not changes:
         return results
+    for value, leaf in ((leaf._value, leaf) for leaf in given.values()):
+        if (value.shape, value.stride()) != (leaf.shape, leaf.stride()):
+            leaf._hold(value)  # transpose_, resize_ and their like
     return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), results)  # a function in place returns its argument
 
 
@@ -501,14 +527,18 @@ class _Unchanged:
     """A tensor that rows are made of later: it has to be then as it is now."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version, self._bytes = tensor, tensor._version, _bytes(tensor)
+        self._tensor, self._version, self._bytes = tensor, _version(tensor), _bytes(tensor)
 
     def check(self, reader: str) -> None:
-        if (self._tensor._version, _bytes(self._tensor)) != (self._version, self._bytes):
+        if (_version(self._tensor), _bytes(self._tensor)) != (self._version, self._bytes):
             raise RuntimeError(
                 f"{reader} of a region reads a tensor of shape {list(self._tensor.shape)} that was changed in place, "
                 "or freed, before the rows of its other operand had come; COC_REGION=0 runs the layers one by one"
             )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -195,6 +195,51 @@ def test_another_operand_that_changes_before_the_rows_come_is_an_error(change):
         y.sum()
 
 
+RESHAPED = {
+    "transposed": lambda x: x.transpose_(0, 1),
+    "unsqueezed": lambda x: x.unsqueeze_(0),
+    "resized": lambda x: x.resize_(32, 8),
+    "set": lambda x: x.set_(torch.ones(3)),
+    "data": lambda x: setattr(x, "data", torch.ones(1)) or x,
+}
+
+
+@pytest.mark.parametrize("change", RESHAPED)
+def test_a_change_of_shape_or_memory_is_seen(change):
+    """As Megatron-core's pipeline gives up an output's memory: ``output.data = torch.empty(1)``."""
+    x, _ = sent(drawn(64, 8))
+    plain = RESHAPED[change](drawn(64, 8))
+    y = RESHAPED[change](x)
+    assert y is x and (x.shape, x.stride()) == (plain.shape, plain.stride())
+    assert torch.equal(x * 2, plain * 2)
+
+
+def test_the_memory_of_another_tensor_can_be_these_rows():
+    x, _ = sent(drawn(64, 8))
+    y = torch.empty(1)
+    y.data = x.data
+    assert type(y) is torch.Tensor and torch.equal(y, drawn(64, 8))
+
+
+def test_tensors_of_inference_mode_may_stand_beside():
+    with torch.inference_mode():
+        residual = drawn(64, 8, seed=1)
+    x, _ = sent(drawn(64, 8))
+    with torch.no_grad():
+        assert torch.equal(finished(x + residual), drawn(64, 8) + residual)
+
+
+def test_threads_read_the_same_rows_once():
+    from concurrent.futures import ThreadPoolExecutor
+
+    x, asked = sent(drawn(64, 8))
+    y = (x * 2).add_(1)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: y.sum().item(), range(8)))
+    assert asked == [0, 1, 2]
+    assert set(found) == {(drawn(64, 8) * 2 + 1).sum().item()}
+
+
 def test_small_operands_may_change_at_once():
     """As a norm's weight does that FSDP frees behind the norm."""
     x, _ = sent(drawn(64, 8))
