@@ -104,21 +104,21 @@ def _regions(model: torch.nn.Module, linear: Sequence[torch.nn.Module]) -> dict[
     """Return the modules of `model` that can run as regions, by kind; None unless its layers' settings have regions."""
     patched = (getattr(_forward(module), "ascend_parallel", None) for module in linear)
     settings = (getattr(framework, "settings", None) for framework in patched)  # None: it has no regions
-    if not any(each is not None and each.region for each in settings):
+    if not any(of_layer is not None and of_layer.region for of_layer in settings):
         return None
     reasons: dict[str, list[str | None]] = {}
     for module in model.modules():
-        if (found := _region_kind(module)) is not None:
-            reason = found.reason(module)
+        if (kind := _region_kind(module)) is not None:
+            reason = kind.reason(module)
             named = None if reason is None else f"{type(module).__name__}: {reason}"
-            reasons.setdefault(found.name, []).append(named)
+            reasons.setdefault(kind.name, []).append(named)
     return {name: _counted(of_kind) for name, of_kind in sorted(reasons.items())}
 
 
 def _region_kind(module: torch.nn.Module) -> RegionKind | None:
     """Return what the class of a module, or the nearest base class, says about regions."""
-    found = (getattr(vars(kind).get("forward"), "region_kind", None) for kind in type(module).__mro__)
-    return next((each for each in found if each is not None), None)
+    kinds = (getattr(vars(base).get("forward"), "region_kind", None) for base in type(module).__mro__)
+    return next((kind for kind in kinds if kind is not None), None)
 
 
 def _forward(module: torch.nn.Module) -> Any:

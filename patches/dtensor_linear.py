@@ -145,10 +145,10 @@ def _is_linear(kind: type) -> bool:
 
 def installed_on(module: Any) -> Installed:
     """Return what was installed on a module."""
-    found: Installed = vars(module)["forward"].ascend_parallel
-    return found
+    installed: Installed = vars(module)["forward"].ascend_parallel
+    return installed
 
 
 def positive(placements: Any, ndim: int) -> tuple[Any, ...]:
     """Return placements of a tensor of `ndim` dimensions with their dimensions counted from the first."""
-    return tuple(Shard(each.dim % ndim) if type(each) is Shard else each for each in placements)
+    return tuple(Shard(p.dim % ndim) if type(p) is Shard else p for p in placements)
