@@ -58,15 +58,15 @@ class Patch:
         A framework may have given the class's name to a subclass, as MindSpeed's flags do. The class is then its base.
         """
         try:
-            found = getattr(importlib.import_module(self.module), self.owner, None)
+            owner = getattr(importlib.import_module(self.module), self.owner, None)
         except ImportError as error:
             raise PatchError(f"{self.target}: {self.module} cannot be imported: {error}") from error
-        if not isinstance(found, type):
-            raise PatchError(f"{self.target}: expected a class, found {found!r}")
-        for kind in found.__mro__:
+        if not isinstance(owner, type):
+            raise PatchError(f"{self.target}: expected a class, found {owner!r}")
+        for kind in owner.__mro__:
             if (kind.__module__, kind.__name__) == (self.module, self.owner):
                 return kind
-        raise PatchError(f"{self.target}: expected the class of that module, found {full_name(found)}")
+        raise PatchError(f"{self.target}: expected the class of that module, found {full_name(owner)}")
 
     def named(self) -> object:
         """Return what the class's name stands for at present; None: the module has no such name."""
@@ -74,17 +74,17 @@ class Patch:
 
     def check(self) -> None:
         """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
-        held = vars(self.holder()).get(self.method)
-        found = held.__func__ if isinstance(held, staticmethod) else held
-        if not inspect.isfunction(found):
-            raise PatchError(f"{self.target}: expected a method of this class, found {found!r}")
-        if not defined_in(found, sys.modules[self.module]):
+        attribute = vars(self.holder()).get(self.method)
+        method = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+        if not inspect.isfunction(method):
+            raise PatchError(f"{self.target}: expected a method of this class, found {method!r}")
+        if not defined_in(method, sys.modules[self.module]):
             raise PatchError(
-                f"{self.target}: expected the original, found a replacement from {found.__globals__['__name__']}; only "
-                "one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
+                f"{self.target}: expected the original, found a replacement from {method.__globals__['__name__']}; "
+                "only one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
                 "--use-ascend-mc2) or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
             )
-        parameters = tuple(inspect.signature(found).parameters)
+        parameters = tuple(inspect.signature(method).parameters)
         if parameters != self.parameters:
             expected = f"expected the parameters {', '.join(self.parameters)}"
             raise PatchError(f"{self.target}: {expected}, found {', '.join(parameters)}")
@@ -109,10 +109,10 @@ class RepeatedFunction:
     def check(self) -> None:
         """Raise `PatchError` if the framework's own function has an unknown parameter; ignore a replaced function."""
         module = importlib.import_module(self.module)
-        found = vars(module).get(self.name)
-        if not callable(found) or not defined_in(found, module):
+        function = vars(module).get(self.name)
+        if not callable(function) or not defined_in(function, module):
             return
-        if unknown := [name for name in inspect.signature(found).parameters if name not in self.parameters]:
+        if unknown := [name for name in inspect.signature(function).parameters if name not in self.parameters]:
             raise PatchError(
                 f"{self.module}.{self.name}: unknown parameters {', '.join(unknown)}; a replacement would ignore them; "
                 f"known: {', '.join(sorted(self.parameters))}"
@@ -196,11 +196,11 @@ class PatchSet:
     def refuse_if_covered(self) -> None:
         """Raise `PatchError` if another patch was put on top of one of these."""
         for patch, applied in self._applied.items():
-            found = vars(applied.holder).get(patch.method)
-            if found is not applied.replacement:
+            method = vars(applied.holder).get(patch.method)
+            if method is not applied.replacement:
                 raise PatchError(
-                    f"{patch.target}: cannot be reverted, since {getattr(found, '__qualname__', found)} of "
-                    f"{getattr(found, '__module__', 'an unknown module')} was put on top; remove that patch first"
+                    f"{patch.target}: cannot be reverted, since {getattr(method, '__qualname__', method)} of "
+                    f"{getattr(method, '__module__', 'an unknown module')} was put on top; remove that patch first"
                 )
 
     def revert(self) -> None:
@@ -218,9 +218,9 @@ class PatchSet:
         applied = self._applied.get(patch)
         if applied is None:
             return PatchStatus(patch.target, False, "not applied")
-        found = vars(applied.holder).get(patch.method)
-        if found is not applied.replacement:
-            return PatchStatus(patch.target, False, f"replaced in turn by {getattr(found, '__module__', found)}")
+        method = vars(applied.holder).get(patch.method)
+        if method is not applied.replacement:
+            return PatchStatus(patch.target, False, f"replaced in turn by {getattr(method, '__module__', method)}")
         if inspect.getattr_static(patch.named(), patch.method, None) is not applied.replacement:
             text = f"left unused: the name {patch.owner} was given to {full_name(patch.named())}, which has its own"
             return PatchStatus(patch.target, False, text)

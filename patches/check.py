@@ -208,8 +208,9 @@ class Check:
                 text = f"{self._record.layer}: the {name} gradient {gradient} and is not checked"
                 LEDGER.note(text, dist.get_rank())
             else:
-                found, rounding = gradient
-                pairs[f"{name} gradient"] = (torch.zeros_like(expected) if found is None else found, expected, rounding)
+                by_call, rounding = gradient
+                by_call = torch.zeros_like(expected) if by_call is None else by_call
+                pairs[f"{name} gradient"] = (by_call, expected, rounding)
         self._judge("backward", pairs)
 
     def _aliases(self, call: CheckedCall) -> dict[str, torch.Tensor]:
@@ -417,9 +418,9 @@ def linear_operands(
     if kept is None:
         return operands
     if kept.numel() < shape.numel():  # the other features are not read
-        whole = kept.new_zeros(shape)
-        whole[..., rank * kept.shape[-1] : (rank + 1) * kept.shape[-1]] = kept
-        return operands | {"input": whole}
+        x = kept.new_zeros(shape)
+        x[..., rank * kept.shape[-1] : (rank + 1) * kept.shape[-1]] = kept
+        return operands | {"input": x}
     own = rank if kept.numel() > shape.numel() else 0
     return operands | {"input": kept.reshape(-1, *shape)[own]}
 

@@ -188,4 +188,4 @@ def replaced_below() -> str | None:
 
 def positive(placements: Any, ndim: int) -> tuple[Any, ...]:
     """Return placements of a tensor of `ndim` dimensions with their dimensions counted from the first."""
-    return tuple(Shard(each.dim % ndim) if type(each) is Shard else each for each in placements)
+    return tuple(Shard(p.dim % ndim) if type(p) is Shard else p for p in placements)

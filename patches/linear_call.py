@@ -118,12 +118,14 @@ def _by_framework(call: LinearCall, x: torch.Tensor, weight: torch.Tensor) -> to
     parameter = call.parameter
     if isinstance(parameter, DTensor):
         weight = DTensor.from_local(weight, parameter.device_mesh, parameter.placements, run_check=False)
-    held: dict[str, Any] = call.layer._parameters if "weight" in call.layer._parameters else vars(call.layer)
-    before, held["weight"] = held["weight"], weight
+    attributes: dict[str, Any] = call.layer._parameters
+    if "weight" not in attributes:  # torch.nn.utils.weight_norm makes it a plain attribute
+        attributes = vars(call.layer)
+    own, attributes["weight"] = attributes["weight"], weight
     try:
         return call.original(x)
     finally:
-        held["weight"] = before
+        attributes["weight"] = own
 
 
 def _backward_operands(

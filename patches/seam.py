@@ -105,8 +105,8 @@ class Seam:
     @property
     def imported(self) -> bool:
         """Whether the module has been imported."""
-        found: Any = sys.modules.get(self.module)
-        return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
+        module: Any = sys.modules.get(self.module)
+        return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
     @property
     def installed(self) -> bool:

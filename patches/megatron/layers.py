@@ -30,7 +30,7 @@ from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
 from ascend_parallel.patches.megatron.original import Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
-from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
+from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient, Postponed
 from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
@@ -55,9 +55,9 @@ class Megatron(Framework):
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`; a layer of MindSpeed holds it under another name."""
         names = ("tp_group", "parallel_group") if self.groups_handed_down else ("parallel_group",)
-        found = (getattr(layer, name, None) for name in names)
-        held = next((group for group in found if group is not None), None)
-        group: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if held is None else held
+        groups = (getattr(layer, name, None) for name in names)
+        own = next((group for group in groups if group is not None), None)
+        group: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if own is None else own
         return group
 
     def region(self, name: str, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -76,8 +76,7 @@ class Megatron(Framework):
             fused=layer.gradient_accumulation_fusion,
             layers=self.layers,
             main_grad_at_forward=self.groups_handed_down,
-            postponed=layer.grad_output_buffer if defers else None,
-            limit=layer.config.wgrad_deferral_limit if defers else 0,
+            postponed=Postponed(layer.grad_output_buffer, layer.config.wgrad_deferral_limit) if defers else None,
             begin=begin,
         )
 

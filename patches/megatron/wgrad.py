@@ -10,11 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ascend_parallel.overlap.weight_gradient import Begin, GradientParts, WeightGradient
+
+
+class Postponed(NamedTuple):
+    """The outputs' gradients dy whose weight gradient is deferred, and the most of them (0: unlimited)."""
+
+    output_gradients: list[torch.Tensor]
+    limit: int
+
+    @property
+    def full(self) -> bool:
+        """Whether no further dy is deferred."""
+        return self.limit != 0 and len(self.output_gradients) >= self.limit
 
 
 class MegatronWeightGradient(WeightGradient):
@@ -27,8 +39,7 @@ class MegatronWeightGradient(WeightGradient):
         fused: bool,
         layers: ModuleType,
         main_grad_at_forward: bool,
-        postponed: list[torch.Tensor] | None,
-        limit: int,
+        postponed: Postponed | None,
         begin: Begin | None,
     ) -> None:
         """Hold the destination.
@@ -37,8 +48,8 @@ class MegatronWeightGradient(WeightGradient):
             The parameter itself: Megatron uses its attributes.
         layers
             The module that holds the fused kernel, if any.
-        postponed, limit
-            The list that collects deferred dy, and its largest length (0: unlimited).
+        postponed
+            Collects deferred dy; None: nothing is deferred.
         begin
             Observes the backward of a call that is checked; None for other calls.
         """
@@ -48,13 +59,12 @@ class MegatronWeightGradient(WeightGradient):
         self._layers = layers
         self._main_grad = getattr(weight, "main_grad", None) if fused and main_grad_at_forward else None
         self._postponed = postponed
-        self._limit = limit
 
     def postpone(self, dy: torch.Tensor) -> bool:
         """Keep dy and return True if the embedding's weight gradient is deferred and the list has room."""
-        if self._postponed is None or (self._limit != 0 and len(self._postponed) >= self._limit):
+        if self._postponed is None or self._postponed.full:
             return False
-        self._postponed.append(dy)
+        self._postponed.output_gradients.append(dy)
         return True
 
     def placeholder(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -132,12 +142,12 @@ class _WrittenParts(GradientParts):
         self._weight = weight
 
     def total(self) -> torch.Tensor | None:
-        found = super().total()
-        if found is None:
+        total = super().total()
+        if total is None:
             return None
         self._weight.main_grad = self._weight.get_main_grad()
-        self._weight.main_grad.copy_(found)
-        return _dummy(self._weight, found)
+        self._weight.main_grad.copy_(total)
+        return _dummy(self._weight, total)
 
 
 def _dummy(weight: Any, x_m: torch.Tensor) -> torch.Tensor | None:

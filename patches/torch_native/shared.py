@@ -84,7 +84,7 @@ class SharedGather:
     @property
     def changed(self) -> bool:
         """Whether an operator has changed the gathered DTensor in place."""
-        return any(each._version for each in self._whole.values())
+        return any(gathered._version for gathered in self._whole.values())
 
 
 class SharedInput(DTensor):

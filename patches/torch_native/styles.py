@@ -134,8 +134,8 @@ def _shares(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, 
             return False
         (layout,) = x.placements
     dim = sequence_dim(layout, x.ndim)
-    whole = isinstance(x, DTensor)
-    if dim is None or (whole and x.shape[dim] % mesh.size()):
+    of_all_ranks = isinstance(x, DTensor)
+    if dim is None or (of_all_ranks and x.shape[dim] % mesh.size()):
         return False
     module = vars(style)[CALLED]() if CALLED in vars(style) else None
     if module is None or _has_backward_hooks(module) or any(map(_runs_compiled, module.modules())):
@@ -146,7 +146,7 @@ def _shares(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, 
 def _runs_compiled(module: Any) -> bool:
     """Tell whether torch.compile made the call, the forward or another method of a module: it takes torch's DTensor."""
     methods = (*vars(module).values(), *vars(type(module)).values())
-    return module._compiled_call_impl is not None or any(hasattr(each, COMPILED) for each in methods)
+    return module._compiled_call_impl is not None or any(hasattr(method, COMPILED) for method in methods)
 
 
 def _has_backward_hooks(module: Any) -> bool:

@@ -74,8 +74,8 @@ def _installed(style: Any, mesh: Any) -> InstalledByPlan:
     if kind is not getattr(sys.modules[kind.__module__], name, None) or name not in KINDS:
         return InstalledByPlan(in_force=IN_FORCE, kind=None, mesh=mesh, reason=f"its style {name} is left as it is")
     given, made, column = style.input_layouts, style.output_layouts, KINDS[name] == "column"
-    whole = given if column else made
-    if whole != Replicate() or not {given, made} <= {Replicate(), Shard(-1)} or not style.use_local_output:
+    uncut = given if column else made
+    if uncut != Replicate() or not {given, made} <= {Replicate(), Shard(-1)} or not style.use_local_output:
         reason = f"its style {name} makes {made} of {given} in its forward"
     return InstalledByPlan(
         in_force=IN_FORCE,
