@@ -21,10 +21,13 @@ from ascend_parallel.cli.timeline import timeline
 from ascend_parallel.diagnostics.doctor import BAD, examine_request
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patch_control import Status
-from ascend_parallel.settings import RAREST
+from ascend_parallel.settings import RAREST, option_name
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Overlap the matmul and the collective of tensor-parallel linear layers."
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Overlap the matmul and the collective of tensor-parallel linear layers.",
 )
 app.command()(doctor)
 app.command()(explain)
@@ -79,10 +82,10 @@ def _show(current: Status, bad: set[str]) -> None:
     if not bad:
         console.print(f"overlap is {overlap_in_words(current.settings)}", markup=False, highlight=False)
     table = Table()
-    table.add_column("setting")
+    table.add_column("variable, or key of COC_CONFIG")
     table.add_column("value")
     for name, value in current.settings.as_dict().items():
-        table.add_row(name, str(value))
+        table.add_row(option_name(name), str(value))
     console.print(table)
     for patch in current.patches:
         console.print(f"{'replaced' if patch.applied else 'untouched'}  {patch.target}: {patch.reason}", markup=False)

@@ -27,7 +27,9 @@ WIDTH = 120  # of output to a file
 FORMATS = ("safetensors", "torch", "dcp")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compare and convert checkpoints.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Show, compare and convert checkpoints."
+)
 
 Full = Annotated[bool, typer.Option(help="Show every repeated layer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]

@@ -28,6 +28,12 @@ class Commands(TyperGroup):
             ]
         return command
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, each with the whole first sentence of its help."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(limit=200)) for name, each in commands.items()])
+
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; wrong input ends with 2 and a line that names the command and the option."""
         named |= zip(("args", "prog_name"), args, strict=False)

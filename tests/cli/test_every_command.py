@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import ascend_parallel
 from ascend_parallel.cli.app import app
 from ascend_parallel.diagnostics.timeline.files import write
+from ascend_parallel.settings import VARIABLES
 from ascend_parallel.training.checkpoint import save
 
 ROOT = Path(__file__).parents[2]
@@ -240,3 +242,18 @@ def test_verify_prints_an_object_as_its_last_line(tmp_path):
     assert first == "trained"
     assert isinstance(json.loads(last), dict)
     assert ended.returncode == 1  # nothing was checked
+
+
+@pytest.mark.parametrize("words", [(), *COMMANDS], ids=" ".join)
+def test_the_help_at_80_columns_has_whole_names_and_flags_without_a_type(words):
+    text = CliRunner().invoke(app, [*words, "--help"], prog_name="ascend-parallel", env={"COLUMNS": "80"}).stdout
+    params = COMMANDS[words].params if words else []
+    names = [option for param in params for option in (*param.opts, *param.secondary_opts) if option.startswith("--")]
+    assert [name for name in names if not re.search(rf"{name}\b", text)] == []
+    assert "<bool>" not in text and "…" not in text and "..." not in text.partition("Commands:")[2]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_status_names_settings_as_users_do():
+    text = CliRunner().invoke(app, ["status"]).stdout
+    assert [name for name in VARIABLES.values() if name not in text] == []
