@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ascend_parallel.cli import predict as command
 from ascend_parallel.tuning import cost_model
-from ascend_parallel.tuning.cost_model.hardware import all_hardware
+from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
 from ascend_parallel.tuning.cost_model.models import all_models
 from ascend_parallel.tuning.cost_model.published import PUBLISHED_HARDWARE
 
@@ -189,3 +189,19 @@ def test_the_published_gains_changed_no_number():
         text = path.read_text(encoding="utf-8")
         assert re.findall(r"(?<![\d.])(?:0\.0320|0\.0547|0\.0785|3\.20|5\.47|7\.85)(?!\d)", text) == [], path
         assert "published import" not in text or path.name == "published_report.py"
+
+
+def test_a_verdict_ends_the_prediction(run):
+    """The MFU by hand: 6 N + 12 L H Q T operations a token over the peak, for Llama 2 7B on 8 cards."""
+    words = ["--model", "llama2-7b", "--tp", "1", "--dp", "8", "--micro-batches", "4"]
+    found = json.loads(run(*words, "--json").stdout)
+    verdict, hardware = found["verdict"], find_hardware("910b")
+    assert verdict["seconds"] == found["step"]["best"]["total"]
+    assert verdict["tokens_per_second_per_card"] == pytest.approx(4096 * 4 * 8 / verdict["seconds"] / 8)
+    weights = 6.738e9 - 32000 * 4096  # without the embedding, which no matmul reads
+    operations = 6 * weights + 12 * 32 * 32 * 128 * 4096
+    peak = 2 * hardware.matmul.macs_per_cycle * hardware.matmul.frequency * hardware.matmul.cores
+    assert verdict["mfu"] == pytest.approx(operations * verdict["tokens_per_second_per_card"] / peak, rel=1e-3)
+    assert 0.2 < verdict["mfu"] < 0.8
+    text = " ".join(run(*words).stdout.split())
+    assert f"verdict: {verdict['seconds']:.4g} s a step" in text and f"MFU {verdict['mfu']:.1%}" in text

@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from ascend_parallel.sharding.graph import CALL, Node, Value
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall, Value
 from ascend_parallel.sharding.layout import Layout, cuts, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
+from ascend_parallel.sharding.runtime.autograd_saves import ATTENTION, AutogradSaves, attention_saves, autograd_saves
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
-from ascend_parallel.sharding.runtime.recompute_regions import NOTHING_SAVED, VIEWS, Region, regions
+from ascend_parallel.sharding.runtime.recompute_regions import VIEWS, Region, regions
 
-# Operators whose backward reads their result and none of their inputs.
-RESULT_SAVED = "exp log_softmax _log_softmax relu rsqrt sigmoid softmax _softmax sqrt tanh"
+# Of a key: what an operator makes for its backward alone. No layout of a tensor is empty.
+INSIDE: Layout = ()
+HELD = (PARAMETER, BUFFER)
 _Tensors = dict[tuple[Value, Layout], float]
 
 
 def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> float:
     """Estimate the bytes of activations that a rank keeps from forward to backward.
 
-    The estimate counts each operator input and result that backward reads, as laid out on a rank, once. For a recompute
-    region it counts the tensors that the region reads and its kept results. It leaves out views, parameters and small
-    tensors, such as the statistics of norms. `part` and errors: see `regions`.
+    The estimate counts what autograd saves of each operator (`autograd_saves`), as laid out on a rank, once. For a
+    recompute region it counts the tensors that the region reads and its kept results. It leaves out views, parameters
+    and the model's inputs. `part` and errors: see `regions`.
     """
     saved, found = SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
     return sum(saved.kept(found.values()).values())
@@ -55,21 +57,15 @@ class SavedTensors:
 
     def by_operator(self, node: Node) -> _Tensors:
         """Return the tensors that an operator saves."""
-        name, value = operator_name(node), Value(node.name)
-        if name in NOTHING_SAVED.split() or self._plan.differentiable.isdisjoint(node.values):
+        if node.call is None or self._plan.differentiable.isdisjoint(node.values):
             return {}
-        layout = self._schedule.layouts[value]
-        if name == "dropout":
-            return {(value, forward(layout)): self._bytes(value, layout) / self._graph.meta(value).dtype.itemsize}
-        if name == "cross_entropy_loss":  # log-probabilities, as large as the logits
-            logits = node.inputs[0]
-            return {(value, forward(layout)): self._bytes(logits, self._schedule.layouts[logits])}
-        result = {(value, forward(layout)): self._bytes(value, layout)}
-        if name in RESULT_SAVED.split():
-            return result
-        found = result if name == "scaled_dot_product_attention" else {}
-        for tensor, target in zip(node.inputs, self._schedule.inputs[node.name], strict=True):
-            found |= self._tensor(tensor, target)
+        saves, found = self._saves(node, node.call), dict[tuple[Value, Layout], float]()
+        for place in saves.inputs:
+            found |= self._tensor(node.inputs[place], self._schedule.inputs[node.name][place])
+        for value in (node.values[place] for place in saves.outputs):
+            found |= self._tensor(value, self._schedule.layouts[value])
+        if saves.inside:
+            found[Value(node.name), INSIDE] = saves.inside * self._share(node)
         return found
 
     def by_region(self, region: Region) -> _Tensors:
@@ -89,6 +85,21 @@ class SavedTensors:
                 if not region.recompute_collectives and self._is_sent(value, layout):
                     found |= self._tensor(value, layout)
         return found
+
+    def _saves(self, node: Node, call: OpCall) -> AutogradSaves:
+        """Return what autograd saves; of an operator that cannot be asked, all inputs."""
+        if operator_name(node) == ATTENTION:
+            return attention_saves(call)
+        saves = autograd_saves(call, [value in self._plan.differentiable for value in node.inputs])
+        return saves or AutogradSaves(frozenset(range(len(call.inputs))), frozenset(), 0)
+
+    def _share(self, node: Node) -> float:
+        """Return the share of an operator's work that a rank has: that of its largest activation."""
+        read = zip(node.inputs, self._schedule.inputs[node.name], strict=True)
+        tensors = [(value, layout) for value, layout in read if self._graph.nodes[value.node].kind not in HELD]
+        tensors += [(value, self._schedule.layouts[value]) for value in node.values]
+        value, layout = max(tensors, key=lambda tensor: self._graph.meta(tensor[0]).nbytes)
+        return self._bytes(value, layout) / (self._graph.meta(value).nbytes or 1)
 
     def _tensor(self, value: Value, layout: Layout) -> _Tensors:
         """Return a tensor in the layout of its reader, or the base of a view; nothing for inputs and parameters."""

@@ -12,7 +12,7 @@ from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
+from ascend_parallel.sharding.runtime.activation_memory import INSIDE, SavedTensors
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Recompute, Run, RunKernel, SyncBoundary
 from ascend_parallel.sharding.runtime.instructions import (
@@ -140,6 +140,9 @@ class _Listing:
                 self._share(instruction.writes, instruction.reads)
             case Run() if operator_name(instruction.node) in SHARING:
                 self._share(instruction.writes, instruction.reads[:1] * len(instruction.writes))
+            case Run():
+                inside = self._kept.get((Value(instruction.node.name), INSIDE), 0.0)
+                return inside + sum(self._allocated(register) for register in instruction.writes)
             case _:
                 return sum(self._allocated(register) for register in instruction.writes)
         return 0.0

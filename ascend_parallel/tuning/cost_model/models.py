@@ -94,6 +94,11 @@ class Model:
         biases = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.hidden + self.ffn if self.bias else 0
         return self.attention_weights() + mlp + norms + biases
 
+    def macs_per_token(self, sequence: int) -> float:
+        """Return the multiply-adds of a token's forward: each weight of a matmul once, and all scores of attention."""
+        scores = sequence * self.heads * (self.head_dim + self.value_dim)
+        return self.layers * (self.layer_weights() + scores) + self.vocab * self.hidden
+
     def count_parameters(self) -> int:
         """Return the number of weights of the whole model."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden

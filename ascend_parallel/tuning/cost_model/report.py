@@ -29,6 +29,8 @@ from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
 from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
 from ascend_parallel.tuning.e_bound import e_bound
 
+# Products of a training step's matmul: its result, and the gradients of both operands.
+PASSES = 3
 # The schedules that the tables compare, by displayed name.
 SCHEDULES = {
     "in turn": IN_TURN,
@@ -82,6 +84,7 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "calls": [_call(part) for part in calls],
         "layer": _layer(layer, layout),
         "step": _steps(costs, model, batch, layout),
+        "verdict": _verdict(costs, model, batch, layout),
     }
 
 
@@ -100,6 +103,13 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     console.print(_calls_table(prediction["calls"]))
     console.print(_totals_table(prediction))
     console.print(LEGEND, markup=False)
+    verdict = prediction["verdict"]
+    console.print(
+        f"verdict: {verdict['seconds']:.4g} s a step with the best chunks, {verdict['gain']:+.2%} over serial; "
+        f"{verdict['tokens_per_second_per_card']:.0f} tokens per second and card, MFU {verdict['mfu']:.1%}. "
+        "Assumed: 1F1B, all cards alike, sums of gradients and sends not hidden",
+        markup=False,
+    )
     if prediction["assumed"]:
         console.print(f"assumed, without a public source: {', '.join(prediction['assumed'])} (--sources)", markup=False)
 
@@ -176,6 +186,23 @@ def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict
             "gain": gain(serial, step.total),
         }
     return result
+
+
+def _verdict(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict[str, float]:
+    """Return the step with the best chunks, by card, and its MFU: the share of the peak that the model needs."""
+    serial, best = (step_time(costs, model, batch, layout, schedule).total for schedule in (MEGATRON, BEST))
+    tokens = batch.sequence * batch.micro_batch * layout.micro_batches * layout.dp
+    per_card = tokens / best / (batch.tp * layout.dp * layout.pp)
+    unit = costs.hardware.matmul
+    peak = unit.macs_per_cycle * unit.frequency * unit.cores
+    peak *= unit.share_32_bit if batch.dtype.itemsize >= 4 else 1.0
+    macs = PASSES * model.macs_per_token(batch.sequence)
+    return {
+        "seconds": best,
+        "gain": gain(serial, best),
+        "tokens_per_second_per_card": per_card,
+        "mfu": per_card * macs / peak,
+    }
 
 
 def _calls_table(calls: list[dict[str, Any]]) -> Table:
