@@ -183,6 +183,35 @@ def test_a_plan_keeps_the_marks(ranks):
     ranks(4).run(planned)
 
 
+def scaled_steps(model, optimizer, batches):
+    """Train with torch's GradScaler; in the second batch the gradients of one row overflow."""
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    for number, (x, target) in enumerate(batches):
+        optimizer.zero_grad()
+        factors = torch.ones(ROWS, 1, dtype=torch.float64)
+        factors[0] = float("inf") if number == 1 else 1
+        loss = (F.mse_loss(model(x), target, reduction="none") * factors).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((unshard(loss.detach()) if isinstance(loss, DTensor) else loss.detach(), scaler.get_scale()))
+    return [(loss.item(), scale) for loss, scale in found]
+
+
+def scaled(_group, stage):
+    model, optimizer, loader = marked((2, 2), stage)
+    return scaled_steps(model, optimizer, loader)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_is_skipped_on_all_ranks_if_one_ranks_gradients_overflow(ranks, stage):
+    model = MLP().double()
+    expected = scaled_steps(model, optimizer_of(model), DataLoader(data(), batch_size=ROWS))
+    assert [scale for _, scale in expected] == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
+    for found in ranks(4).run(scaled, stage):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
 def in_bf16(_group):
     """The marks with mixed precision and micro-batches."""
     model, optimizer, loader = marked((2, 2), 1, dtype=torch.float32)
