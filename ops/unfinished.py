@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.counts import COUNTS
@@ -71,13 +72,17 @@ class LazyRows:
     operators. There is no scheduler: the order of the reads is the order of the work.
     """
 
-    def __init__(self, sizes: Sizes, fill: Callable[[int], object]) -> None:
-        """Hold chunks of `sizes` rows; ``fill(i)`` finishes chunk i, and is called once for each, in order."""
+    def __init__(self, sizes: Sizes, fill: Callable[[int], object], part_of: LazyRows | None = None) -> None:
+        """Hold chunks of `sizes` rows; ``fill(i)`` finishes chunk i, and is called once for each, in order.
+
+        part_of: the rows of which these are some, in the same memory; who changes some, changes the others' memory.
+        """
         self.sizes = tuple(sizes)
         self._stops = list(accumulate(sizes))
         self._fill: Callable[[int], object] | None = fill
         self._next = 0
         self._lock = RLock()  # two threads of a program may read the same rows
+        self._whole: LazyRows = self if part_of is None else part_of._whole
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
 
     @property
@@ -108,14 +113,27 @@ class LazyRows:
 
     def read_by(self, reader: LazyRows) -> None:
         """Note rows that are made of these."""
-        self._readers.append(weakref.ref(reader))
+        self._whole._readers.append(weakref.ref(reader))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether these are some rows of others."""
+        return self._whole is not self
 
     def finish_readers(self) -> None:
-        """Finish the rows that are made of these, which are about to change."""
-        for reference in self._readers:
+        """Finish the rows that are made of these, which may change."""
+        readers, self._whole._readers = self._whole._readers, []
+        for reference in readers:
             if (reader := reference()) is not None:
                 reader.finish()
-        self._readers.clear()
+
+    def settle(self) -> None:
+        """Finish all rows, and all that are made of them."""
+        self.finish()
+        readers, self._readers = self._readers, []
+        for reference in readers:
+            if (reader := reference()) is not None:
+                reader.settle()
 
     def change(self, act: Callable[[int, int], object]) -> None:
         """Change all rows by ``act(start, stop)``: those that are there now, the others once they are."""
@@ -176,28 +194,33 @@ class UnfinishedTensor(torch.Tensor):
     ) -> Any:
         """Run a function of unfinished tensors: by rows if it is known to work so, else on the whole tensors."""
         kwargs = kwargs or {}
-        if all(kind is UnfinishedTensor for kind in types) and _any_unfinished(args, kwargs):
+        if all(kind is UnfinishedTensor for kind in types) and (_any_unfinished(args, kwargs) or _is_view(func)):
             result = _by_rows(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         return _whole(func, args, kwargs)
 
     def finished(self) -> torch.Tensor:
-        """Return the whole tensor, with torch's own memory; waits for its rows."""
+        """Return the whole tensor, with torch's own memory, to read; waits for its rows."""
         if not self._rows.progress.finished:
             self._rows.progress.finish()
         return self._value
+
+    def _given_away(self) -> torch.Tensor:
+        """Return the whole tensor to somebody who may write to its memory."""
+        self._rows.progress.finish_readers()
+        return self.finished()
 
     # What reads or replaces memory and passes by the dispatcher.
 
     @property
     def data(self) -> torch.Tensor:
         """The finished tensor, detached."""
-        return self.finished().detach()
+        return self._given_away().detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.finished()
+        self._given_away()
         self._hold(value)
 
     def _hold(self, value: torch.Tensor) -> None:
@@ -208,7 +231,7 @@ class UnfinishedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Return the address of the finished tensor."""
-        return self.finished().data_ptr()
+        return self._given_away().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the finished tensor as an array."""
@@ -224,7 +247,7 @@ class UnfinishedTensor(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory of the finished tensor."""
-        return self.finished().untyped_storage()
+        return self._given_away().untyped_storage()
 
     def __dlpack__(self, **options: Any) -> Any:
         """Return the finished tensor as a capsule."""
@@ -240,12 +263,10 @@ class UnfinishedTensor(torch.Tensor):
 
     def _plain(self) -> torch.Tensor:
         """Return the finished tensor, with gradients as this one has them."""
-        whole = self.finished()
-        return (
-            whole.view_as(whole).requires_grad_()
-            if self.requires_grad and self.is_leaf
-            else (self.view_as(self) if self.requires_grad else whole)
-        )
+        value = self._given_away()
+        if not self.requires_grad:
+            return value
+        return value.view_as(value).requires_grad_() if self.is_leaf else self.view_as(self)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -289,13 +310,37 @@ def unfinished(pending: Pending, least_rows: int) -> torch.Tensor:
         if index == len(sizes) - 1 and _LATEST.get(pending.group) is pending:
             del _LATEST[pending.group]
 
-    return UnfinishedTensor(pending.tensor, Rows(LazyRows(sizes, fill), 1, 1))
+    return _rooted(pending.tensor, LazyRows(sizes, fill), 1)
+
+
+def _rooted(value_m: torch.Tensor, progress: LazyRows, blocks: int) -> UnfinishedTensor:
+    """Return the first tensor of a chain, whose rows end before an optimizer changes what they are made of."""
+    if not _ROOTS:
+        _register_optimizer_step_pre_hook()
+    _ROOTS.add(progress)
+    return UnfinishedTensor(value_m, Rows(progress, blocks, 1))
+
+
+_ROOTS: weakref.WeakSet[LazyRows] = weakref.WeakSet()
+"""The rows of collectives that some tensor still holds."""
+
+
+def settle(*_: object) -> None:
+    """Finish all rows of this process: what is not finished now would read parameters that an optimizer changes."""
+    for root in list(_ROOTS):
+        root.settle()
+    _ROOTS.clear()
+
+
+@lru_cache(maxsize=1)
+def _register_optimizer_step_pre_hook() -> None:
+    register_optimizer_step_pre_hook(settle)
 
 
 def unfinished_blocks(value_m: torch.Tensor, sizes: Sizes, fill: Callable[[int], object]) -> torch.Tensor:
     """Return rows [M, N] of which ``fill(i)`` finishes the i-th of `sizes` rows of every rank's block."""
     blocks = value_m.shape[0] // sum(sizes)
-    return UnfinishedTensor(value_m, Rows(LazyRows(sizes, fill), blocks, 1))
+    return _rooted(value_m, LazyRows(sizes, fill), blocks)
 
 
 def _any_unfinished(args: Any, kwargs: Any) -> bool:
@@ -310,7 +355,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function on finished tensors."""
     given: dict[int, UnfinishedTensor] = {}
 
-    changes = func._schema.is_mutable or func.namespace != "aten"
+    changes = func._schema.is_mutable or func.namespace != "aten" or _is_view(func)
 
     def unwrapped(leaf: Any) -> Any:
         if not isinstance(leaf, UnfinishedTensor):
@@ -389,11 +434,12 @@ def _row_view(x: UnfinishedTensor, view: torch.Tensor) -> Any:
     if (part := _some_rows(value, rows, view)) is None:
         return NotImplemented
     stop, blocks, lead = part
-    if rows.progress.filled >= stop or not lead:
-        rows.progress.up_to(stop)
-        return view
     length, source = prod(view.shape[:lead]) // blocks, rows.progress
-    progress = source if length == sum(source.sizes) else LazyRows((length,), lambda _: source.up_to(stop))
+    if length == sum(source.sizes) and not source.is_part and lead:
+        return UnfinishedTensor(view, Rows(source, blocks, lead))
+    progress = LazyRows((length,), lambda _: source.up_to(stop), part_of=source)
+    if not lead:  # one row
+        progress.finish()
     return UnfinishedTensor(view, Rows(progress, blocks, lead))
 
 
@@ -636,6 +682,8 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Any:
     """Change an unfinished tensor in place, chunk by chunk."""
     x = args[0]
     if not isinstance(x, UnfinishedTensor) or x._rows.progress.finished or len(_unfinished_in(args, kwargs)) > 1:
+        return NotImplemented
+    if x._rows.progress.is_part:  # the readers of the other rows would not see the change
         return NotImplemented
     try:
         operands = _Operands(func, args, kwargs, x, x.dim())

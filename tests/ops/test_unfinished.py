@@ -195,6 +195,45 @@ def test_another_operand_that_changes_before_the_rows_come_is_an_error(change):
         y.sum()
 
 
+PARTS = {
+    "some rows": lambda x: x[:5].mul_(3),
+    "rows that were asked for": lambda x: (x[:5].sum(), x[:5].mul_(3)),
+    "a row": lambda x: x[3].zero_(),
+    "columns": lambda x: x[:, :2].mul_(3),
+    "an index": lambda x: x.__setitem__(slice(2, 9), 7.0),
+    "a mask": lambda x: x.masked_fill_(x > 0, 0.5),
+    "another order": lambda x: x.t().mul_(3),
+    "the array": lambda x: x.detach().numpy().fill(2),
+    "the data": lambda x: x.data.mul_(3),
+    "a chunk": lambda x: x.view(2, 32, 8).unbind()[1].split(8)[0].add_(1),
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_change_of_some_rows_is_seen_by_later_readers_alone(part, blocks):
+    x, _ = sent(drawn(64, 8), blocks)
+    plain, before = drawn(64, 8), x * 2
+    PARTS[part](x)
+    PARTS[part](plain)
+    assert torch.equal(finished(before), drawn(64, 8) * 2)
+    assert torch.equal(finished(x + 1), plain + 1)
+
+
+def test_an_optimizer_finds_no_rows_that_are_still_made_of_its_parameters():
+    from ascend_parallel.ops.unfinished import unfinished_blocks
+
+    weight, memory = drawn(8, 4, seed=1).requires_grad_(), torch.full((64, 8), torch.nan)
+    x = unfinished_blocks(memory, (32, 32), lambda index: memory[32 * index : 32 * index + 32].fill_(index + 1))
+    expected = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None].expand(64, 8) @ weight.detach()
+    with torch.no_grad():
+        y = x @ weight
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.step()
+    assert torch.equal(finished(y), expected)
+
+
 RESHAPED = {
     "transposed": lambda x: x.transpose_(0, 1),
     "unsqueezed": lambda x: x.unsqueeze_(0),
