@@ -149,6 +149,7 @@ def test_an_unknown_option_is_named(words, folder):
     refused(invoke(*call_of(words, folder), "--json", "--nonsense"), "--nonsense")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("words", OTHERS, ids=name_of)
 def test_json_is_an_object_and_nothing_else(words, folder):
     result = invoke(*call_of(words, folder), "--json")
@@ -200,7 +201,7 @@ def test_a_missing_file_or_folder_is_named(words, name, folder):
     refused(result, f"{words[0]}: ", missing.parent)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

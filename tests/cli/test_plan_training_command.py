@@ -69,6 +69,7 @@ def on_one_card():
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [1.0, 1.2, 1.5, 100.0])
 def test_the_strategy_that_it_writes_trains_as_one_card_does(ranks, tmp_path, least, share):
@@ -82,6 +83,7 @@ def test_the_strategy_that_it_writes_trains_as_one_card_does(ranks, tmp_path, le
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_each_of_the_best_is_a_strategy_that_trains(ranks, tmp_path):
     found = json.loads(plan("1GB", "--json").stdout)
     seen, expected = set(), on_one_card()
@@ -111,7 +113,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_choice_trains(ranks, tmp_path, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 2, "micro_batches": 16 // kind.get("dp", 1) // 2} | kind))
@@ -170,6 +172,7 @@ def test_a_preset_is_planned_in_its_own_sizes(preset):
     assert (strategy.ranks, strategy.amp.dtype, strategy.hardware) == (64, "bfloat16", "910b")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("words", "expected"), CASES)
 def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expected, folder, monkeypatch):
     words = [word.replace("{folder}", str(folder)) for word in words]
@@ -86,6 +87,7 @@ def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expecte
     assert isinstance(json.loads(silent.stdout), dict)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_real_terminal_gets_progress_unless_json_is_asked_for(more):
     """A process with a pseudo-terminal as its output: the line is shown, and erased at the end."""

@@ -61,6 +61,7 @@ def test_every_promise_names_a_test_that_is_there():
             assert f"def {function}(" in text if function else text, (file, function)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("page", "command"),
     [

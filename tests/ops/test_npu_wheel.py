@@ -172,6 +172,7 @@ def check_row(group, shape, dtype, settings, sequence_parallel):
     close(w_r.grad, part(weight.grad, group, -1), dtype)
 
 
+@pytest.mark.slow
 def test_all_four_layers_match_the_truth_forward_and_backward(with_torch_npu):
     with_torch_npu(layers)
 

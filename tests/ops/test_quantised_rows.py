@@ -100,6 +100,7 @@ def products(group, dtype):
         close(y, sum(a @ b for a, b in zip(xs, ws, strict=True)), dtype)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_products_of_int8_match_the_truth(ranks, count, dtype):

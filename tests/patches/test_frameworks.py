@@ -32,6 +32,7 @@ def test_a_framework_of_another_version_is_left_as_it_is_and_said_once():
     assert done.stderr.count("left as it is: megatron-core: expected a version") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("asked", [{"COC_STRICT": "1"}, {"COC_FRAMEWORKS": "megatron"}])
 def test_it_is_an_error_if_asked_for_at_every_import(asked):
     again = OTHER_VERSION + "try:\n    " + IMPORT + "except RuntimeError as error:\n    print(error)\n" + IMPORT

@@ -61,7 +61,7 @@ def every_option(group, settings):
     return found
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @KERNELS
 def test_every_option_has_megatrons_bits(ranks, settings):
     for found in ranks(2).run(every_option, settings):

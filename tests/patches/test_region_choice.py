@@ -127,7 +127,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [0.5, 2.0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_faster_way_stays_and_the_bits_too(ranks, options, share):
@@ -142,6 +142,7 @@ def test_the_faster_way_stays_and_the_bits_too(ranks, options, share):
     assert f"2000.00 ms in layers and {2000 * share:.2f} ms in regions" in ours["status"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("shares", "region"), [([0.5, 0.6], True), ([0.5, 3.0], False), ([3.0, 0.5], False)])
 def test_ranks_with_unlike_clocks_decide_alike_by_the_slowest(ranks, shares, region):
     ours, theirs = ranks(2).run(decided, shares, {})

@@ -130,7 +130,7 @@ def compared(group, habit, options):
     return sorted(name for name in counts if "region" in name), unlike
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_keep_the_bits(ranks, habit, sequence_parallel):

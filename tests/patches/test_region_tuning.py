@@ -35,6 +35,7 @@ def tuned(group, clock, settings, path, options):
     return plain[0] == found[0], different, found[2]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all-reduce", "sequence parallel"])
 @pytest.mark.parametrize(
     ("asked", "clock", "chunks"),
@@ -63,6 +64,7 @@ def planned(group, path, num_chunks):
         return train({"steps": 1, "settings": settings}, overlap=True)[2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("num_chunks", "chunks"), [(1, 4), (3, 3)])
 def test_a_plan_that_keeps_layers_whole_leaves_regions_their_chunks(ranks, tmp_path, num_chunks, chunks):
     path = tmp_path / "plan.json"

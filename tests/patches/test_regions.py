@@ -77,6 +77,7 @@ def test_nothing_reads_rows_that_are_not_there_yet(ranks, style):
     assert ranks(2).run(unfinished_rows, options) == [(True, [], 0)] * 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_train_alike(ranks, count, sequence_parallel):

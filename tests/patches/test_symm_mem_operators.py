@@ -99,7 +99,7 @@ def scatter_matrix(group, shape, dtype, num_chunks):
         return COUNTS.as_dict().get("matmul_reduce_scatter")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gathers_along_every_dimension(ranks, count, dtype):
@@ -110,6 +110,7 @@ def test_gathers_along_every_dimension(ranks, count, dtype):
             assert (counts["chunks"] > counts["calls"]) == (num_chunks > 1), index
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scatters_along_every_dimension(ranks, count, dtype):
@@ -159,6 +160,7 @@ def bits(group, shape, dim, dtype):
     return found
 
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(("shape", "dim"), [((128, 256), 0), ((4, 64, 256), 1), ((64, 4, 256), 0)])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -67,6 +67,7 @@ def check_cut(plan):
         assert plan.layouts[Value(node.name)][place] == shard(2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_long_sequence_has_the_gradients_of_one_card(ranks, cp):
     ranks(cp).run(trained, {"cp": cp})
@@ -126,6 +127,7 @@ def hugging_face(group, name, tp, stages):
     return check_step(name, strategy, changes, batch=example.batch_of(0, stages, 128))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "tp", "stages"), [("Llama", 2, 1), ("GPT2", 1, 2)])
 def test_decoders_of_hugging_face(ranks, name, tp, stages):
     held = ranks(4).run(hugging_face, name, tp, stages)

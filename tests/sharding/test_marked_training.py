@@ -107,6 +107,7 @@ def trained(group, recompute, fused):
     torch.testing.assert_close(unshard(net(given)), truth(x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("recompute", [None, False, True])
 def test_a_net_with_running_statistics_trains_as_on_one_card(ranks, recompute, count):

@@ -190,6 +190,7 @@ READERS = (Plain, InABranch, ByName, ByGetter, OfTheObject, InItsVariables, InAl
 READERS = (*READERS, Bound, Property, Match, InAClosure)  # type: ignore[assignment]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", READERS)
 def test_blocks_that_read_their_numbers_are_traced(both: Any, kind: Callable[[int], nn.Module]) -> None:  # noqa: F811
     stubs = both(Stack(*(kind(number) for number in (0, 2, 4, 3, 7))), X)[2]

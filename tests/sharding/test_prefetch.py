@@ -98,6 +98,7 @@ def test_parameters_are_gathered_under_the_layer_before(ranks):
         assert backward[: 3 + 3 * 4] == [*layer, *[*layer, "wait"] * 3]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 2 * LAYER, 25 << 20, 0])
 def test_gathered_parameters(ranks, count, bucket_bytes):

@@ -83,6 +83,7 @@ def scan(model, steps):
 MESH = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [Rwkv, Mamba])
 def test_a_scan_costs_what_the_integer_program_finds(model):
     search = Search(scan(model, 2), MESH, {}, "time", "910b", MeshCosts.of(MESH))
@@ -91,6 +92,7 @@ def test_a_scan_costs_what_the_integer_program_finds(model):
     assert found.cost == found.bound == pytest.approx(best.cost, rel=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [Rwkv, Mamba])
 def test_a_scan_of_many_steps_is_proven_without_the_integer_program(monkeypatch, model):
     def refused(problem, seconds=60.0):

@@ -264,6 +264,7 @@ def memory(group, options, keywords):
     return measured, [saved_bytes(recomputing.plan, recomputing.rank_plan.schedule, recompute) for recompute in each]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_memory_between_forward_and_backward(ranks, overlap):

@@ -101,6 +101,7 @@ def stack_of(kind: Callable[[], nn.Module] = Block, count: int = COUNT) -> Stack
 X = torch.zeros(4, 8)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [Llama(COUNT), GPT(COUNT, dropout=0.1), GPT(COUNT).eval()], ids=lambda m: str(m)[:5])
 def test_models_of_the_examples(both: Any, model: nn.Module) -> None:
     graph, plain, stubs = both(model, TOKENS, TOKENS)
@@ -155,6 +156,7 @@ def _another_forward(stack: Stack) -> None:
     stack.blocks[3].forward = lambda x: x - 1  # type: ignore[method-assign]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -317,6 +319,7 @@ class Finding(Stack):
         return self.uses(super().forward(x), Leaky.left, x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "stubs"),
     [

@@ -65,7 +65,7 @@ def most_bytes(group, tables):
     return sum(storages.values()) + watch.peak
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_holds_what_was_predicted(ranks, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1} | kind))

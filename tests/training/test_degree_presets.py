@@ -34,6 +34,7 @@ def small(name):
     return replace(model, **{**sizes, "kv_heads": groups, "head_dim": 32, "value_dim": 32, **latent})
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama3-8b", "deepseek-v3-dense"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

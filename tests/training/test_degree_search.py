@@ -105,6 +105,7 @@ def test_the_time_is_that_of_the_whole_plan_on_all_ranks(make):
         assert whole >= best.seconds * (1 - 1e-5), each
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [gpt, llama])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_folded_graph_costs_what_the_whole_costs(make, tp):
@@ -135,6 +136,7 @@ def test_layers_that_differ_are_not_folded():
     assert len(folded.sequence) == sum(node.kind == "call" for node in folded.graph.nodes.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [gpt, llama])
 def test_a_rescaled_graph_is_the_traced_one(make):
     sizes = []
@@ -180,6 +182,7 @@ def test_a_model_that_depends_on_its_rows_is_traced_at_each_size():
         rescaled(trace(2).graph, trace(8).graph, Growth(2, 8, 16))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "several"), SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_timed_schedule_is_the_simulated_one(name, several, ranks):

@@ -101,7 +101,7 @@ def trained(group, layout, amp, zero_stage):
         assert (whole - parameter).norm() < allowed, name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("amp", AMP)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,5 +121,6 @@ def refused(_group):
             train_step(model, (batch_of(0),), optimizer, strategy, loss=loss_of, static=static)
 
 
+@pytest.mark.slow
 def test_what_needs_the_graph_is_refused_without_it(ranks):
     ranks(2).run(refused)

@@ -55,6 +55,7 @@ def change(_group, first, second, folder):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "second"), [("mixed", "other"), ("other", "equal"), ("equal", "three")])
 def test_a_checkpoint_goes_on_under_other_meshes(ranks, tmp_path, first, second):

@@ -42,6 +42,7 @@ def planned(**options):
     return plan_training(Strategy(**BASE, **options), gpt.GPT(), gpt.batch_of(0))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -84,6 +85,7 @@ def test_equal_stages_in_a_row_are_told_once():
     assert len({len(line) for line in table}) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
