@@ -15,7 +15,7 @@ demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then over
 test: $(VENV)/ready  ## every test that CI runs, and the twenty slowest of them
 	$(BIN)/python -m pytest --durations 20 -m "not slow and not stress and not packages" $(ARGS)
 
-test-all: $(VENV)/ready  ## those and the slow ones: half an hour on 2 cores
+test-all: $(VENV)/ready  ## those and the slow ones: about an hour on 2 cores
 	$(BIN)/python -m pytest --durations 20 -m "not stress and not packages" $(ARGS)
 
 lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
