@@ -26,11 +26,11 @@ from ascend_parallel.sharding.marked import autograd_calls
 from ascend_parallel.sharding.marked.borders import from_part, leaf, local_part, take_over
 from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan
 from ascend_parallel.sharding.marked.function_planner import plan_function
+from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins
 from ascend_parallel.sharding.marked.own_functions import GATHERING, OWN
 from ascend_parallel.sharding.marked.plain_tensors import as_replicated
 from ascend_parallel.sharding.marked.whole_call import first_rank_draws, on_whole_tensors, runs_whole
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.across_meshes import empty_local
 from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, layout_of, reshard
 from ascend_parallel.sharding.tracing.trace import TraceError
 
@@ -175,7 +175,7 @@ class _Call:
 
     def run(self, plan: FunctionPlan) -> Any:
         """Run the function by its plan."""
-        values = _run(plan, self.tensors, self.mesh) | dict(zip(plan.names, self.tensors, strict=True))
+        values = _run(self, plan) | dict(zip(plan.names, self.tensors, strict=True))
         for index, value in plan.updates.items():
             if index in self.plain:
                 raise ValueError(
@@ -193,17 +193,20 @@ class _Call:
         return pytree.tree_unflatten(results, plan.results_spec)
 
 
-def _run(plan: FunctionPlan, tensors: Sequence[DTensor], mesh: ProcessMesh) -> dict[Value, DTensor]:
+def _run(call: _Call, plan: FunctionPlan) -> dict[Value, DTensor]:
     """Return the DTensors that a call returns and writes."""
     wanted = {value for value in (*plan.results, *plan.updates.values()) if isinstance(value, Value)}
     wanted -= set(plan.names)
+    tensors, mesh = call.tensors, call.mesh
+    if is_outside(mesh):
+        return {
+            value: from_stand_in(PropagatedDTensor, stand_in, plan.layouts[value], mesh)
+            for value, stand_in in _stand_ins(call, plan).items()
+            if value in wanted
+        }
     costs = costs_of(mesh)
-    if mesh.coordinate(dist.get_rank()) is None:  # outside of the mesh
-        like = tensors[0]._local_tensor.detach()
-        parts = {value: empty_local(like.to(plan.metas[value].dtype), len(plan.metas[value].shape)) for value in wanted}
-    else:
-        locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, plan.inputs, strict=True)]
-        parts = plan.run(locals_, first_rank_draws(mesh) if plan.draws else "")
+    locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, plan.inputs, strict=True)]
+    parts = plan.run(locals_, first_rank_draws(mesh) if plan.draws else "")
     return {
         value: from_part(
             PropagatedDTensor,
@@ -215,6 +218,14 @@ def _run(plan: FunctionPlan, tensors: Sequence[DTensor], mesh: ProcessMesh) -> d
         )
         for value in wanted
     }
+
+
+def _stand_ins(call: _Call, plan: FunctionPlan) -> dict[Value, torch.Tensor]:
+    """Return what a rank outside of the mesh has of a call's results, and of what the call writes."""
+    returned, given = on_stand_ins(call.function, call.leaves, call.spec, call.tensors, plan.inputs, call.mesh)
+    results = zip(plan.results, pytree.tree_leaves(returned), strict=True)
+    written = {value: given[index] for index, value in plan.updates.items()}
+    return {value: result for value, result in results if isinstance(value, Value)} | written
 
 
 def _key(leaf: Any) -> Any:

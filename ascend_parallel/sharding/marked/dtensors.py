@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ascend_parallel.sharding.marked.borders import as_kind, leaf
 from ascend_parallel.sharding.marked.call import PropagatedDTensor
+from ascend_parallel.sharding.marked.outside_ranks import is_outside, unknown
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute import reshard as redistribute
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -83,10 +84,15 @@ def reshard(
 
 
 def unshard(dtensor: DTensor) -> torch.Tensor:
-    """Return the whole tensor on every rank of its mesh; gradients flow back."""
+    """Return the whole tensor on every rank of its mesh; gradients flow back.
+
+    A rank outside of the mesh does not have the values and gets NaN in their place (`ValueError` for integers).
+    """
     if is_tracing() and not isinstance(dtensor, DTensor):
         return cast(torch.Tensor, dtensor)
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"unshard takes a DTensor, not a {type(dtensor).__name__}")
     mesh = ProcessMesh.of(dtensor.device_mesh)
+    if is_outside(mesh):
+        return unknown(dtensor, mesh)
     return redistribute.reshard(dtensor, mesh, [Replicate()] * mesh.ndim).to_local()

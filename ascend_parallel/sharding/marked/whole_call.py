@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import Ref, TensorMeta
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.marked.borders import Kind, from_part, local_part
+from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins, unknown
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.reshard import costs_of, layout_of
 from ascend_parallel.sharding.runtime.redistribute_autograd import convert
@@ -49,6 +50,8 @@ def on_whole_tensors(
     Raises `ValueError` for a function that writes to a tensor.
     """
     costs, whole = costs_of(mesh), (REPLICATE,) * mesh.ndim
+    if is_outside(mesh):
+        return _outside(kind, function, leaves, spec, tensors, mesh, values=not draws)
     gathered = []
     for tensor in tensors:
         layout = layout_of(tensor.placements, mesh, tensor.ndim)
@@ -73,6 +76,27 @@ def on_whole_tensors(
         return same[id(tensor)] if id(tensor) in same else from_part(kind, tensor, meta, whole, mesh, costs)
 
     return pytree.tree_map_only(torch.Tensor, as_dtensor, returned)
+
+
+def _outside(
+    kind: Kind,
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    spec: pytree.TreeSpec,
+    tensors: Sequence[DTensor],
+    mesh: ProcessMesh,
+    *,
+    values: bool,
+) -> Any:
+    """Return what a rank outside of the mesh knows of the result; values that the function reads are NaN."""
+    if values:
+        given = [unknown(tensors[each.index], mesh) if isinstance(each, Ref) else each for each in leaves]
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        return function(*args, **kwargs)
+    layouts = [layout_of(tensor.placements, mesh, tensor.ndim) for tensor in tensors]
+    returned, _ = on_stand_ins(function, leaves, spec, tensors, layouts, mesh)
+    whole = (REPLICATE,) * mesh.ndim
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: from_stand_in(kind, tensor, whole, mesh), returned)
 
 
 def first_rank_draws(mesh: ProcessMesh) -> str:
