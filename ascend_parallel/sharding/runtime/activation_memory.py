@@ -13,7 +13,7 @@ from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribut
 from ascend_parallel.sharding.runtime.autograd_saves import ATTENTION, AutogradSaves, attention_saves, autograd_saves
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
-from ascend_parallel.sharding.runtime.recompute_regions import VIEWS, Region, regions
+from ascend_parallel.sharding.runtime.recompute_regions import VIEWS, CheckpointedBlock, regions
 
 # Of a key: what an operator makes for its backward alone. No layout of a tensor is empty.
 INSIDE: Layout = ()
@@ -39,7 +39,7 @@ class SavedTensors:
         """Take a plan and its schedule."""
         self._plan, self._graph, self._schedule = plan, plan.graph, schedule
 
-    def kept(self, found: Iterable[Region]) -> _Tensors:
+    def kept(self, found: Iterable[CheckpointedBlock]) -> _Tensors:
         """Return the tensors kept from forward to backward."""
         found = list(found)
         inside = {name for region in found for name in region.nodes}
@@ -68,7 +68,7 @@ class SavedTensors:
             found[Value(node.name), INSIDE] = saves.inside * self._share(node)
         return found
 
-    def by_region(self, region: Region) -> _Tensors:
+    def by_region(self, region: CheckpointedBlock) -> _Tensors:
         """Return the tensors that a recompute region keeps."""
         found: _Tensors = {}
         for value in region.reads:

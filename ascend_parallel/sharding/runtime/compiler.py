@@ -25,7 +25,7 @@ from ascend_parallel.sharding.runtime.instructions import (
 )
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
-from ascend_parallel.sharding.runtime.recompute_regions import Region
+from ascend_parallel.sharding.runtime.recompute_regions import CheckpointedBlock
 from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
 from ascend_parallel.sharding.runtime.segments import with_segments
 
@@ -63,7 +63,12 @@ class _Compiler:
     """Compiles a forward, or the body of a recompute region."""
 
     def __init__(
-        self, rank_plan: RankPlan, graph: Graph, gradients: bool, region: Region | None = None, segments: bool = False
+        self,
+        rank_plan: RankPlan,
+        graph: Graph,
+        gradients: bool,
+        region: CheckpointedBlock | None = None,
+        segments: bool = False,
     ) -> None:
         self._rank_plan, self._graph, self._gradients, self._region = rank_plan, graph, gradients, region
         self._plan, self._schedule = rank_plan.plan, rank_plan.schedule
@@ -196,7 +201,7 @@ class _Compiler:
             targets.append(self._started[value, prefetch.reader, target])
         self._instructions.append(Start(sources, tuple(targets), tuple(found)))
 
-    def _recompute(self, region: Region) -> None:
+    def _recompute(self, region: CheckpointedBlock) -> None:
         reads = (*map(self._value, region.reads), *(self._shared_value(value)[0] for value in region.read_shared))
         body = _Compiler(self._rank_plan, self._graph, self._gradients, region).body()
         layouts, shared_layouts = self._schedule.layouts, self._schedule.shared_layouts

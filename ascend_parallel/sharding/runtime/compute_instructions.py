@@ -14,7 +14,7 @@ from ascend_parallel.sharding.rules.local import AllReduce
 from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
 from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.recompute_autograd import (
-    Results,
+    SavedResults,
     Tensors,
     recompute_in_backward,
     sync_boundary,
@@ -88,7 +88,7 @@ class Run(Instruction):
             raise AssertionError(f"{self.node.name} gave {len(outputs)} of {len(self.node.outputs)} outputs")
         return outputs
 
-    def _in_region(self, inputs: list[torch.Tensor], results: Results, stream: str) -> Tensors:
+    def _in_region(self, inputs: list[torch.Tensor], results: SavedResults, stream: str) -> Tensors:
         all_reduce = None if self.all_reduce is None else results.reducing(self.all_reduce, keep=self.keep)
         run = partial(self.compute, inputs, stream, all_reduce)
         return results.operator(run) if self.keep and self.all_reduce is None else run()
@@ -148,7 +148,7 @@ class Recompute(Instruction):
         """Run the part for the first time."""
         body, holder, stream = self.body, step.holder, step.stream
 
-        def run(results: Results, tensors: Tensors) -> Tensors:
+        def run(results: SavedResults, tensors: Tensors) -> Tensors:
             return tuple(body.run(tensors, Step(holder, stream, results)))
 
         inputs = tuple(registers[register] for register in self.reads)

@@ -24,7 +24,7 @@ from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.runtime.async_redistribute import start
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
-from ascend_parallel.sharding.runtime.recompute_autograd import Results
+from ascend_parallel.sharding.runtime.recompute_autograd import SavedResults
 from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 
 Registers = list[Any]
@@ -56,7 +56,7 @@ class Step:
 
     holder: Holder
     stream: str
-    results: Results | None = None
+    results: SavedResults | None = None
 
 
 @dataclass(frozen=True)

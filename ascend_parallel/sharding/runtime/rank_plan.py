@@ -16,7 +16,7 @@ from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, SummedG
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.runtime.recompute_regions import Region, regions
+from ascend_parallel.sharding.runtime.recompute_regions import CheckpointedBlock, regions
 from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution, plan_differentiable
 
 
@@ -42,7 +42,7 @@ class RankPlan:
     schedule: Schedule
     coordinate: tuple[int, ...]
     local_inputs: bool = False
-    regions: Mapping[str, Region] = field(default_factory=dict)
+    regions: Mapping[str, CheckpointedBlock] = field(default_factory=dict)
     prefetches: Mapping[str, Sequence[PrefetchGroup]] = field(default_factory=dict)
     summed: tuple[SummedGradient, ...] = ()
     counts: Counter[CollectiveEvent] = field(default_factory=Counter)

@@ -42,7 +42,7 @@ class _Kept:
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
 
-class Results:
+class SavedResults:
     """The results that a region's first run keeps for its second run, in the order in which they are computed."""
 
     def __init__(self, *, keep_collectives: bool) -> None:
@@ -121,13 +121,13 @@ class Results:
 
 
 def recompute_in_backward(
-    body: Callable[[Results, Tensors], Tensors], inputs: Tensors, *, keep_collectives: bool
+    body: Callable[[SavedResults, Tensors], Tensors], inputs: Tensors, *, keep_collectives: bool
 ) -> Tensors:
-    """Run `body` and make backward run it again. Only `inputs` and the entries of `Results` are kept.
+    """Run `body` and make backward run it again. Only `inputs` and the entries of `SavedResults` are kept.
 
     Random numbers are the same in both runs. `body` must not write buffers or other state.
     """
-    results = Results(keep_collectives=keep_collectives)
+    results = SavedResults(keep_collectives=keep_collectives)
 
     def run(*tensors: torch.Tensor) -> Tensors:
         results.begin()

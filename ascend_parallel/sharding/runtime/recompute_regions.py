@@ -28,7 +28,7 @@ NOTHING_SAVED = f"{VIEWS} add sub neg clone contiguous flatten reshape stack cat
 
 
 @dataclass(frozen=True)
-class Region:
+class CheckpointedBlock:
     """Consecutive nodes that run again in backward, before the first of their gradients is computed.
 
     module
@@ -65,7 +65,9 @@ class Region:
     sync_boundary: bool
 
 
-def regions(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> dict[str, Region]:
+def regions(
+    plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False
+) -> dict[str, CheckpointedBlock]:
     """Return the regions by their first node.
 
     part
@@ -91,7 +93,7 @@ class _RegionBuilder:
         self._keep = {node.name for pattern in recompute.keep for node in found_nodes(plan.graph, pattern)}
         self._owners = self._marked()
 
-    def build(self) -> Iterator[Region]:
+    def build(self) -> Iterator[CheckpointedBlock]:
         """Yield the regions in the order of the graph."""
         for owner, span in self._runs():
             last = next((place for place in reversed(span) if self._saves(place)), None)
@@ -159,7 +161,7 @@ class _RegionBuilder:
         differentiable = any(value in self._plan.differentiable for node in nodes for value in node.values)
         return differentiable and any(operator_name(node) not in NOTHING_SAVED.split() for node in nodes)
 
-    def _region(self, owner: str | None, span: Sequence[int]) -> Region:
+    def _region(self, owner: str | None, span: Sequence[int]) -> CheckpointedBlock:
         graph, shared = self._graph, self._schedule.shared_layouts
         recompute_collectives = self._recompute.collectives == "recompute"
         inside = {name for place in span for name in self._units[place]}
@@ -172,7 +174,7 @@ class _RegionBuilder:
         ]
         # A tensor with a shared layout is redistributed inside the region if a reader is inside.
         shared_values = [value for value, names in readers.items() if value in shared and names & inside]
-        return Region(
+        return CheckpointedBlock(
             module=owner or "",
             nodes=tuple(node.name for node in nodes),
             reads=tuple(value for value in read if value not in read_shared),

@@ -14,7 +14,7 @@ from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, 
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.stages import StageSums, stage_sums
-from ascend_parallel.training.degrees.work import Kept, Numbers, Work
+from ascend_parallel.training.degrees.work import Numbers, OperatorCosts, RecomputeCost
 from ascend_parallel.training.optimizer.partition import optimizer_bytes, zero_bytes
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
 from ascend_parallel.training.pipeline.timing import live, step_seconds
@@ -27,7 +27,7 @@ WIDE = 4
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepBreakdown:
     """Seconds of a step on the rank with the most work, by part; their sum is the step.
 
     tensor
@@ -71,7 +71,7 @@ class Evaluation:
         replicas, optimizer = self._end(_end_key(degrees))
         return self._least(degrees) + float((replicas + optimizer).max())
 
-    def parts(self, degrees: Degrees) -> Parts:
+    def parts(self, degrees: Degrees) -> StepBreakdown:
         """Return the step's seconds by part."""
         at, (replicas, optimizer) = self.at(degrees), self._end(_end_key(degrees))
         forward, backward = at.times(degrees.recompute)
@@ -86,7 +86,7 @@ class Evaluation:
         compute = m * at.by_rank(sums.sum(work.forward + work.backward))[slowest]
         recompute = m * at.by_rank(sums.sum(_again(at.kept(degrees.recompute))))[slowest]
         summed = at.by_rank(sums.sum(work.summed))[last]
-        return Parts(
+        return StepBreakdown(
             compute=float(compute),
             tensor=float(tensor + summed),
             recompute=float(recompute),
@@ -199,7 +199,7 @@ class _At:
 
     def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
         self._shared = shared
-        self.work: Work = evaluation.planner.work(shared.rows, shared.tp, shared.dp)
+        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp)
         self.sums: StageSums = evaluation.sums(self.work, shared.stages)
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
@@ -216,7 +216,7 @@ class _At:
         """Return the seconds of forward and backward of each stage, with collectives and recompute."""
         return self._times(recompute)
 
-    def kept(self, recompute: str) -> Kept:
+    def kept(self, recompute: str) -> RecomputeCost:
         """Return what backward keeps."""
         return self.work.kept[recompute]
 
@@ -249,7 +249,7 @@ class _At:
         )
 
 
-def _again(kept: Kept) -> Numbers:
+def _again(kept: RecomputeCost) -> Numbers:
     return kept.again + kept.again_sent
 
 

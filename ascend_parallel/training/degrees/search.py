@@ -16,11 +16,11 @@ from ascend_parallel.current import current_settings
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
 from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.text import size_of
-from ascend_parallel.training.degrees.evaluation import Evaluation, Parts
-from ascend_parallel.training.degrees.folding import Folded, fold
+from ascend_parallel.training.degrees.evaluation import Evaluation, StepBreakdown
+from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.inputs import check_job, check_model, rows_of, rows_part, unmarked
 from ascend_parallel.training.degrees.planning import Planner
-from ascend_parallel.training.degrees.rescaling import Rescaled
+from ascend_parallel.training.degrees.rescaling import GraphFamily
 from ascend_parallel.training.degrees.space import Degrees, choices, meshes, sizes
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions
@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Traced:
+class ModelByBatchSize:
     """A model to search for: its graph by rows of a micro-batch.
 
     rows
@@ -46,7 +46,7 @@ class Traced:
     """
 
     rows: int
-    trace: Callable[[int], Folded]
+    trace: Callable[[int], FoldedGraph]
     amp: str | None
     masters: bool
 
@@ -56,7 +56,7 @@ class Candidate:
     """Degrees with their predicted time and memory."""
 
     degrees: Degrees
-    parts: Parts
+    parts: StepBreakdown
     memory: RankBytes
 
     @property
@@ -66,7 +66,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     best
@@ -104,7 +104,7 @@ def search_degrees(
     loss: Loss = mean_loss,
     amp: AmpOptions | None = None,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """Search dp x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
 
     model, batch, loss
@@ -126,26 +126,26 @@ def search_degrees(
     rows = rows_of(batch)
     built = model if options.dtype is None else copy.deepcopy(model).to(getattr(torch, options.dtype))
 
-    def trace(count: int) -> Folded:
+    def trace(count: int) -> FoldedGraph:
         part = [rows_part(value, count, options.dtype) for value in batch]
         return fold(unmarked(trace_with_loss(built, loss, part)))
 
-    traced = Traced(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
+    traced = ModelByBatchSize(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
     return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress)
 
 
 def search_traced(
-    traced: Traced, *, ranks: int, memory: float, hardware: str, progress: Progress | None = None
-) -> Found:
+    traced: ModelByBatchSize, *, ranks: int, memory: float, hardware: str, progress: Progress | None = None
+) -> SearchResult:
     """Search as `search_degrees`, for a model by its graphs."""
     check_job(ranks, memory, hardware)
     return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None)).run()
 
 
 class _Search:
-    def __init__(self, traced: Traced, ranks: int, limit: float, hardware: str, progress: Progress) -> None:
+    def __init__(self, traced: ModelByBatchSize, ranks: int, limit: float, hardware: str, progress: Progress) -> None:
         self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
-        self._hardware, self._folded = hardware, cache(Rescaled(self._trace).at)
+        self._hardware, self._folded = hardware, cache(GraphFamily(self._trace).at)
         known = find_hardware(hardware)
         planner = Planner(self._folded, known, current_settings())
         self.evaluation = Evaluation(known, planner, masters=traced.masters)
@@ -154,7 +154,7 @@ class _Search:
         self._rejected: list[tuple[float, int, Degrees]] = []
         self._fastest: tuple[float, Degrees] | None = None
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Return the best candidates."""
         waiting = [(self.evaluation.bound(each), place, each) for place, each in enumerate(self._candidates())]
         heapq.heapify(waiting)
@@ -174,7 +174,7 @@ class _Search:
             del best[BEST:]
         if not best:
             raise MemoryLimitError(self._nothing_fits())
-        return Found(
+        return SearchResult(
             ranks=self._ranks,
             rows=self._traced.rows,
             limit=self._limit,
@@ -243,6 +243,6 @@ class _Search:
             "or a smaller model"
         )
 
-    def _trace(self, rows: int) -> Folded:
+    def _trace(self, rows: int) -> FoldedGraph:
         self._progress(f"tracing a micro-batch of {rows} rows")
         return self._traced.trace(rows)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ascend_parallel.training.degrees.work import Numbers, Work
+from ascend_parallel.training.degrees.work import Numbers, OperatorCosts
 from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
 
 
@@ -26,7 +26,7 @@ class StageSums:
         The most bytes that a rank sends between two stages, per micro-batch.
     """
 
-    work: Work
+    work: OperatorCosts
     runs: npt.NDArray[np.int64]
     held: npt.NDArray[np.int64]
     received: Numbers
@@ -41,7 +41,7 @@ class StageSums:
         return np.asarray(np.where(self.runs > 0, numbers, 0.0).max(axis=1))
 
 
-def stage_sums(work: Work, stages: int) -> StageSums:
+def stage_sums(work: OperatorCosts, stages: int) -> StageSums:
     """Cut the model into stages as `balanced` does, and add up each."""
     sequence = work.sequence
     cuts = [0]
