@@ -10,15 +10,15 @@ import pytest
 import torch
 from brute_degrees import step_of_whole_plan
 
-from ascend_parallel.current import current_settings
+from ascend_parallel.settings import current_settings
 from ascend_parallel.sharding import shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.training import Strategy, StrategyOptionError, recompute, search_degrees
 from ascend_parallel.training.degrees import search as searching
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
-from ascend_parallel.training.degrees.inputs import rows_part
 from ascend_parallel.training.degrees.rescaling import GraphFamily, LinearFit, UnevenError, rescaled
+from ascend_parallel.training.degrees.search import rows_part
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
 from ascend_parallel.training.pipeline.schedule import check

@@ -13,7 +13,7 @@ from ascend_parallel.diagnostics.timeline.files import RankFile, TimelineError, 
 from ascend_parallel.diagnostics.timeline.picture import COLOURS, MEANING, Picture, draw, picture
 from ascend_parallel.diagnostics.timeline.table import Row, alone, kernel_of, table
 from ascend_parallel.diagnostics.timeline.trace import trace
-from ascend_parallel.templates import render
+from ascend_parallel.text.templates import render
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 

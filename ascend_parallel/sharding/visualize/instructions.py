@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ascend_parallel.current import current_settings
-from ascend_parallel.settings import Settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
