@@ -23,14 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ascend_parallel.sharding.graph import Ref, TensorMeta, Value
 from ascend_parallel.sharding.marked import autograd_calls
-from ascend_parallel.sharding.marked.borders import from_part, leaf, local_part, take_over
 from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan
 from ascend_parallel.sharding.marked.function_planner import plan_function
 from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins
 from ascend_parallel.sharding.marked.plain_tensors import as_replicated
 from ascend_parallel.sharding.marked.unsharded_call import first_rank_draws, on_whole_tensors, runs_whole
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, layout_of, reshard
+from ascend_parallel.sharding.redistribute.edges import from_part, layout_of, leaf, local_part, take_over
+from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, reshard
 from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS
 from ascend_parallel.sharding.tracing.trace import TraceError
 

@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.redistribute.edges import Observer
+from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
+from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.rules import local_call, own_reductions
+from ascend_parallel.sharding.rules.local import AllReduce
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.collective_event import Counting
 from ascend_parallel.sharding.runtime.compute_instructions import Gather, Recompute, Run, RunKernel, SyncBoundary
@@ -26,7 +35,6 @@ from ascend_parallel.sharding.runtime.instructions import (
 )
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
-from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
 from ascend_parallel.sharding.runtime.segments import with_segments
 
 Conversions = dict[tuple[Value, Layout], int]
@@ -57,6 +65,19 @@ def operator_of(rank_plan: RankPlan, node: Node, inputs: tuple[int, ...] = (), o
         count = Counting(rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
         all_reduce = all_reducer(plan.mesh, plan.costs, count)
     return Run(inputs, outputs, node, local, all_reduce)
+
+
+def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllReduce:
+    """Return the all-reduce that a rule's `run` calls: ``all_reduce(tensor, mesh_dim, op, direction)``."""
+    whole = (REPLICATE,) * mesh.ndim
+
+    def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
+        step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
+        observer(direction, step)
+        source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
+        return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
+
+    return all_reduce
 
 
 class _Compiler:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 import torch
 
 from ascend_parallel.sharding.graph import Node
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.rules import LocalCall
 from ascend_parallel.sharding.rules.local import AllReduce
 from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
@@ -19,7 +20,6 @@ from ascend_parallel.sharding.runtime.recompute_autograd import (
     recompute_in_backward,
     sync_boundary,
 )
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.regather import regather_in_backward
 
 

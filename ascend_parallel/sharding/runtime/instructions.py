@@ -21,11 +21,11 @@ import torch
 
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.async_redistribute import start
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.recompute_autograd import SavedResults
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 
 Registers = list[Any]
 

@@ -15,13 +15,12 @@ from ascend_parallel.sharding.graph import BUFFER, PARAMETER, TENSOR, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.batch_norms import has_local_batch_norms
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.reshard import layout_of
+from ascend_parallel.sharding.redistribute.edges import convert, layout_of
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.eager_forward import EagerForward
 from ascend_parallel.sharding.runtime.eager_state import EagerState, nodes_of
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.local_parameters import by_tensor, check_model, local_slice
-from ascend_parallel.sharding.runtime.redistribute_autograd import convert
 
 STATE = "_ascend_parallel"
 
