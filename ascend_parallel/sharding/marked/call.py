@@ -23,8 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ascend_parallel.sharding.graph import Ref, TensorMeta, Value
 from ascend_parallel.sharding.marked import autograd_calls
-from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan
-from ascend_parallel.sharding.marked.function_planner import plan_function
+from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan, plan_function
 from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins
 from ascend_parallel.sharding.marked.plain_tensors import as_replicated
 from ascend_parallel.sharding.marked.unsharded_call import first_rank_draws, on_whole_tensors, runs_whole
@@ -195,7 +194,7 @@ class _Call:
 
     def run(self, plan: FunctionPlan) -> Any:
         """Run the function by its plan."""
-        values = _run(self, plan) | dict(zip(plan.names, self.tensors, strict=True))
+        values = _run(self, plan) | dict(zip(plan.arguments, self.tensors, strict=True))
         for index, value in plan.updates.items():
             if index in self.plain:
                 raise ValueError(
@@ -215,34 +214,28 @@ class _Call:
 
 def _run(call: _Call, plan: FunctionPlan) -> dict[Value, DTensor]:
     """Return the DTensors that a call returns and writes."""
-    wanted = {value for value in (*plan.results, *plan.updates.values()) if isinstance(value, Value)}
-    wanted -= set(plan.names)
     tensors, mesh = call.tensors, call.mesh
     if is_outside(mesh):
+        stand_ins = _stand_ins(call, plan)
         return {
-            value: from_stand_in(PropagatedDTensor, stand_in, plan.layouts[value], mesh)
-            for value, stand_in in _stand_ins(call, plan).items()
-            if value in wanted
+            value: from_stand_in(PropagatedDTensor, stand_ins[value], plan.layouts[value], mesh) for value in plan.made
         }
-    costs = costs_of(mesh)
-    locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, plan.inputs, strict=True)]
+    costs, layouts = costs_of(mesh), plan.arguments.values()
+    locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
     parts = plan.run(locals_, first_rank_draws(mesh) if plan.draws else "")
     return {
         value: from_part(
-            PropagatedDTensor,
-            parts[value],
-            TensorMeta(plan.metas[value].shape, parts[value].dtype),
-            plan.layouts[value],
-            mesh,
-            costs,
+            PropagatedDTensor, part, TensorMeta(plan.shapes[value], part.dtype), plan.layouts[value], mesh, costs
         )
-        for value in wanted
+        for value, part in parts.items()
     }
 
 
 def _stand_ins(call: _Call, plan: FunctionPlan) -> dict[Value, torch.Tensor]:
     """Return what a rank outside of the mesh has of a call's results, and of what the call writes."""
-    returned, given = on_stand_ins(call.function, call.leaves, call.spec, call.tensors, plan.inputs, call.mesh)
+    returned, given = on_stand_ins(
+        call.function, call.leaves, call.spec, call.tensors, tuple(plan.arguments.values()), call.mesh
+    )
     results = zip(plan.results, pytree.tree_leaves(returned), strict=True)
     written = {value: given[index] for index, value in plan.updates.items()}
     return {value: result for value, result in results if isinstance(value, Value)} | written
