@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.settings import current_settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import BUFFER, PARAMETER, TENSOR, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.batch_norms import has_local_batch_norms
@@ -96,7 +96,9 @@ def _arranged(plan: ShardingPlan, inputs: list[Any]) -> tuple[tuple[Any, ...], d
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def parallelize(model: M, plan: ShardingPlan, *, local_inputs: bool = False, overlap: bool = False) -> M:
+def parallelize(
+    model: M, plan: ShardingPlan, *, local_inputs: bool = False, overlap: bool = False, settings: Settings | None = None
+) -> M:
     """Make a model run as `plan` lays it out, in place, and return it. Every rank calls this alike.
 
     The model's own Python runs, with hooks and prints, on DTensors whose propagation the plan controls; the collectives
@@ -111,6 +113,8 @@ def parallelize(model: M, plan: ShardingPlan, *, local_inputs: bool = False, ove
     overlap
         Run matmuls overlapped with their collectives, as `ShardedModule` does; matmuls of the same input as one, at the
         first of their calls.
+    settings
+        Settings of the overlapped operators. Default: the current settings (`ascend_parallel.configure`).
 
     Raises `DisagreementError` on every rank if plans differ or a rank is missing; `ValueError` for a rank outside of
     the plan's mesh, a model other than the plan's, and a model that cannot run eagerly.
@@ -121,7 +125,7 @@ def parallelize(model: M, plan: ShardingPlan, *, local_inputs: bool = False, ove
         raise ValueError(f"{type(model).__name__} is parallelized already")
     if "forward" in vars(model):
         raise ValueError(f"forward of {type(model).__name__} is set on the instance: define forward in the class")
-    settings = current_settings()
+    settings = settings or current_settings()
     seed = confirm_same_plan(plan, model, settings, overlap=overlap)
     plan.mesh.device_mesh()  # makes the process groups: every rank must call it
     state = EagerState(model, plan, local_inputs=local_inputs, overlap=settings if overlap else None, seed=seed)
