@@ -8,7 +8,7 @@ plan makes the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CONSTANT, INPUT, Graph, Node, Ref, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
+from ascend_parallel.sharding.marked.torch_call import TorchCall
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps, seconds
 from ascend_parallel.sharding.planner.options import WHOLE, Option, Options
@@ -94,49 +95,33 @@ class FunctionPlan:
         return dict(zip(self.made, self.program.run(given, Step(nothing_held, stream)), strict=True))
 
 
-class _Call(torch.nn.Module):
-    """A call of a function as a model, so that it can be traced."""
+class _TracedCall(torch.nn.Module):
+    """A call as a model, so that it can be traced."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        leaves: Sequence[Any],
-        spec: pytree.TreeSpec,
-        arguments: Sequence[Argument],
-        device: str,
-    ) -> None:
+    def __init__(self, call: TorchCall, arguments: Sequence[Argument], device: str) -> None:
         super().__init__()
-        self._call = function, tuple(leaves), spec
+        self._call, self._names = call, [f"{TENSOR}{index}" for index in range(len(arguments))]
         with FakeTensorMode():
-            for index, argument in enumerate(arguments):
-                empty = torch.empty(argument.shape, dtype=argument.dtype, device=device)
-                self.register_buffer(f"{TENSOR}{index}", empty)
+            for name, argument in zip(self._names, arguments, strict=True):
+                self.register_buffer(name, torch.empty(argument.shape, dtype=argument.dtype, device=device))
 
     def forward(self) -> Any:
-        function, leaves, spec = self._call
-        given = [getattr(self, f"{TENSOR}{leaf.index}") if isinstance(leaf, Ref) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(given, spec)
-        return function(*args, **kwargs)
+        return self._call.on([getattr(self, name) for name in self._names])
 
 
 def plan_function(
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    spec: pytree.TreeSpec,
+    call: TorchCall,
     arguments: Sequence[Argument],
     mesh: ProcessMesh,
     coordinate: tuple[int, ...],
     hardware: str,
 ) -> FunctionPlan:
-    """Return the plan of ``function(*args, **kwargs)``, for the rank at `coordinate`.
-
-    leaves, spec
-        (args, kwargs) without their nesting; a `Ref` to its place among `arguments` for each tensor.
+    """Return the plan of a call, for the rank at `coordinate`.
 
     Raises `TraceError` for a function that cannot be traced: its result's shape depends on values, or is no tensor.
     """
     device = mesh.device_mesh().device_type
-    graph = trace(_Call(function, leaves, spec, arguments, device).eval(), (), twice=False)
+    graph = trace(_TracedCall(call, arguments, device).eval(), (), twice=False)
     return _Planner(graph, arguments, mesh, hardware).plan(coordinate)
 
 
