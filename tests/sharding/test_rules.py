@@ -210,6 +210,7 @@ def test_uneven_combinations_are_not_checked():
 
 
 def test_rules_are_of_operators_that_there_are():
+    pytest.importorskip("transformers.integrations.moe")  # registers operators of its own
     missing = []
     for name in registry.ENTRIES:
         library, packet, *overload = name.split(".")
