@@ -8,7 +8,7 @@ import small_models
 import torch
 import torch.distributed.checkpoint as checkpoint
 from plans import by_hand, planned_collectives
-from sharded import BATCHES, EXACT, MLP, S0, S1, made, mesh_of, planned, sequence_parallel, tensor_parallel
+from sharded_models import BATCHES, EXACT, MLP, S0, S1, made, mesh_of, planned, sequence_parallel, tensor_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
