@@ -89,7 +89,7 @@ def cases():
 def every_strategy_gives_the_whole():
     """On 2 and 3 simulated ranks, and on 2 x 2."""
     import npu_operators
-    from brute import call_of, check_all, describe
+    from brute_force import call_of, check_all, describe
 
     from ascend_parallel.sharding.rules import strategies
 
