@@ -25,11 +25,8 @@ from ascend_parallel.sharding.rules import (
     indexing,
     loss,
     matmul,
-<<<<<<< HEAD
     npu,
-=======
     per_sample,
->>>>>>> main
     pointwise,
     reductions,
     views,
@@ -55,11 +52,7 @@ __all__ = [
     "strategies",
 ]
 
-<<<<<<< HEAD
-for _rules in (pointwise, matmul, views, reductions, batch_norm, samples, indexing, loss, npu):
-=======
-for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss):
->>>>>>> main
+for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss, npu):
     _rules.register()
 
 
