@@ -8,7 +8,7 @@ import small_models
 import torch
 import torch.distributed.checkpoint as checkpoint
 from plans import by_hand, planned_collectives
-from sharded import (
+from sharded_models import (
     BATCHES,
     CHUNKS,
     EXACT,
