@@ -36,7 +36,7 @@ class EagerProgram:
     def __init__(self, rank_plan: RankPlan, calls: Sequence[FunctionCall]) -> None:
         """Compile the plan; runs no collective."""
         schedule, graph = rank_plan.schedule, rank_plan.plan.graph
-        program = compile_plan(rank_plan, graph, gradients=True)
+        program = compile_plan(rank_plan, graph, gradients=False)  # what runs again, torch's checkpoint decides
         self.registers, self.inputs, self.outputs = program.registers, program.inputs, program.outputs
         shared: dict[Value, int] = {}
         self.own: dict[Value, int] = {}
@@ -45,6 +45,8 @@ class EagerProgram:
                 self.own.setdefault(register.value, number)
             elif register.layout == schedule.shared_layouts.get(register.value) and number not in program.inputs:
                 shared.setdefault(register.value, number)
+        for number in program.inputs:  # on a mesh dimension of one rank the caller's layout may stand for the plan's
+            self.own.setdefault(program.registers[number].value, number)
         self.kept = frozenset((*self.own.values(), *shared.values()))
         self.held = frozenset(value for value in self.own if graph.nodes[value.node].kind not in (CALL, INPUT))
         listed = program.instructions

@@ -193,7 +193,7 @@ class _ScheduleBuilder:
             late = bool(first) and any(self._order[value.node] > self._order[first[0][0].name] for value in others)
             late |= self._held_weights and any(self._graph.nodes[value.node].kind == CALL for value in others)
             groups.setdefault((key, node.name) if late else key, []).append((node, matmul))
-        return list(groups.values())
+        return [group for group in groups.values() if group]
 
     def _targets(self, value: Value, mesh_dim: int) -> set[Placement]:
         """Return the placements to which a tensor is redistributed on `mesh_dim`; R* counts as R."""
