@@ -12,7 +12,7 @@ from links import link_costs
 from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import recorded
-from ascend_parallel.sharding.runtime.redistribute_autograd import convert
+from ascend_parallel.sharding.redistribute.edges import convert
 
 S0, S1 = shard(0), shard(1)
 

@@ -15,7 +15,7 @@ from ascend_parallel.sharding.marked.dtensors import dtensor_from_fn, reshard, s
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.redistribute.collectives import recorded
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.reshard import layout_of
+from ascend_parallel.sharding.redistribute.edges import layout_of
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
 
 PARTIALS = [Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]
