@@ -16,15 +16,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.logs import working
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_GATHER
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.cost_model.chunk_search import Best, best_sizes
+from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes
 from ascend_parallel.tuning.measured.chunk_plan import (
     Entry,
     Machine,
@@ -36,8 +36,8 @@ from ascend_parallel.tuning.measured.chunk_plan import (
     read_plan,
     this_machine,
 )
-from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
-from ascend_parallel.tuning.measured.pass_times import Case, Layer, Times
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
+from ascend_parallel.tuning.measured.pass_times import Case, TimedLinear, Times
 
 log = logging.getLogger("ascend_parallel")
 
@@ -179,7 +179,7 @@ class Tuner:
         )
         # The modes: hide these matmuls from a selective checkpoint's policy.
         with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
-            layer = Layer(case, group, self._settings, machine)
+            layer = TimedLinear(case, group, self._settings, machine)
             if self._measure:
                 tuned = measured(layer, operator, layer.parts(operator, ROUNDS))
             else:
@@ -227,7 +227,7 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
         )
 
 
-def measured(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
+def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
     """Time the counts of COUNTS and the sizes that the model predicts from `parts`; return the fastest."""
     whole = (parts.rows,)
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
@@ -274,9 +274,9 @@ class MeasuredParts:
 
     def __init__(self) -> None:
         """Know no pass yet."""
-        self._known: dict[tuple[str, str, bool, torch.dtype], list[tuple[LayerOperator, Parts]]] = {}
+        self._known: dict[tuple[str, str, bool, torch.dtype], list[tuple[LayerOperator, PassBreakdown]]] = {}
 
-    def of(self, layer: Layer, operator: LayerOperator) -> Parts:
+    def of(self, layer: TimedLinear, operator: LayerOperator) -> PassBreakdown:
         """Return the parts of a pass. Every rank of the group knows the same, so all measure, or none."""
         alike = (operator.operator, operator.run, layer.case.kind == "column", layer.case.dtype)
         known = self._known.setdefault(alike, [])
@@ -288,7 +288,7 @@ class MeasuredParts:
         return parts
 
 
-def scaled(parts: Parts, measured: LayerOperator, wanted: LayerOperator) -> Parts | None:
+def scaled(parts: PassBreakdown, measured: LayerOperator, wanted: LayerOperator) -> PassBreakdown | None:
     """Return the parts of a pass like the measured one, by its operations and bytes; None if it is too unlike.
 
     A matmul takes a time per operation, and a collective one per byte beside its latency.
@@ -306,7 +306,7 @@ def scaled(parts: Parts, measured: LayerOperator, wanted: LayerOperator) -> Part
     return replace(parts, **computed, **sent)
 
 
-def confirmed(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
+def confirmed(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
     """Time the sizes that the model predicts beside one chunk: a wrong prediction must not make a run slower.
 
     Where the model expects nothing, nothing is timed. Where the first rounds are clear, no further ones follow.
@@ -330,7 +330,7 @@ def clear(times: Times, whole: Sizes, best: Sizes) -> bool:
     return min(gains) > 2 * LEAST_GAIN or max(gains) <= 0
 
 
-def predicted(operator: LayerOperator, parts: Parts, ranks: int) -> TunedPass:
+def predicted(operator: LayerOperator, parts: PassBreakdown, ranks: int) -> TunedPass:
     """Return the sizes that the model predicts from the parts alone."""
     best = best_of_model(operator, parts, ranks)
     if best.seconds > best.whole * (1 - LEAST_GAIN):
@@ -338,7 +338,9 @@ def predicted(operator: LayerOperator, parts: Parts, ranks: int) -> TunedPass:
     return TunedPass(best.sizes, best.whole, best.seconds)
 
 
-def best_of_model(operator: LayerOperator, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
+def best_of_model(
+    operator: LayerOperator, parts: PassBreakdown, ranks: int, most_chunks: int = MOST_CHUNKS
+) -> ChunkSearchResult:
     """Search the sizes of least predicted time, with at most `most_chunks` chunks."""
     return best_sizes(parts.rows, lambda sizes: seconds(operator, parts, ranks, sizes), most_chunks=most_chunks)
 
