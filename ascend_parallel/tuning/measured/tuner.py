@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -303,7 +304,8 @@ def scaled(parts: PassBreakdown, measured: LayerOperator, wanted: LayerOperator)
         name: parts.latency + moved * max(0.0, getattr(parts, name) - parts.latency) if getattr(parts, name) else 0.0
         for name in ("collective", "pieces", "gather", "gather_pieces")
     }
-    return replace(parts, **computed, **sent)
+    changes: dict[str, Any] = computed | sent
+    return replace(parts, **changes)
 
 
 def confirmed(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
