@@ -20,6 +20,9 @@ from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import finished, in_backward, may_be_filled_later, postponed, unfinished
 from ascend_parallel.overlap.layer import ParallelLinear
 
+Gathered = Callable[[], torch.Tensor | None]
+"""Returns the whole input of a layer, once its rows are gathered; None if it was not kept."""
+
 
 def column_sequence_backward(
     dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
@@ -49,7 +52,7 @@ def column_sequence_backward(
         else:
             pending_x = start_gather()
             pending_dx = start_input_gradient(pending_x)
-        gathered = pending_x.wait if pending_x else lambda: kept
+        gathered: Gathered = (lambda: kept) if pending_x is None else pending_x.wait
         if pending_dx is None:
             return None, weight_gradient_of(layer, gathered(), dy)
         gradients = gradients_under(layer, pending_dx, gathered, dy, kept)
@@ -60,7 +63,7 @@ def column_sequence_backward(
 def gradients_under(
     layer: ParallelLinear,
     pending_dx: Pending,
-    gathered: Callable[[], torch.Tensor | None],
+    gathered: Gathered,
     dy: torch.Tensor,
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -112,7 +115,7 @@ def postponed_weight_gradient(
     layer: ParallelLinear,
     kept: torch.Tensor | None,
     dy: torch.Tensor,
-    gathered: Callable[[], torch.Tensor | None] | None = None,
+    gathered: Gathered | None = None,
 ) -> torch.Tensor | None:
     """Return dw, in a region postponed: it then runs under the next collectives that are waited for.
 
