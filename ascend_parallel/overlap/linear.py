@@ -17,6 +17,7 @@ from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
     run_all_gather_matmul,
+    run_matmul,
     scattered_shape,
     shaped,
     start_gather_rows,
@@ -26,7 +27,7 @@ from ascend_parallel.ops.operators import (
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, check_operands
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute
+from ascend_parallel.ops.record import BESIDE, compute
 from ascend_parallel.overlap.choices import cast_by_autocast, region_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
 from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
@@ -53,6 +54,7 @@ def column_linear(
     forward_wrapper: ForwardWrapper = run_directly,
     leaves_rows: int = 0,
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    parts: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Run a column-parallel linear layer on one rank of `group`.
 
@@ -64,7 +66,8 @@ def column_linear(
     With reduce_input_grad=False dx is this rank's part of the sum (sequence_parallel always reduce-scatters dx).
     before_communicating is called before each pass's first collective. ``forward_wrapper(fn)`` runs `fn`, or
     returns its saved products during recompute. `dtensors`: those whose local tensors x and the weight are; autograd
-    then notices an operator that changes them in place before backward.
+    then notices an operator that changes them in place before backward. `parts`: the outputs of each part of a fused
+    weight on this rank, such as (gate, up), which COC_DETERMINISTIC=tp has to know.
 
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
@@ -79,6 +82,7 @@ def column_linear(
         forward_wrapper=forward_wrapper,
         leaves_rows=leaves_rows,
         dtensors=dtensors,
+        parts=parts,
     )
     return run_column(x, weight_shard_n, bias_shard_n, layer)
 
@@ -87,6 +91,7 @@ def run_column(
     x: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: ParallelLinear
 ) -> torch.Tensor:
     """Run `column_linear` with the options of `layer`."""
+    layer.refuse_partial_gradient(x)
     if torch.is_autocast_enabled(x.device.type):
         x, weight_shard_n = cast_by_autocast(x), cast_by_autocast(weight_shard_n)
     y: torch.Tensor = ColumnLinear.apply(x, weight_shard_n, bias_shard_n, layer)  # type: ignore[no-untyped-call]
@@ -105,6 +110,7 @@ def row_linear(
     forward_wrapper: ForwardWrapper = run_directly,
     leaves_rows: int = 0,
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    parts: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -125,6 +131,7 @@ def row_linear(
         forward_wrapper=forward_wrapper,
         leaves_rows=leaves_rows,
         dtensors=dtensors,
+        parts=parts,
     )
     return run_row(x_shard_k, weight_shard_k, layer)
 
@@ -170,6 +177,7 @@ class ColumnLinear(torch.autograd.Function):
             else:
                 y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
         _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
+        layer.write_digest("column", "output", y, -1)
         return y
 
     @staticmethod
@@ -179,7 +187,7 @@ class ColumnLinear(torch.autograd.Function):
         layer: ParallelLinear = ctx.layer.in_column_backward
         kept, weight = map(local, ctx.saved_tensors)
         layer.weight_gradient.begin(kept, weight)
-        db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
+        db = layer.bias_gradient_of(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
         placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
@@ -189,12 +197,16 @@ class ColumnLinear(torch.autograd.Function):
             dx, dw = column_sequence_backward(dy, kept, weight, layer)
         elif layer.reduce_input_grad and weight is not None:
             layer.about_to_communicate()
-            with start_matmul_all_reduce(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR) as pending:
+            with start_matmul_all_reduce(
+                dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts
+            ) as pending:
                 dw = weight_gradient_of(layer, kept, dy)
                 dx = pending.wait()
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
         dx = None if dx is None else dx.view(ctx.x_shape)
+        for name, gradient, dim in (("input", dx, None), ("weight", dw, 0), ("bias", db, 0)):
+            layer.write_digest("column", f"{name} gradient", gradient, dim)
         return dx, placeholder if postponed else dw, db, None
 
 
@@ -225,6 +237,7 @@ class RowLinear(torch.autograd.Function):
             else:
                 y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
+        layer.write_digest("row", "output", y, None)
         return y
 
     @staticmethod
@@ -245,7 +258,10 @@ class RowLinear(torch.autograd.Function):
             dx, dw = row_sequence_backward(dy, x, weight, layer, layout)
         else:
             dx, dw = None, weight_gradient_of(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
-        return None if dx is None else dx.view(ctx.x_shape), dw, None
+        dx = None if dx is None else dx.view(ctx.x_shape)
+        for name, gradient, dim in (("input", dx, -1), ("weight", dw, 1)):
+            layer.write_digest("row", f"{name} gradient", gradient, dim)
+        return dx, dw, None
 
 
 def _column_forward(
@@ -256,13 +272,20 @@ def _column_forward(
     if layer.sequence_parallel:
         layer.about_to_communicate()
         y_m, gathered_m = run_all_gather_matmul(
-            x, weight.t(), layer.group, layer.settings, keep, layout=TRANSPOSED, leaves_rows=layer.leaves_rows
+            x,
+            weight.t(),
+            layer.group,
+            layer.settings,
+            keep,
+            layout=TRANSPOSED,
+            leaves_rows=layer.leaves_rows,
+            parts=layer.parts,
         )
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
     else:
         w = weight.t()
         check_operands("column_linear", x, w)
-        y = compute(MATMUL, "matmul", torch.matmul, x, w)
+        y = run_matmul(x, w, layer.group, layer.settings, layer.parts)
     if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
         y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
     return y, gathered_m if keep else None
@@ -276,9 +299,9 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torc
         settings = region_settings(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w, group, settings)
     if layer.sequence_parallel:
         plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
-        y_m = layer.result(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout))
+        y_m = layer.result(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout, parts=layer.parts))
         return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-    y_m = layer.result(start_matmul_all_reduce(x, w, group, settings, layout=layout))
+    y_m = layer.result(start_matmul_all_reduce(x, w, group, settings, layout=layout, parts=layer.parts))
     return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 
@@ -286,7 +309,7 @@ def _local_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication."""
-    dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
+    dx = None if weight is None else run_matmul(dy, weight, layer.group, layer.settings, layer.parts)
     return dx, weight_gradient_of(layer, x, dy)
 
 

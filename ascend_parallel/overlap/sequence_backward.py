@@ -36,7 +36,7 @@ def column_sequence_backward(
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        started = start_matmul_reduce_scatter(dy, weight, group, settings, after, layout=ROW_MAJOR)
+        started = start_matmul_reduce_scatter(dy, weight, group, settings, after, layout=ROW_MAJOR, parts=layer.parts)
         return running.enter_context(started)
 
     with ExitStack() as running:
@@ -58,7 +58,7 @@ def row_sequence_backward(
     """
     group, settings = layer.group, layer.settings
     if x is None or not settings.split_weight_gradient:
-        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout)
+        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout, parts=layer.parts)
         return dx, None if dy_m is None else weight_gradient_of(layer, x, dy_m)
     x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()
 
@@ -76,4 +76,4 @@ def weight_gradient_of(layer: ParallelLinear, x: torch.Tensor | None, dy: torch.
     if x is None:
         return None
     x_m, dy_m = rows_of(x.contiguous()), rows_of(dy.contiguous())
-    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
+    return compute(MATMUL, "weight gradient", layer.weight_gradient_of, x_m, dy_m)

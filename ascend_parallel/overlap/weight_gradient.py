@@ -8,8 +8,21 @@ import torch
 
 from ascend_parallel.ops.record import MATMUL, compute
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``product(x_m, dy_m)`` returns ``dy_m.t() @ x_m`` [N, K]: x_m [M, K], dy_m [M, N]."""
+
 Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 """Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
+
+
+def whole_product(x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor:
+    """Return ``dy_m.t() @ x_m`` [N, K] as one matmul: x_m [M, K], dy_m [M, N]."""
+    return dy_m.t().matmul(x_m)
+
+
+def sum_over_rows(dy_m: torch.Tensor) -> torch.Tensor:
+    """Return ``dy_m.sum(0)`` [N]: dy_m [M, N]."""
+    return dy_m.sum(dim=0)
 
 
 class GradientParts:
@@ -69,13 +82,16 @@ class WeightGradient:
         """Return the tensor that autograd gets in place of a postponed gradient; x is the layer's input."""
         return None
 
-    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
-        """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N]."""
-        return dy_m.t().matmul(x_m)
+    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor, product: Product = whole_product) -> torch.Tensor | None:
+        """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N].
 
-    def bias(self, dy_m: torch.Tensor) -> torch.Tensor:
-        """Return the bias's gradient [N]: dy_m [M, N]."""
-        return dy_m.sum(dim=0)
+        `product` multiplies; with COC_DETERMINISTIC=tp it is given, and multiplies in blocks.
+        """
+        return product(x_m, dy_m)
+
+    def bias(self, dy_m: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = sum_over_rows) -> torch.Tensor:
+        """Return the bias's gradient [N]: dy_m [M, N]. `total` sums; given as in `compute`."""
+        return total(dy_m)
 
     def parts(self) -> GradientParts:
         """Return what sums this backward's gradient part by part, in place of `compute`."""
