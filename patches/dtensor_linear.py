@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ascend_parallel.patches.base import defined_in, full_name
+from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
@@ -38,6 +40,7 @@ class InForce:
     def __init__(self) -> None:
         """No patch is in force, and no forward is installed."""
         self.framework: InstalledLayers | None = None
+        self.without_tree: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of COC_DETERMINISTIC=tp
         self._count = 0
         self._digest = hashlib.sha256()
 
@@ -64,6 +67,29 @@ class InstalledLayers(Framework):
         """Hold the settings; ranks compare the version and the layers of `in_force`."""
         super().__init__(settings)
         self._title, self._version, self._in_force = title, version, in_force
+
+    def put_in_force(self) -> None:
+        """Have installed forwards run with these settings, and with them DTensor's norms if they have to be."""
+        self._in_force.framework = self
+        if self.settings.at_every_degree:
+            install_norms()
+
+    def put_out_of_force(self) -> None:
+        """Have installed forwards run the framework's own, and DTensor its own norms."""
+        self._in_force.framework = None
+        remove_norms()
+
+    def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Return what compares settings before ranks communicate, and refuses torch's parallel loss if it has to."""
+        compare = super().confirm(group)
+        if not self.settings.at_every_degree:
+            return compare
+
+        def confirm() -> None:
+            refuse_loss_parallel()
+            compare()
+
+        return confirm
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of a module with an installed forward."""
@@ -128,7 +154,10 @@ class Installed:
             return "it is being compiled, and a process group cannot be"
         if not _is_linear(type(module)):
             return "it is no torch.nn.Linear, but a class of its own"
-        if self.group.size() == 1:
+        if self.in_force.framework.settings.at_every_degree:
+            for text in self.in_force.without_tree.values():
+                return text
+        elif self.group.size() == 1:
             return ONE_RANK
         if (replaced := replaced_below()) is not None:
             return replaced
