@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,16 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.patches.base import defined_in, full_name
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
-from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
 from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
 
+# Of a configuration of transformers: probabilities with which functions drop elements of attention.
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 # The attribute of a module that holds what was installed on it: a program may put another forward on top.
 INSTALLED = "_ascend_parallel_installed"
 # torch's own functions, for which an overlapped layer stands; None: replaced before this package was imported.
@@ -67,6 +70,7 @@ class InstalledLayers(Framework):
         """Hold the settings; ranks compare the version and the layers of `in_force`."""
         super().__init__(settings)
         self._title, self._version, self._in_force = title, version, in_force
+        self._without_dropout: WeakSet[Any] = WeakSet()
 
     def put_in_force(self) -> None:
         """Have installed forwards run with these settings, and with them DTensor's norms if they have to be."""
@@ -104,7 +108,12 @@ class InstalledLayers(Framework):
         return case_of(kind, x, weight, **options)
 
     def refuse_conflicts(self, layer: Any) -> None:
-        """No feature of these frameworks overlaps the same layers eagerly."""
+        """No feature of these frameworks overlaps the same layers eagerly; COC_DETERMINISTIC=tp excludes dropout."""
+        looks = self.settings.at_every_degree and layer.training and torch.is_grad_enabled()
+        if looks and layer not in self._without_dropout:
+            for model in models_with(layer):
+                refuse_dropout(model)
+                self._without_dropout.update(model.modules())
 
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks: the version, and the layers that are overlapped."""
@@ -113,6 +122,22 @@ class InstalledLayers(Framework):
             f"version of {title}": self._version,
             f"tensor-parallel linear layers of {title}": self._in_force.layers,
         }
+
+
+def refuse_dropout(model: torch.nn.Module) -> None:
+    """Raise `DegreeError` if a model drops elements: each rank draws masks of its own features."""
+    config = getattr(model, "config", None)
+    asked = [f"config {name}={getattr(config, name)}" for name in ATTENTION_DROPOUT if getattr(config, name, 0)]
+    asked += [
+        f"{path} has p={module.p}"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p
+    ]
+    if asked:
+        raise DegreeError(
+            f"COC_DETERMINISTIC=tp: {type(model).__name__} trains with dropout ({asked[0]}), whose masks each rank "
+            "draws for its own features: set it to 0"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

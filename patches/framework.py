@@ -31,10 +31,15 @@ log = logging.getLogger("ascend_parallel")
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
 
+def models_with(layer: Any) -> list[torch.nn.Module]:
+    """Return the modules of this process that contain `layer`: slow."""
+    models = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    return [model for model in models if any(module is layer for module in model.modules())]
+
+
 def described(layer: Any) -> str:
     """Return the path of a module in its model, and its class, for an error: looks at all modules of the process."""
-    models = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
-    paths = [path for model in models for path, module in model.named_modules() if module is layer]
+    paths = [path for model in models_with(layer) for path, module in model.named_modules() if module is layer]
     path, kind = max(paths, key=len, default=""), type(layer).__name__
     return f"{path} ({kind})" if path else kind
 

@@ -142,6 +142,39 @@ def test_sums_in_16_bits_are_as_exact_as_one_whole_call(ranks):
             assert error <= 1.05 * limit
 
 
+def sent(group, dtype, chunks):
+    """The bytes that a rank sends for a sum over ranks, as a share of the tensor's bytes."""
+    from ascend_parallel.ops import tree
+
+    counted, isend, gather = [], dist.isend, tree.all_gather_single
+
+    def counting_isend(tensor, *args, **options):
+        counted.append(tensor.nbytes)
+        return isend(tensor, *args, **options)
+
+    def counting_gather(out, own, group):
+        counted.append(own.nbytes * (group.size() - 1))
+        return gather(out, own, group)
+
+    dist.isend, tree.all_gather_single = counting_isend, counting_gather
+    try:
+        mine = 256 // group.size()
+        settings = Settings(deterministic="tp", num_chunks=chunks)
+        y = row_linear(drawn((64, mine), dtype, 1), drawn((96, mine), dtype, 2), group=group, settings=settings)
+    finally:
+        dist.isend, tree.all_gather_single = isend, gather
+    return sum(counted) / y.nbytes
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sum_sends_no_more_than_a_ring(ranks, count, chunks):
+    """In 16 bits the slices are in fp32."""
+    share = (count - 1) / count
+    assert ranks(count).run(sent, torch.float32, chunks) == [2 * share] * count
+    assert ranks(count).run(sent, torch.bfloat16, chunks) == [3 * share] * count
+
+
 @pytest.mark.parametrize(
     ("problem", "words"),
     [

@@ -123,6 +123,25 @@ def test_sequence_parallelism_is_an_error(ranks, plan):
         assert "sequence parallelism: the gradients of norms" in text
 
 
+def dropping(group, path):
+    model = load(group, path)
+    model.config.attention_dropout = 0.1
+    ascend_parallel.configure(**TREE)
+    try:
+        model.eval()(input_ids=tokens())
+        model.train()(input_ids=tokens())
+    except ascend_parallel.DegreeError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+    return ""
+
+
+def test_dropout_is_an_error(ranks, path):
+    for text in ranks(2).run(dropping, path):
+        assert "trains with dropout (config attention_dropout=0.1)" in text
+
+
 def parallel_loss(group):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
