@@ -96,6 +96,26 @@ def test_bits_are_those_of_one_rank(ranks, dtype):
     assert len({frozenset(case.items()) for case in one[4:9]}) == 1  # 512 rows: chunks and rows change nothing
 
 
+def off_gloo(group, case):
+    """What runs where the backend is not gloo: an all-to-all in place of sends and receives."""
+    from ascend_parallel.ops import collectives
+
+    kept = collectives.on_gloo
+    collectives.on_gloo = lambda group, device: False
+    try:
+        return pair(group, *case)
+    finally:
+        collectives.on_gloo = kept
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_backends_that_are_not_gloo_have_the_same_bits(ranks, sequence_parallel):
+    case = (64, (128, 256), torch.bfloat16, Settings(deterministic="tp", num_chunks=3), sequence_parallel)
+    (one,) = at_degrees(ranks, [case], (1,))
+    for count in (2, 4):
+        assert ranks(count).run(off_gloo, case) == one * count
+
+
 def test_plain_bits_depend_on_the_degree(ranks):
     """The comparison above can fail."""
     for dtype in (torch.float32, torch.bfloat16):
