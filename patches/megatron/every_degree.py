@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 from ascend_parallel.patches.base import Function, Patch
 from ascend_parallel.patches.dtensor_norm import squares_of_blocks
+from ascend_parallel.patches.framework import described, models_with
 
 # Since this version a fused [gate; up] weight says so: its partition_stride is 2.
 STRIDE_IS_KNOWN = (0, 16)
@@ -31,11 +33,40 @@ STRIDE_IS_KNOWN = (0, 16)
 # Configurations whose sums or masks over the tensor-parallel group have no tree.
 REFUSED = {
     "num_moe_experts": "experts and their router",
+    "mtp_num_layers": "the layers of multi-token prediction",
     "qk_layernorm": "the norms of queries and keys, whose gradients are summed over the ranks' heads",
     "defer_embedding_wgrad_compute": "a deferred weight gradient of the output layer",
     "use_kitchen": "Kitchen's layers",
     "cross_entropy_loss_fusion": "the fused cross-entropy",
 }
+
+
+# Classes of Megatron-core whose layers' weights are packed as `parts_of` says.
+KNOWN_PARENTS = ("SelfAttention", "MLP", "GPTModel")
+
+
+class KnownLayouts:
+    """The layers whose weights are packed in a known way: a program's own, and those of `KNOWN_PARENTS`."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._known: WeakSet[Any] = WeakSet()
+
+    def refuse_others(self, layer: Any) -> None:
+        """Raise `DegreeError` for a layer of another class of Megatron-core, such as a Mamba mixer's."""
+        if layer in self._known:
+            return
+        for model in models_with(layer):
+            for parent in model.modules():
+                kind = type(parent)
+                if not kind.__module__.startswith("megatron.core.") or kind.__name__ in KNOWN_PARENTS:
+                    self._known.update(parent.children())
+                elif any(child is layer for child in parent.children()):
+                    raise DegreeError(
+                        f"COC_DETERMINISTIC=tp: {described(layer)}: how {kind.__module__}.{kind.__name__} packs its "
+                        "weight is not known"
+                    )
+        self._known.add(layer)
 
 
 def parts_of(layer: Any, weight: torch.Tensor, kind: str) -> tuple[int, ...]:

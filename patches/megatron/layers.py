@@ -28,7 +28,7 @@ from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
-from ascend_parallel.patches.megatron.every_degree import parts_of, refuse_what_depends_on_the_degree
+from ascend_parallel.patches.megatron.every_degree import KnownLayouts, parts_of, refuse_what_depends_on_the_degree
 from ascend_parallel.patches.megatron.original import Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient, Postponed
@@ -50,6 +50,7 @@ class Megatron(Framework):
         self.layers = layers
         self.version = version
         self._originals = Originals(layers)
+        self._layouts = KnownLayouts()
         # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
         self.groups_handed_down = version >= (0, 13)
 
@@ -100,6 +101,7 @@ class Megatron(Framework):
         refuse_conflicts(layer.config, self.settings)
         if self.settings.at_every_degree:
             refuse_what_depends_on_the_degree(layer, self.group_of(layer).size(), self.version)
+            self._layouts.refuse_others(layer)
 
     def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
         """Return the tuner's description of a call; an int8 weight is not tuned."""

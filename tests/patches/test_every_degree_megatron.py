@@ -142,6 +142,26 @@ REFUSALS = {
 }
 
 
+def of_another_class(group):
+    from megatron_cpu import small_gpt
+
+    kind = type("MambaMixer", (torch.nn.Module,), {"__module__": "megatron.core.ssm.mamba_mixer"})
+    with megatron(group.size()):
+        ascend_parallel.configure(**TREE)
+        mixer = kind()
+        mixer.in_proj = small_gpt().decoder.layers[0].mlp.linear_fc1
+        try:
+            mixer.in_proj(torch.randn(4, 64))
+        except ascend_parallel.DegreeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_layer_of_a_class_that_is_not_known_is_an_error(ranks):
+    text = "how megatron.core.ssm.mamba_mixer.MambaMixer packs its weight is not known"
+    assert all(text in found for found in ranks(2).run(of_another_class))
+
+
 @pytest.mark.parametrize(("options", "words"), REFUSALS.values(), ids=REFUSALS)
 def test_what_has_no_tree_is_an_error(ranks, options, words):
     for text in ranks(2).run(refused, options, TREE):
