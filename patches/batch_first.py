@@ -12,7 +12,6 @@ from ascend_parallel.overlap.weight_gradient import (
     Product,
     WeightGradient,
     sum_over_rows,
-    whole_product,
 )
 
 
@@ -24,9 +23,15 @@ class BatchFirstWeightGradient(WeightGradient):
         super().__init__(begin)
         self._batch = batch
 
-    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor, product: Product = whole_product) -> torch.Tensor | None:
+    def compute(
+        self,
+        x_m: torch.Tensor,
+        dy_m: torch.Tensor,
+        out: torch.Tensor | None = None,
+        product: Product | None = None,
+    ) -> torch.Tensor | None:
         """Return ``dy_m.t() @ x_m`` [N, K] of rows that are put in order: x_m [M, K], dy_m [M, N]."""
-        return super().compute(self._ordered(x_m), self._ordered(dy_m), product)
+        return super().compute(self._ordered(x_m), self._ordered(dy_m), out, product)
 
     def bias(self, dy_m: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = sum_over_rows) -> torch.Tensor:
         """Return the bias's gradient [N]: dy_m [M, N]."""

@@ -24,8 +24,8 @@ from ascend_parallel.ops.operators import autocast_off, without_autocast
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import RECORDING, recorded_layer, recorded_pass
 from ascend_parallel.ops.registry import DegreeError
-from ascend_parallel.ops.unfinished import unfinished
-from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
+from ascend_parallel.ops.unfinished import in_backward, may_stay_unfinished, unfinished, whole
+from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, region_settings
 from ascend_parallel.overlap.digests import write_digests
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
@@ -83,15 +83,18 @@ class ParallelLinear:
                 "gradient to others, whose bits depend on the number of ranks"
             )
 
-    def weight_gradient_of(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
+    def weight_gradient_of(
+        self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Return dw [N, K] of a backward, or None if it was accumulated elsewhere: contiguous x_m [M, K], dy_m [M, N].
 
         For the same bits at every degree, the features that ranks share are multiplied block by block.
         """
         if not self.settings.at_every_degree:
-            return self.weight_gradient.compute(x_m, dy_m)
+            return self.weight_gradient.compute(x_m, dy_m, out)
         gradient, cut = (gradient_of_rows, dy_m) if self.kind == "column" else (gradient_of_columns, x_m)
-        return self.weight_gradient.compute(x_m, dy_m, functools.partial(gradient, features=self._features(cut)))
+        dw = self.weight_gradient.compute(x_m, dy_m, None, functools.partial(gradient, features=self._features(cut)))
+        return dw if out is None or dw is None else out.copy_(dw)
 
     def bias_gradient_of(self, dy_m: torch.Tensor) -> torch.Tensor:
         """Return db [N] of a column layer's backward: dy_m [M, N]."""
@@ -109,9 +112,17 @@ class ParallelLinear:
             return self
         return replace(self, forward_wrapper=run_directly, dtensors=(None, None))
 
+    def settings_for(self, operator: str, x: torch.Tensor, w: torch.Tensor) -> Settings:
+        """Return the settings of an operator whose rows may be left: x [..., K], w [K, N]."""
+        return region_settings(operator, x, w, self.group, self.settings) if self.leaves_rows else self.settings
+
     def result(self, pending: Pending) -> torch.Tensor:
         """Return the result of a row layer's collectives: finished, or with `leaves_rows` unfinished."""
         return unfinished(pending, self.leaves_rows) if self.leaves_rows else pending.wait()
+
+    def may_leave(self, pending: Pending) -> bool:
+        """Tell whether the rows of an input gradient may stay unfinished: in a backward that autograd runs."""
+        return bool(self.leaves_rows) and in_backward() and may_stay_unfinished(pending.sizes, self.leaves_rows)
 
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""
@@ -162,7 +173,8 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
         def run(ctx: Any, dy: torch.Tensor, *more: Any) -> Any:
             active = RECORDING.recorder is not None or torch.is_grad_enabled()
             if active or torch.is_autocast_enabled(dy.device.type):
-                return guarded(ctx, dy, *more)
+                found = guarded(ctx, dy, *more)
+                return tuple(map(whole, found)) if torch.is_grad_enabled() else found
             return backward(ctx, dy, *more)
 
         return run
