@@ -89,6 +89,7 @@ def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("models"), "Llama", **SIZES)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_llama_trains_alike_at_every_degree(ranks, path, dtype):
     one, two, four = at_degrees(ranks, llama, path, dtype, TREE)
@@ -103,6 +104,7 @@ def test_without_it_a_llama_differs(ranks, path):
     assert one["losses"] != two["losses"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_own_styles_train_alike_at_every_degree(ranks, dtype):
     one, two, four = at_degrees(ranks, native, dtype, TREE)
