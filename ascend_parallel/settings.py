@@ -209,6 +209,7 @@ __all__ = [
     "MAX_CHUNKS",
     "MODES",
     "MOST_ROWS",
+    "TP",
     "ChunkPlan",
     "Settings",
     "SettingsError",
