@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,7 @@ ParallelOption = Annotated[bool, typer.Option(help="All-gather and reduce-scatte
 DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
 ChunksOption = Annotated[str, typer.Option(help="Chunk counts to try, separated by commas.")]
 RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="Timings of each variant.")]
+ORDERS = {"1": ["1"], "tp": ["1", "tp"]}
 LinkOption = Annotated[
     str | None,
     typer.Option(
@@ -84,6 +86,10 @@ def bench(
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    deterministic: Annotated[
+        str | None,
+        typer.Option(metavar="1|tp", help="Time the values of COC_DETERMINISTIC up to this too, and print all lines."),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Print a line for every variant, not only the best.")] = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Write a chart to this file: .png, .svg, .pdf.")
@@ -102,6 +108,8 @@ def bench(
       ascend-parallel bench --model llama2-7b --scale 8 --seq 512 --all
 
       ascend-parallel bench --model llama3-8b --scale 4 --tp 4 --json > bench.json
+
+      ascend-parallel bench --shape 2048,1024,1024 --deterministic tp
     """
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
@@ -111,12 +119,13 @@ def bench(
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
-        measured = _measure(request, as_json)
+        orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
+        measured = _measure(request, as_json, orders)
         rows = rows_of(request.names, measured["passes"])
         if as_json:
             typer.echo(json.dumps(_report(request, measured, rows), indent=1))
         else:
-            show(rows, _conditions(request, measured), console(WIDTH), every=every)
+            show(rows, _conditions(request, measured), console(WIDTH), every=every or bool(orders))
         if plot_file is not None:
             plot(rows, _conditions(request, measured), plot_file)
 
@@ -222,7 +231,7 @@ def _request(
     )
 
 
-def _measure(request: BenchRequest, as_json: bool) -> dict[str, Any]:
+def _measure(request: BenchRequest, as_json: bool, deterministic: Sequence[str] = ()) -> dict[str, Any]:
     with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
@@ -234,6 +243,7 @@ def _measure(request: BenchRequest, as_json: bool) -> dict[str, Any]:
             chunks=request.chunks,
             fused=request.fused and request.link is None,
             rounds=request.rounds,
+            deterministic=list(deterministic),
         )
     return measured
 
