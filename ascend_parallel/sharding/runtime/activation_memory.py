@@ -17,9 +17,9 @@ from ascend_parallel.sharding.layout import Layout, cuts, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
+from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS, CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
-from ascend_parallel.sharding.runtime.recompute_regions import VIEWS, CheckpointedBlock, regions
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *,
     """Estimate the bytes of activations that a rank keeps from forward to backward.
 
     The estimate counts what autograd saves of each operator (`autograd_saves`), as laid out on a rank, once. For a
-    recompute region it counts the tensors that the region reads and its kept results. It leaves out views, parameters
-    and the model's inputs. `part` and errors: see `regions`.
+    checkpointed block it counts the tensors that the block reads and its kept results. It leaves out views, parameters
+    and the model's inputs. `part` and errors: see `checkpointed_blocks`.
     """
-    saved, found = SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
+    saved, found = SavedTensors(plan, schedule), checkpointed_blocks(plan, schedule, recompute, part=part)
     return sum(saved.kept(found.values()).values())
 
 
@@ -136,10 +136,10 @@ class SavedTensors:
     def kept(self, found: Iterable[CheckpointedBlock]) -> _Tensors:
         """Return the tensors kept from forward to backward."""
         found = list(found)
-        inside = {name for region in found for name in region.nodes}
+        inside = {name for block in found for name in block.nodes}
         kept = self.by_all(node for node in calls(self._graph) if node.name not in inside)
-        for region in found:
-            kept |= self.by_region(region)
+        for block in found:
+            kept |= self.by_block(block)
         return kept
 
     def by_all(self, nodes: Iterable[Node]) -> _Tensors:
@@ -162,21 +162,21 @@ class SavedTensors:
             found[Value(node.name), INSIDE] = saves.inside * self._share(node)
         return found
 
-    def by_region(self, region: CheckpointedBlock) -> _Tensors:
-        """Return the tensors that a recompute region keeps."""
+    def by_block(self, block: CheckpointedBlock) -> _Tensors:
+        """Return the tensors that a checkpointed block keeps."""
         found: _Tensors = {}
-        for value in region.reads:
+        for value in block.reads:
             found |= self._tensor(value, self._schedule.layouts[value])
-        for value in region.read_shared:
+        for value in block.read_shared:
             found |= self._tensor(value, self._schedule.shared_layouts[value])
-        for name in region.nodes:
+        for name in block.nodes:
             node, kernel = self._graph.nodes[name], self._schedule.kernels.get(name)
-            communicates = kernel is not None and kernel.communicates and not region.recompute_collectives
-            if name in region.kept or (communicates and name in region.read_inside):
+            communicates = kernel is not None and kernel.communicates and not block.recompute_collectives
+            if name in block.kept or (communicates and name in block.read_inside):
                 for value in node.values:
                     found |= self._tensor(value, self._schedule.layouts[value])
             for value, layout in zip(node.inputs, self._schedule.inputs[name], strict=True):
-                if not region.recompute_collectives and self._is_sent(value, layout):
+                if not block.recompute_collectives and self._is_sent(value, layout):
                     found |= self._tensor(value, layout)
         return found
 

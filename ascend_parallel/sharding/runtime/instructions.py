@@ -51,7 +51,7 @@ class Step:
     stream
         Names the forward's random numbers.
     results
-        In a recompute region: the results that its first run keeps for its second.
+        In a checkpointed block: the results that its first run keeps for its second.
     """
 
     holder: Holder
@@ -152,7 +152,7 @@ class Redistribute(Instruction):
     """Change a tensor's layout.
 
     keep
-        In a recompute region: keep the result if the region keeps the results of collectives.
+        In a checkpointed block: keep the result if the block keeps the results of collectives.
     """
 
     redistribution: DifferentiableRedistribution

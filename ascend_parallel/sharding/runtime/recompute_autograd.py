@@ -1,7 +1,7 @@
-"""Runs a region of a forward a second time in backward, and keeps some results from its first run.
+"""Runs a block of a forward a second time in backward, and keeps some results from its first run.
 
-The region runs under torch.utils.checkpoint, which keeps no tensor that autograd saves in the region. When backward
-needs the first of these tensors, the region runs again until the last of them exists. This module adds two things:
+The block runs under torch.utils.checkpoint, which keeps no tensor that autograd saves in the block. When backward
+needs the first of these tensors, the block runs again until the last of them exists. This module adds two things:
 
 - Kept results are not computed twice. Autograd functions and operators still run, because they save tensors.
 - If the second run communicates, a tensor saved before the last operator makes all ranks begin and end the second run
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class SavedResults:
-    """The results that a region's first run keeps for its second run, in the order in which they are computed."""
+    """The results that a block's first run keeps for its second run, in the order in which they are computed."""
 
     def __init__(self, *, keep_collectives: bool) -> None:
         """Begin before the first run."""
@@ -79,7 +79,7 @@ class SavedResults:
         keep
             Keep both. Without `keep` they are kept if the kernel `communicates` and `keep_collectives`.
         read
-            Whether the region reads the output. If not, the second run gets zeros of its shape.
+            Whether the block reads the output. If not, the second run gets zeros of its shape.
         """
         if self._in_backward:
             kept: tuple[_Kept, _Kept | None] | None = self._take()
@@ -158,7 +158,7 @@ class _SyncBoundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _ = ctx.saved_tensors  # unpacking the saved tensor runs the region again
+        _ = ctx.saved_tensors  # unpacking the saved tensor runs the block again
         return gradient
 
 

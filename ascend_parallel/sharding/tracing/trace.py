@@ -150,7 +150,7 @@ def trace(
     The shapes are those of `args`; the tensors may be on the meta device. DTensors among the parameters, buffers and
     arguments count as whole tensors, and the graph keeps the placements of parameters and buffers (`Graph.placed`);
     `shard_tensor` and `reshard` inside the forward leave their placements as the strategy of a node. Raises
-    `TraceError` for a model that torch.export cannot trace, for regions (autocast that is on, control flow) inside the
+    `TraceError` for a model that torch.export cannot trace, for scopes (autocast that is on, control flow) inside the
     forward, and for a forward that differs from run to run (`determinism.py`). The error names the line of the model
     and what to write instead.
     """
@@ -288,7 +288,7 @@ class _Builder:
     def _add_call(self, node: torch.fx.Node) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise TraceError(
-                f"{place_of(node)}{_module(node) or 'the model'} runs {node.target}, a region of its own; move control "
+                f"{place_of(node)}{_module(node) or 'the model'} runs {node.target}, a graph of its own; move control "
                 f"flow and inference_mode out of the forward: {CONTROL_FLOW}"
             )
         inputs: list[Value] = []

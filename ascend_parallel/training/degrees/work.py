@@ -16,9 +16,9 @@ from ascend_parallel.sharding.planner.operator_cost import PASSES, seconds
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
+from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.runtime.recompute_regions import CheckpointedBlock
 from ascend_parallel.training.degrees.folding import FoldedGraph
 from ascend_parallel.training.pipeline.stage_assignment import crossing_bytes, work_done
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -39,7 +39,7 @@ class RecomputeCost:
     again, again_sent
         Seconds of the second run of computation and of collectives.
     inside
-        Bytes that a region's second run brings back, at the region's first operator.
+        Bytes that a block's second run brings back, at the block's first operator.
     """
 
     saved: Numbers
@@ -172,20 +172,20 @@ class _Pricing:
         return tuple(found)
 
     def kept(self, rank_plan: RankPlan, collectives: bool) -> RecomputeCost:
-        """Return what backward keeps with the regions of a rank's plan, and what their second run takes."""
+        """Return what backward keeps with the blocks of a rank's plan, and what their second run takes."""
         saved_tensors = SavedTensors(self._plan, rank_plan.schedule)
         saved, again, again_sent, inside = (np.zeros(len(self._calls)) for _ in range(4))
-        starts = dict(rank_plan.regions)
-        within = {name for region in starts.values() for name in region.nodes}
+        starts = dict(rank_plan.checkpointed_blocks)
+        within = {name for block in starts.values() for name in block.nodes}
         seen: set[object] = set()
         for index, node in enumerate(self._calls):
-            region = starts.get(node.name)
-            if region is not None:
-                again_sent[index] = sum(self.forward[self._place[name]] for name in region.nodes) * collectives
-                brought = saved_tensors.by_all(self._plan.graph.nodes[name] for name in region.nodes)
-                kept = saved_tensors.by_region(region)
+            block = starts.get(node.name)
+            if block is not None:
+                again_sent[index] = sum(self.forward[self._place[name]] for name in block.nodes) * collectives
+                brought = saved_tensors.by_all(self._plan.graph.nodes[name] for name in block.nodes)
+                kept = saved_tensors.by_block(block)
                 inside[index] = sum(size for key, size in brought.items() if key not in kept)
-                for name in self._run_again(region, rank_plan):
+                for name in self._run_again(block, rank_plan):
                     again[self._place[name]] = self._once[self._place[name]]
             elif node.name in within:
                 continue
@@ -195,13 +195,13 @@ class _Pricing:
             seen |= kept.keys()
         return RecomputeCost(saved, again, again_sent, inside)
 
-    def _run_again(self, region: CheckpointedBlock, rank_plan: RankPlan) -> Iterable[str]:
+    def _run_again(self, block: CheckpointedBlock, rank_plan: RankPlan) -> Iterable[str]:
         """Yield the operators that backward runs again (`CheckpointedBlock`, and docs/recompute.md)."""
         kernels = rank_plan.schedule.kernels
-        for name in region.nodes:
+        for name in block.nodes:
             kernel = kernels.get(name)
-            communicates = kernel is not None and kernel.communicates and not region.recompute_collectives
-            if name not in region.kept and name != region.last and not communicates:
+            communicates = kernel is not None and kernel.communicates and not block.recompute_collectives
+            if name not in block.kept and name != block.last and not communicates:
                 yield name
 
 
