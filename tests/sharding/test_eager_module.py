@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
 from ascend_parallel.sharding import propagate, unshard
-from ascend_parallel.sharding.runtime.eager_module import collective_counts
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.parallelize import collective_counts, parallelize
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 

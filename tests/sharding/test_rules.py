@@ -150,7 +150,7 @@ def test_a_wrong_rule_is_caught(name):
 
 def test_a_bias_added_by_every_rank_of_a_row_parallel_linear_is_caught(monkeypatch):
     linear = registry.ENTRIES["aten.linear"]
-    monkeypatch.setitem(registry.ENTRIES, "aten.linear", registry.Entry(linear.rule))
+    monkeypatch.setitem(registry.ENTRIES, "aten.linear", registry.RegisteredRule(linear.rule))
     drawn = [torch.randn(*shape, dtype=torch.float64) for shape in ((4, 6), (2, 6), (2,))]
     with pytest.raises(AssertionError, match="output 0"):
         check_all(*call_of(aten.linear.default, *drawn), (2,))

@@ -9,7 +9,7 @@ from mesh_stages import ACROSS, LINE, SMALL, SQUARE, Two, pipeline, rows_of, sem
 from staged import STAGES, Crossing, crossing_batch
 from torch import nn
 
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.training import (
     OverlapOptions,
     Recompute,

@@ -14,7 +14,7 @@ from sharded import made, planned, tokens_of
 from staged import STAGES, Crossing, crossing_batch, lines
 
 from ascend_parallel import Settings
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate

@@ -37,7 +37,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.redistribute_local import (
-    Line,
+    MeshDimStep,
     RequestGenerator,
     finish_redistribute,
     lines_of,
@@ -92,11 +92,11 @@ class DifferentiableRedistribution:
         return _compact(moved, scaled)
 
     @cached_property
-    def _forward_lines(self) -> tuple[Line, ...]:
+    def _forward_lines(self) -> tuple[MeshDimStep, ...]:
         return lines_of(self.shape, self.mesh, self.forward)
 
     @cached_property
-    def _backward_lines(self) -> tuple[Line, ...]:
+    def _backward_lines(self) -> tuple[MeshDimStep, ...]:
         return lines_of(self.shape, self.mesh, self.backward)
 
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.current import current_settings
-from ascend_parallel.settings import Settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
