@@ -13,10 +13,10 @@ from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.training import Strategy, plan_training
-from ascend_parallel.training.pipeline.schedule import stages_of
-from ascend_parallel.training.pipeline.timing import StageTimes, simulate
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.step_time.schedule import stages_of
+from ascend_parallel.tuning.step_time.timing import StageTimes, simulate
 
 BUCKET = 25e6
 

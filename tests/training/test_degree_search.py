@@ -21,9 +21,9 @@ from ascend_parallel.training.degrees.rescaling import GraphFamily, LinearFit, U
 from ascend_parallel.training.degrees.search import rows_part
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
-from ascend_parallel.training.pipeline.schedule import check
-from ascend_parallel.training.pipeline.timing import StageTimes, live, simulate, step_seconds
 from ascend_parallel.tuning.cost_model.tables import PlanningError
+from ascend_parallel.tuning.step_time.schedule import check
+from ascend_parallel.tuning.step_time.timing import StageTimes, live, simulate, step_seconds
 
 for folder in ("strategy", "sharding"):
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / folder))

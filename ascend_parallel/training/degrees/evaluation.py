@@ -17,11 +17,11 @@ from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import Numbers, OperatorCosts, RecomputeCost
 from ascend_parallel.training.optimizer.partition import optimizer_bytes, zero_bytes
-from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
 from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
-from ascend_parallel.training.pipeline.timing import live, step_seconds
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
+from ascend_parallel.tuning.step_time.schedule import SPLIT, stages_of
+from ascend_parallel.tuning.step_time.timing import live, step_seconds
 
 
 @dataclass(frozen=True)

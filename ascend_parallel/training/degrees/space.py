@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascend_parallel.training.degrees.work import NONE, RECOMPUTE, TENSOR, recompute_of
-from ascend_parallel.training.pipeline.schedule import SPLIT, check
+from ascend_parallel.tuning.step_time.schedule import SPLIT, check
 
 DATA = "dp"
 # Schedules with their stages on each group of ranks.

@@ -12,7 +12,7 @@ from ascend_parallel.tuning.cost_model.hardware import find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import MEGATRON
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.step import Layout, step_time
-from ascend_parallel.tuning.published.runs import FLOPS, MFU, SECONDS, STEP_METRICS, TOKENS, PublishedRun
+from ascend_parallel.tuning.published.runs import FLOPS, SECONDS, STEP_METRICS, TOKENS, PublishedRun
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "": torch.bfloat16}
 # Multiply-adds of forward and backward beside those of forward.

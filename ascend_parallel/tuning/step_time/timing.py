@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ascend_parallel.training.pipeline.schedule import (
+from ascend_parallel.tuning.step_time.schedule import (
     BACKWARD,
     FORWARD,
     INPUT,
