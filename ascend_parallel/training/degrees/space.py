@@ -71,6 +71,11 @@ class Degrees:
         """Whether the schedule refuses overlapped operators (docs/pipeline.md)."""
         return self.pp > 1 and self.schedule in SPLIT
 
+    @property
+    def sums_under_backward(self) -> bool:
+        """Whether gradients are summed under the last backward (runners/graph_runner.py): not in a pipeline."""
+        return self.pp == 1 and self.zero_stage <= 1
+
     def __str__(self) -> str:
         """Return the degrees in words."""
         schedule = self.schedule + (f" x{self.virtual_stages}" if self.virtual_stages > 1 else "")

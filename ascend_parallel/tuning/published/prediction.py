@@ -9,19 +9,25 @@ import torch
 
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import MEGATRON
+from ascend_parallel.tuning.cost_model.layer_passes import MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.step import Layout, step_time
 from ascend_parallel.tuning.published.runs import FLOPS, SECONDS, STEP_METRICS, TOKENS, PublishedRun
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "": torch.bfloat16}
+# What the rows call not expressible, and the model has.
+EXPRESSED = ("context parallelism",)
+# MC2 fuses forward, and the row layer's backward; its column backward is Megatron-core's (MindSpeed,
+# core/tensor_parallel/mc2_feature). Its own tiling is not modelled: the best chunks stand for it.
+MC2 = Schedule(name="best", column_backward=False)
 # Multiply-adds of forward and backward beside those of forward.
 PASSES = 3
 
 
 def obstacle(run: PublishedRun) -> str:
     """Return why a run cannot be predicted; "": it can."""
-    if run.not_expressible:
+    if run.not_expressible and run.not_expressible not in EXPRESSED:
         return run.not_expressible
     if run.kind != "training" or run.metric not in STEP_METRICS:
         return "no training step"
@@ -49,11 +55,30 @@ def predict_run(run: PublishedRun) -> RunPrediction:
         sequence_parallel=run.sequence_parallel is not False,
         dtype=DTYPES[run.dtype],
         device=hardware.device,
+        cp=run.cp or 1,
+        fused_attention=run.flash_attention is not False,
     )
-    recompute = run.recompute if run.recompute in ("none", "full", "selective") else "full"
-    layout = Layout(dp=run.dp, pp=run.pp, micro_batches=run.micro_batches, recompute=recompute)
-    step = step_time(_costs(hardware.name), run.transformer(), batch, layout, MEGATRON)
+    layout = Layout(
+        dp=run.dp,
+        pp=run.pp,
+        micro_batches=run.micro_batches,
+        recompute=run.recompute if run.recompute in RECOMPUTE else "none",  # "some layers": how many is not published
+        virtual_stages=run.stages_of_rank,
+        zero=run.zero,
+        overlap_gradients=overlaps_gradients(run),
+    )
+    step = step_time(_costs(hardware.name), run.transformer(), batch, layout, schedule_of(run))
     return RunPrediction(step.total, None)
+
+
+def schedule_of(run: PublishedRun) -> Schedule:
+    """Return how a run overlaps its tensor-parallel layers: MC2 where the script or the framework has it."""
+    return MC2 if run.mc2_in_script else MEGATRON
+
+
+def overlaps_gradients(run: PublishedRun) -> bool:
+    """Return whether sums of gradients run under backward: by the script, and always in FSDP."""
+    return bool(run.overlap_grad_reduce) or run.zero >= 2
 
 
 def measured_seconds(run: PublishedRun) -> float:
