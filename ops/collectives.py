@@ -42,6 +42,8 @@ def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.
 class FinishingWork:
     """Started works of a group and a local step: `wait` waits for the works, then runs the step."""
 
+    tells_completion = False  # gloo's sends and receives are complete once they are waited for
+
     def __init__(
         self, works: Sequence[Work | None], finish: Callable[[], object], group: dist.ProcessGroup, out: torch.Tensor
     ) -> None:

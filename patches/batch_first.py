@@ -17,9 +17,9 @@ class BatchFirstWeightGradient(WeightGradient):
         super().__init__(begin)
         self._batch = batch
 
-    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
+    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return ``dy_m.t() @ x_m`` [N, K] of rows that are put in order: x_m [M, K], dy_m [M, N]."""
-        return super().compute(self._ordered(x_m), self._ordered(dy_m))
+        return super().compute(self._ordered(x_m), self._ordered(dy_m), out)
 
     def bias(self, dy_m: torch.Tensor) -> torch.Tensor:
         """Return the bias's gradient [N]: dy_m [M, N]."""

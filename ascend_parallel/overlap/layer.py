@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from ascend_parallel.ops.operators import autocast_off, without_autocast
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import RECORDING, recorded_layer, recorded_pass
-from ascend_parallel.ops.unfinished import unfinished
-from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
+from ascend_parallel.ops.unfinished import in_backward, may_stay_unfinished, unfinished, whole
+from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, region_settings
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -59,9 +59,17 @@ class ParallelLinear:
             return self
         return replace(self, forward_wrapper=run_directly, dtensors=(None, None))
 
+    def settings_for(self, operator: str, x: torch.Tensor, w: torch.Tensor) -> Settings:
+        """Return the settings of an operator whose rows may be left: x [..., K], w [K, N]."""
+        return region_settings(operator, x, w, self.group, self.settings) if self.leaves_rows else self.settings
+
     def result(self, pending: Pending) -> torch.Tensor:
         """Return the result of a row layer's collectives: finished, or with `leaves_rows` unfinished."""
         return unfinished(pending, self.leaves_rows) if self.leaves_rows else pending.wait()
+
+    def may_leave(self, pending: Pending) -> bool:
+        """Tell whether the rows of an input gradient may stay unfinished: in a backward that autograd runs."""
+        return bool(self.leaves_rows) and in_backward() and may_stay_unfinished(pending.sizes, self.leaves_rows)
 
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""
@@ -112,7 +120,8 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
         def run(ctx: Any, dy: torch.Tensor, *more: Any) -> Any:
             active = RECORDING.recorder is not None or torch.is_grad_enabled()
             if active or torch.is_autocast_enabled(dy.device.type):
-                return guarded(ctx, dy, *more)
+                found = guarded(ctx, dy, *more)
+                return tuple(map(whole, found)) if torch.is_grad_enabled() else found
             return backward(ctx, dy, *more)
 
         return run

@@ -27,11 +27,14 @@ from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, check_operands
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
-from ascend_parallel.overlap.choices import cast_by_autocast, region_settings
+from ascend_parallel.ops.unfinished import finished
+from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
 from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
 from ascend_parallel.overlap.sequence_backward import (
     column_sequence_backward,
+    gradients_under,
+    postponed_weight_gradient,
     row_sequence_backward,
     weight_gradient_of,
 )
@@ -179,8 +182,7 @@ class ColumnLinear(torch.autograd.Function):
         layer: ParallelLinear = ctx.layer.in_column_backward
         kept, weight = map(local, ctx.saved_tensors)
         layer.weight_gradient.begin(kept, weight)
-        db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
-        dy = dy.to(ctx.x_dtype)
+        output_gradient, dy = dy, dy.to(ctx.x_dtype)
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
         placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
         if postponed:
@@ -189,12 +191,15 @@ class ColumnLinear(torch.autograd.Function):
             dx, dw = column_sequence_backward(dy, kept, weight, layer)
         elif layer.reduce_input_grad and weight is not None:
             layer.about_to_communicate()
-            with start_matmul_all_reduce(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR) as pending:
-                dw = weight_gradient_of(layer, kept, dy)
-                dx = pending.wait()
+            settings = layer.settings_for(ALL_REDUCE, dy, weight)
+            pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR)
+            with pending.launching():
+                dx, dw = gradients_under(layer, pending, lambda: kept, dy, kept)
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
         dx = None if dx is None else dx.view(ctx.x_shape)
+        # Last: a sum over rows needs all of them, and dx is then on its way.
+        db = layer.weight_gradient.bias(rows_of(output_gradient.contiguous())) if ctx.needs_input_grad[2] else None
         return dx, placeholder if postponed else dw, db, None
 
 
@@ -272,8 +277,8 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torc
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
     w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
-    if layer.leaves_rows and isinstance(w, torch.Tensor):
-        settings = region_settings(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w, group, settings)
+    if isinstance(w, torch.Tensor):
+        settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
     if layer.sequence_parallel:
         plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
         y_m = layer.result(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout))
@@ -285,9 +290,9 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torc
 def _local_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dx = dy @ weight`` and dw, without communication."""
-    dx = None if weight is None else compute(MATMUL, "matmul", torch.matmul, dy, weight)
-    return dx, weight_gradient_of(layer, x, dy)
+    """Return ``dx = dy @ weight`` and dw, without communication; of an unfinished dy each chunk as its rows come."""
+    dx = None if weight is None else finished(compute(MATMUL, "matmul", torch.matmul, dy, weight))
+    return dx, postponed_weight_gradient(layer, x, dy)
 
 
 def _save(ctx: Any, layer: ParallelLinear, x: torch.Tensor, kept: torch.Tensor | None, weight: Weight) -> None:

@@ -69,9 +69,17 @@ class WeightGradient:
         """Return the tensor that autograd gets in place of a postponed gradient; x is the layer's input."""
         return None
 
-    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
-        """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N]."""
-        return dy_m.t().matmul(x_m)
+    @property
+    def may_come_later(self) -> bool:
+        """Whether `compute` changes nothing but its result, which autograd may then get unfinished."""
+        return True
+
+    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N].
+
+        out: where to write dw, if it `may_come_later`.
+        """
+        return dy_m.t().matmul(x_m) if out is None else torch.mm(dy_m.t(), x_m, out=out)
 
     def bias(self, dy_m: torch.Tensor) -> torch.Tensor:
         """Return the bias's gradient [N]: dy_m [M, N]."""

@@ -71,10 +71,15 @@ class MegatronWeightGradient(WeightGradient):
         """Return the dummy gradient that Megatron returns for a fused gradient; None without fusion."""
         return _dummy(self._weight, x) if self._fused else None
 
-    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor | None:
+    @property
+    def may_come_later(self) -> bool:
+        """Whether the gradient is returned to autograd, not added to main_grad."""
+        return not self._fused
+
+    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return ``dw = dy_m.t() @ x_m`` [N, K]; with fusion add dw to main_grad and return the dummy."""
         if not self._fused:
-            return super().compute(x_m, dy_m)
+            return super().compute(x_m, dy_m, out)
         weight = self._weight
         self._place_main_grad()
         if hasattr(weight, "__fsdp_param__"):

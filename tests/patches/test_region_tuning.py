@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from trained import REGION, megatron, train
+from gpt_training import REGION, megatron, train
 
 from ascend_parallel.tuning.measured import pass_times, tuner
 from ascend_parallel.tuning.measured.chunk_plan import load_plan

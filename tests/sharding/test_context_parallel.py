@@ -5,7 +5,7 @@ import pytest
 import small_models
 import torch
 from decoders import check_step, decoder, in_float64, sgd
-from sharded import EXACT, made
+from sharded_models import EXACT, made
 
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, shard

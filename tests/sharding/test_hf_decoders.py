@@ -4,7 +4,7 @@ import hf_decoders as example
 import pytest
 import torch
 from decoders import EXACT, check_step, decoder, in_float64
-from sharded import compare, made, mesh_of
+from sharded_models import compare, made, mesh_of
 from torch import nn
 from torch.nn import functional as F
 

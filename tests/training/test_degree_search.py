@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from brute_degrees import step_of_whole_plan
+from brute_force_degrees import step_of_whole_plan
 
 from ascend_parallel.settings import current_settings
 from ascend_parallel.sharding import shard

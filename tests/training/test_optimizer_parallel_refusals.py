@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optimized import Odd
+from optimizer_cases import Odd
 from torch import nn
 
 from ascend_parallel.process_groups.consistency import DisagreementError

@@ -7,7 +7,7 @@ import pytest
 import small_models
 import torch
 from allocations import alive_bytes
-from sharded import BATCHES, made, mesh_of, planned
+from sharded_models import BATCHES, made, mesh_of, planned
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

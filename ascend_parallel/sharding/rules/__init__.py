@@ -11,6 +11,7 @@ batch_norm.py     batch norm, with the statistics of all ranks or of each
 per_sample.py     recurrent layers, Fourier transforms, resampling, distances
 indexing.py       embedding, gather, index
 loss.py           cross-entropy, also of logits sharded along the classes; elementwise losses
+npu.py            torch_npu's fused operators
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ascend_parallel.sharding.rules import (
     indexing,
     loss,
     matmul,
+    npu,
     per_sample,
     pointwise,
     reductions,
@@ -50,7 +52,7 @@ __all__ = [
     "strategies",
 ]
 
-for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss):
+for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss, npu):
     _rules.register()
 
 

@@ -4,7 +4,7 @@ rank_plan              the decisions: overlap_pass (kernels), gradient_plan (buc
 compiler               the decisions as a list of `instructions` and `compute_instructions`; `segments` of torch.compile
 sharded_module         holds the rank's slices and runs the list
 parallelize            the model's own Python drives the same compiled operators: eager_state, eager_forward
-redistribute_autograd  redistributions with their gradients; async_redistribute starts them early
+async_redistribute     starts redistributions early; their gradients are in redistribute/edges
 overlapped_linear      matmuls with their collective; gradient_reduction sums parameter gradients in buckets
 recompute_autograd     runs a part a second time in backward; regather gathers parameters a second time
 activation_memory      the bytes that backward needs, estimated from the plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
 from ascend_parallel.sharding.graph import Node
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.rules import LocalCall
 from ascend_parallel.sharding.rules.local import AllReduce
 from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
@@ -19,7 +20,6 @@ from ascend_parallel.sharding.runtime.recompute_autograd import (
     recompute_in_backward,
     sync_boundary,
 )
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.regather import regather_in_backward
 
 
@@ -146,10 +146,10 @@ class Recompute(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the part for the first time."""
-        body, holder, stream = self.body, step.holder, step.stream
+        body, first = self.body, step
 
         def run(results: SavedResults, tensors: Tensors) -> Tensors:
-            return tuple(body.run(tensors, Step(holder, stream, results)))
+            return tuple(body.run(tensors, replace(first, results=results)))
 
         inputs = tuple(registers[register] for register in self.reads)
         outputs = recompute_in_backward(run, inputs, keep_collectives=self.keep_collectives)

@@ -11,6 +11,7 @@ from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.activation_memory import INSIDE, SavedTensors
 from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS
 from ascend_parallel.sharding.runtime.compiler import compile_plan
@@ -28,7 +29,6 @@ from ascend_parallel.sharding.runtime.instructions import (
 )
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.segments import Segment
 from ascend_parallel.text import size_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ascend_parallel.current import current_settings
+from ascend_parallel.settings import current_settings
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.presets import traced_preset

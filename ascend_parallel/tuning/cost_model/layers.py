@@ -8,14 +8,12 @@ from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, head_linear, layer_linears
-from ascend_parallel.tuning.cost_model.region import Elementwise, Region
+from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Elementwise, Region
 from ascend_parallel.tuning.cost_model.tables import require
 
 RECOMPUTE = ("none", "selective", "full")
 # Multiply-adds of a fused attention kernel's backward / forward: five products / two products.
 ATTENTION_BACKWARD = 2.5
-# Bytes of element-wise backward / forward.
-ELEMENTWISE_BACKWARD = 2.0
 # Row-wide tensors that pass through memory: a norm reads 1 and writes 1, a residual reads 2 and writes 1, an
 # activation reads 1 (gated: 2) and writes 1.
 NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
@@ -156,8 +154,10 @@ class TransformerLayerTime:
         require("--recompute", recompute, recompute in RECOMPUTE, ", ".join(RECOMPUTE))
         parts, elementwise, linear = self.parts[BACKWARD], self.elementwise, 0.0
         if schedule.region and self.batch.tp > 1:
-            linear = self.region(int(schedule.name)).backward().seconds
-            parts, elementwise = parts[:-2], elementwise - self._whole(self.activation)
+            region = self.region(int(schedule.name))
+            linear = region.backward().seconds
+            parts = [] if region.pulls else parts[:-3]
+            elementwise -= self._whole(self.activation) + (2 if region.pulls else 1) * self._whole(self.tail)
         linear += sum(schedule.seconds(part) for part in parts)
         other = self.attention_backward + ELEMENTWISE_BACKWARD * elementwise + 2 * self.replicated
         return linear + other + self.recomputed(schedule, recompute)
