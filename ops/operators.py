@@ -224,7 +224,7 @@ def recorded(choice: Choice) -> dict[str, object]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _log_once(choice: Choice) -> None:
+def log_once(choice: Choice) -> None:
     """Log each new choice on rank 0; warn, once for each reason, if it does not meet the user's request."""
     if dist.get_rank() != 0:
         return
@@ -256,7 +256,7 @@ def _new_choice(call: OperatorCall) -> Choice:
         problem = replace(problem, comm_quant=True)
         call.comm_scales.check(call.operator, problem.n, problem.dtype, call.x.device)
     choice = choice_for(problem, call.group, call.settings, call.x.device, call.layout)
-    _log_once(choice)
+    log_once(choice)
     return choice
 
 

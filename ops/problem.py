@@ -14,6 +14,8 @@ ALL_REDUCE = "matmul_all_reduce"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+# Runs a rank's experts on rows of all ranks, between two all-to-alls (ops/expert_exchange.py).
+EXPERT_EXCHANGE = "expert_exchange"
 
 # Allowed values of the setting `fused_ranks`; the first is the default.
 FUSED_RANKS = (8, 16)
@@ -25,7 +27,8 @@ class Problem:
 
     m, k, n
         This rank's matmul ``[m, k] x [k, n]``; m counts gathered rows of all_gather_matmul, and rows before the
-        scatter of matmul_reduce_scatter.
+        scatter of matmul_reduce_scatter. For expert_exchange, m counts the experts of a rank, and k and n are the width
+        of a row: the number of rows differs between ranks, and no choice may depend on it.
     soc
         Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
@@ -76,8 +79,11 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two operators."""
-        return self.m if self.operator == ALL_REDUCE else self.m // self.ranks
+        """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two matmuls.
+
+        Of an expert_exchange the experts are split into groups.
+        """
+        return self.m if self.operator in (ALL_REDUCE, EXPERT_EXCHANGE) else self.m // self.ranks
 
     @property
     def cut(self) -> int:
@@ -110,6 +116,11 @@ def problem_of(operator: str, x: Input, w: Weight, group: dist.ProcessGroup) -> 
         assert isinstance(w, QuantisedWeight)
         return replace(problem, int8_input=True, scale_dtype=w.scale.dtype)
     return with_scales(problem, w) if isinstance(w, QuantisedWeight) else problem
+
+
+def experts_problem(x: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Problem:
+    """Return the problem of an exchange of rows x [S, H] with `experts` experts on each rank of `group`."""
+    return Problem(EXPERT_EXCHANGE, experts, x.shape[-1], x.shape[-1], x.dtype, x.device.type, group.size())
 
 
 def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:

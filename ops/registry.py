@@ -12,7 +12,7 @@ from functools import lru_cache
 from types import ModuleType
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 
@@ -40,7 +40,7 @@ class Choice:
     """Kernel and chunks of a problem, with the reason.
 
     sizes
-        Rows of each chunk; columns for an int8 weight.
+        Rows of each chunk; columns for an int8 weight; the experts of each group for an expert_exchange.
     bit_exact
         Whether the result has the bits of the plain layer (a whole matmul and a single collective); None if the first
         call has to probe the machines (ops/bits.py).
@@ -93,6 +93,9 @@ def name_of(problem: Problem) -> str:
     weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
     weight = " of int8 by int8" if problem.int8_input else weight
     weight += " with communication in int8" if problem.comm_quant else ""
+    if problem.operator == EXPERT_EXCHANGE:
+        where = f"on {problem.ranks} {problem.device} ranks"
+        return f"{problem.operator} of {problem.m} experts a rank, rows of {problem.k} {dtype} {where}"
     shape = [problem.m, problem.k, problem.n]
     return f"{problem.operator} {shape} {dtype}{weight} on {problem.ranks} {problem.device} ranks"
 
@@ -105,7 +108,8 @@ def usual_chunks(settings: OperatorSettings) -> int:
 
 
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
-    tile = deterministic_tile(problem.m) if problem.deterministic else 0
+    exchange = problem.operator == EXPERT_EXCHANGE  # it sums nothing and leaves each expert's rows together
+    tile = deterministic_tile(problem.m) if problem.deterministic and not exchange else 0
     if problem.ranks == 1:
         options = _options("reference", problem, settings, tile)
         return Choice(
@@ -119,7 +123,7 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
             sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
             exact, options = _bit_exact(problem, name, len(sizes)), _options(name, problem, settings, tile)
             return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
-    step = tile or (ROW_TILE if problem.antiquant else settings.chunk_rows)
+    step = 1 if exchange else tile or (ROW_TILE if problem.antiquant else settings.chunk_rows)
     request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, step)
     sizes, why = request.sizes, request.why
     if problem.comm_quant:
@@ -144,6 +148,8 @@ def _refusal(name: str, problem: Problem) -> str | None:
 
     "reference" is the only kernel of this package with communication in int8. Its sums are exact in any order.
     """
+    if problem.operator == EXPERT_EXCHANGE:
+        return None if name in ("chunked", "reference") else "it runs no experts"
     if problem.comm_quant and name != "npu":
         return None if name == "reference" else "it has no communication in int8"
     refusal: str | None = KERNELS[name].supports(problem)
@@ -190,7 +196,10 @@ def _count_request(
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
         because = ", because COC_DETERMINISTIC=1" if problem.deterministic else ""
-        why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
+        allowed = f"{problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
+        if problem.operator == EXPERT_EXCHANGE:
+            allowed = f"{problem.cut} experts a rank allow {len(sizes)}"
+        why += f"; {allowed}"
     return _Request(chunks, sizes, why, met)
 
 
@@ -230,6 +239,8 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     with bits of their own: tiles of the deterministic mode, fused operators of torch_npu, operands padded on NPUs,
     chunks of an int8 weight's columns. Communication in int8 rounds the sums.
     """
+    if problem.operator == EXPERT_EXCHANGE:  # each expert gets the same rows in the same order
+        return True
     if problem.deterministic or problem.comm_quant or kernel == "npu":
         return False
     same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
