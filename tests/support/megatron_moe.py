@@ -9,10 +9,8 @@ import importlib
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from megatron_cpu import PlainNorm, _with_plain_norms, megatron_on_cpu
+from megatron_cpu import _with_plain_norms, end_model_parallel, megatron_on_cpu
 
-from megatron_cpu import end_model_parallel, next_token_loss  # noqa: F401  for the tests
 
 MOE = "megatron.core.transformer.moe"
 
