@@ -74,8 +74,8 @@ class InstalledLayers(Framework):
         return installed_on(layer).uncovered(layer)
 
     def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
-        """Return the tuner's description of a call of `layer`."""
-        return case_of(kind, x, weight, **options)
+        """Return the tuner's description of a call of `layer`; None: of experts, whose matmuls are the framework's."""
+        return None if kind == "experts" else case_of(kind, x, weight, **options)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """No feature of these frameworks overlaps the same layers eagerly."""
@@ -85,7 +85,7 @@ class InstalledLayers(Framework):
         title = self._title
         return {
             f"version of {title}": self._version,
-            f"tensor-parallel linear layers of {title}": self._in_force.layers,
+            f"parallel layers of {title}": self._in_force.layers,
         }
 
 
