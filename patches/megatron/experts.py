@@ -19,6 +19,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ import torch.distributed as dist
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
+from ascend_parallel.patches.megatron.conflicts import arguments
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
@@ -70,6 +73,15 @@ FEATURES = {
     "(overlap_dispatch_backward_with_experts_wgrad)",
 }
 
+# Argument of MindSpeed -> its flag: each puts an exchange of its own in place of Megatron-core's.
+MINDSPEED = {
+    "moe_alltoall_overlap_comm": "--moe-alltoall-overlap-comm",
+    "moe_allgather_overlap_comm": "--moe-allgather-overlap-comm",
+    "moe_fb_overlap": "--moe-fb-overlap",
+    "moe_tp_extend_ep": "--moe-tp-extend-ep",
+    "moe_alltoall_mc2": "--moe-alltoall-mc2",
+}
+
 
 def forward_parameters(version: tuple[int, ...]) -> tuple[str, ...]:
     """Return the parameters of MoELayer.forward of a version."""
@@ -102,7 +114,8 @@ def patch_set(megatron: Megatron) -> PatchSet:
 ON_TOP = OnTop(MODULE, patch_set)
 
 
-class CoveredExperts(NamedTuple):
+@dataclass(frozen=True)
+class CoveredExperts:
     """What the replaced forward tells coverage."""
 
     megatron: Megatron
@@ -128,7 +141,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
             return original(self, hidden_states, *args, **kwargs)
         return original(OverlappedCall(self, megatron, group, settings).overlay, hidden_states, *args, **kwargs)
 
-    setattr(forward, "ascend_parallel_experts", CoveredExperts(megatron))
+    setattr(forward, COVERAGE, CoveredExperts(megatron))
     return forward
 
 
@@ -143,6 +156,8 @@ def uncovered(layer: Any, megatron: Megatron) -> str | None:
         return "it is a class of its own"
     if not dist.is_initialized() or layer.ep_group.size() == 1:
         return "its expert-parallel group has one rank, so nothing is communicated"
+    if flag := next((flag for name, flag in MINDSPEED.items() if getattr(arguments(), name, None)), None):
+        return f"MindSpeed runs its all-to-alls: drop {flag} to overlap them here"
     config = layer.config
     reasons = (text for name, text in FEATURES.items() if getattr(config, name, None))
     if reason := next(reasons, None):

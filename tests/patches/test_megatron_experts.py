@@ -1,4 +1,4 @@
-"""Megatron-core's mixture of experts, trained plain and overlapped: loss, outputs, gradients and weights bit for bit."""
+"""Megatron-core's mixture of experts, trained plain and overlapped: everything that a step computes, bit for bit."""
 
 import pytest
 import torch
@@ -88,7 +88,217 @@ CASES = {
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_two_ranks_train_with_the_same_bits(ranks, options):
     for answers in ranks(2).run(compared, options, [2, 4]):
-        for count, (different, counts, coverage, names) in zip([2, 4], answers, strict=True):
+        for count, (different, counts, _, names) in zip([2, 4], answers, strict=True):
             assert different == []
             assert counts["chunks"] == count * counts["calls"] > 0
             assert names > 50
+
+
+FOUR = {
+    "4 expert-parallel ranks": (1, {"top_k": 4, **SHARED}),
+    "4 expert-parallel ranks with an expert each": (1, {"experts": 4, **SHARED}),
+    "2 x 2 tensor-parallel ranks": (2, {**SHARED}),
+    "2 x 2 tensor-parallel ranks, Megatron's overlap": (2, {**SHARED, "moe_shared_expert_overlap": True}),
+    "2 expert-parallel groups": (0, {"skewed": True}),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("tp", "options"), FOUR.values(), ids=FOUR)
+def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
+    if tp == 0:
+        tp, options = 1, {"ep": 2, **options}
+    overlapped_linears = tp > 1  # two ranks sum alike
+    for ((different, counts, coverage, _),) in ranks(4).run(compared, options, [2], tp):
+        assert different == []
+        groups = 1 if options.get("experts") == 4 else 2
+        assert counts["chunks"] == groups * counts["calls"] > 0
+        assert "2 of 2 layers of experts covered" in coverage
+        assert ("0 of" in coverage.split(";")[0]) != overlapped_linears
+
+
+def error_of_unsharded(group):
+    """Return the largest relative error of a gradient, against float64 with all experts on each rank, and its name."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, skew, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    def unsharded_name(name, rank):
+        before, mark, after = name.partition("local_experts.")
+        index, dot, rest = after.partition(".")
+        return f"{before}{mark}{int(index) + 4 * rank}{dot}{rest}" if mark else name
+
+    with expert_parallel(2):
+        ascend_parallel.configure(num_chunks=4)
+        model = small_moe_gpt(moe_config(**SHARED))
+        skew(model)
+        next_token_loss(model, tokens_of(0)).backward()
+        weights = {unsharded_name(name, group.rank()): p.detach() for name, p in model.named_parameters()}
+        gradients = {unsharded_name(name, group.rank()): p.grad for name, p in model.named_parameters()}
+    of_ranks = [None] * group.size()
+    torch.distributed.all_gather_object(of_ranks, weights)
+    with expert_parallel(1):
+        whole = small_moe_gpt(moe_config(ep=1, dtype=torch.float64, **SHARED))
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                parameter.copy_(next(weights[name] for weights in of_ranks if name in weights))
+        next_token_loss(whole, tokens_of(0)).backward()
+    worst, rows = {}, 0
+    for name, parameter in whole.named_parameters():
+        if "local_experts" in name:  # of the rows of both ranks
+            torch.distributed.all_reduce(parameter.grad)
+            rows += bool(parameter.grad.abs().sum() > 0)
+        if name in gradients:
+            scale = parameter.grad.abs().max().clamp(min=1e-6)
+            worst[name] = float((gradients[name].double() - parameter.grad).abs().max() / scale)
+    return max(worst.values()), max(worst, key=worst.get), rows
+
+
+def test_gradients_are_those_of_all_experts_on_a_rank(ranks):
+    for worst, name, trained in ranks(2).run(error_of_unsharded):
+        assert worst < 1e-4, name
+        assert 0 < trained < 32  # some experts got no row
+
+
+def data_parallel(group, distributed_optimizer):
+    """Megatron's DistributedDataParallel with overlapped reductions: gradients and weights of 3 steps by chunks."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    runs, counts = [], []
+    with expert_parallel(2):
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            ascend_parallel.ops.COUNTS.clear()
+            config = moe_config(ep=2, **SHARED)
+            ddp = DistributedDataParallelConfig(
+                overlap_grad_reduce=True, bucket_size=4000, use_distributed_optimizer=distributed_optimizer
+            )
+            model = DistributedDataParallel(config, ddp, small_moe_gpt(config))
+            options = OptimizerConfig(
+                lr=1e-3, use_distributed_optimizer=distributed_optimizer, params_dtype=torch.float32
+            )
+            optimizer = get_megatron_optimizer(options, [model])
+            run = {}
+            for step in range(3):
+                model.zero_grad_buffer()
+                optimizer.zero_grad()
+                with model.no_sync():
+                    next_token_loss(model, tokens_of(step)).backward()
+                next_token_loss(model, tokens_of(step + 10)).backward()
+                finalize_model_grads([model])
+                run |= {f"gradient {step} {n}": p.main_grad.clone() for n, p in model.named_parameters()}
+                optimizer.step()
+            run |= {f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+            runs.append(run)
+            counts.append(ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}).get("chunks", 0))
+    different = [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])]
+    return different, counts, all(bool(x.abs().sum() > 0) for name, x in runs[1].items() if name.startswith("gradient"))
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_overlapped_reductions_of_data_parallel_gradients(ranks, distributed_optimizer):
+    for different, (plain, overlapped), not_zero in ranks(4).run(data_parallel, distributed_optimizer):
+        assert different == []
+        assert not_zero
+        assert (plain, overlapped) == (0, 4 * 2 * 2 * 2 * 3)  # groups, passes, layers, micro-batches, steps
+
+
+def refusals(group):
+    """Train with what is left to the original; return by case the reasons of coverage, and the exchanges."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    found = {}
+    with expert_parallel(2):
+        ascend_parallel.configure(num_chunks=4)
+
+        def run(name, change=None, **options):
+            model = small_moe_gpt(moe_config(**options))
+            if change is not None:
+                change(model)
+            ascend_parallel.ops.COUNTS.clear()
+            next_token_loss(model, tokens_of(0)).backward()
+            counts = ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {})
+            found[name] = [*ascend_parallel.coverage(model).experts.reasons], counts
+
+        run("allgather", moe_token_dispatcher_type="allgather")
+        run("one expert", experts=2, top_k=1)
+
+        def wrap(model):
+            for layer in model.decoder.layers:
+                own = layer.mlp.token_dispatcher.token_dispatch
+                layer.mlp.token_dispatcher.token_dispatch = lambda *args, own=own: own(*args)
+
+        run("a wrapped dispatcher", wrap)
+
+        def derive(model):
+            for layer in model.decoder.layers:
+                layer.mlp.__class__ = type("MyLayer", (type(layer.mlp),), {})
+
+        run("a subclass", derive)
+
+        def no_cut(model):
+            for layer in model.decoder.layers:
+                layer.mlp.config.delay_wgrad_compute = True
+
+        run("delayed weight gradients", no_cut)
+    with expert_parallel(1):
+        ascend_parallel.configure(num_chunks=4)
+        run("one rank", ep=1)
+    return found
+
+
+def test_what_is_not_covered_runs_the_original(ranks):
+    for found in ranks(2).run(refusals):
+        for reasons, counts in found.values():
+            assert counts == {}
+            assert len(reasons) == 1
+        reasons = {name: reasons[0] for name, (reasons, _) in found.items()}
+        assert "MoEAllGatherTokenDispatcher, not MoEAlltoAllTokenDispatcher" in reasons["allgather"]
+        assert "a rank has one expert" in reasons["one expert"]
+        assert "MoEAlltoAllTokenDispatcher.token_dispatch is another package's" in reasons["a wrapped dispatcher"]
+        assert "it is a class of its own" in reasons["a subclass"]
+        assert "delay_wgrad_compute" in reasons["delayed weight gradients"]
+        assert "expert-parallel group has one rank" in reasons["one rank"]
+
+
+def hooked(group):
+    """Return how often hooks of the experts and of the shared expert ran, on rank 0 alone, and what they changed."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    seen, losses = [], []
+    with expert_parallel(2):
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            model = small_moe_gpt(moe_config(**SHARED))
+            for name, module in model.named_modules():
+                if group.rank() == 0 and name.endswith(("mlp.experts", "shared_experts", "0.linear_fc1")):
+                    module.register_forward_hook(lambda m, x, y, name=name: seen.append(name.split(".")[-1]))
+            loss = next_token_loss(model, tokens_of(0))
+            loss.backward()
+            losses.append(loss.item())
+            seen.append(chunks)
+    return losses, seen
+
+
+def test_hooks_on_one_rank_run_once_for_each_group(ranks):
+    answers = ranks(2).run(hooked)
+    assert all(plain == overlapped for (plain, overlapped), _ in answers)
+    seen = answers[0][1]
+    plain, overlapped = seen[: seen.index(1)], seen[seen.index(1) + 1 : -1]
+    assert {name: overlapped.count(name) / plain.count(name) for name in set(plain)} == {
+        "experts": 4,
+        "shared_experts": 1,
+        "linear_fc1": 1,
+    }

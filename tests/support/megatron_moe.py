@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 from megatron_cpu import _with_plain_norms, end_model_parallel, megatron_on_cpu
 
-
 MOE = "megatron.core.transformer.moe"
 
 
