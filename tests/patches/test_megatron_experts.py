@@ -158,7 +158,7 @@ def error_of_unsharded(group):
 def test_gradients_are_those_of_all_experts_on_a_rank(ranks):
     for worst, name, trained in ranks(2).run(error_of_unsharded):
         assert worst < 1e-4, name
-        assert 0 < trained < 32  # some experts got no row
+        assert trained == 2 * 4 * 2  # layers, experts that get rows, weights
 
 
 def data_parallel(group, distributed_optimizer):
@@ -171,7 +171,7 @@ def data_parallel(group, distributed_optimizer):
     import ascend_parallel
 
     runs, counts = [], []
-    with expert_parallel(2):
+    with expert_parallel(2, schedules=True):
         for chunks in (1, 4):
             ascend_parallel.configure(num_chunks=chunks)
             ascend_parallel.ops.COUNTS.clear()

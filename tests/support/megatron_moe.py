@@ -37,11 +37,11 @@ def _on_host(tensor, as_numpy=False, record_stream=False):
 
 
 @contextlib.contextmanager
-def moe_on_cpu():
-    """Run Megatron-core's mixture of experts on the CPU inside this context."""
+def moe_on_cpu(*, schedules=False):
+    """Run Megatron-core's mixture of experts on the CPU inside this context; with schedules, its optimizers too."""
     dispatcher = importlib.import_module(f"{MOE}.token_dispatcher")
     utils = importlib.import_module(f"{MOE}.moe_utils")
-    with megatron_on_cpu(), contextlib.ExitStack() as stack:
+    with megatron_on_cpu(schedules=schedules), contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "Stream", lambda *_, **__: STREAM),
             (torch.cuda, "current_stream", lambda *_, **__: STREAM),
@@ -54,14 +54,14 @@ def moe_on_cpu():
 
 
 @contextlib.contextmanager
-def expert_parallel(ep, tp=1, seed=1234):
+def expert_parallel(ep, tp=1, *, schedules=False, seed=1234):
     """Run with Megatron's groups of `ep` expert-parallel and `tp` tensor-parallel ranks; experts have TP 1."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     import ascend_parallel
 
-    with moe_on_cpu():
+    with moe_on_cpu(schedules=schedules):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
         )
@@ -126,13 +126,15 @@ def small_moe_gpt(config, *, vocab=256, seq=32, seed=1234):
     return model.to(config.params_dtype)
 
 
-def skew(model, by=3.0):
-    """Make the routers prefer few experts, so that others get no rows."""
+def skew(model):
+    """Make the routers choose among the first four experts with top-2, so that the others get no rows."""
     for name, parameter in model.named_parameters():
         if name.endswith("router.weight"):
             with torch.no_grad():
-                parameter[2:] *= 0.02
-                parameter[:2] *= by
+                for expert, scale in ((0, 8.0), (2, 3.0)):  # one of the pair has a positive score
+                    parameter[expert] *= scale
+                    parameter[expert + 1] = -parameter[expert]
+                parameter[4:] *= 0.01
 
 
 def tokens_of(step, seq=32, batch=2, vocab=256):
