@@ -1,6 +1,7 @@
-"""The three operators of tensor parallelism, and the kernels that run them.
+"""The three operators of tensor parallelism, the kernels that run them, and the exchange of a mixture of experts.
 
-matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul overlap a matmul with a collective.
+matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul overlap a matmul with a collective; expert_exchange
+overlaps all-to-alls with experts.
 Layers and their gradients are in ascend_parallel.overlap, frameworks in ascend_parallel.patches.
 """
 

@@ -196,10 +196,10 @@ def _count_request(
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
         because = ", because COC_DETERMINISTIC=1" if problem.deterministic else ""
-        allowed = f"{problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
         if problem.operator == EXPERT_EXCHANGE:
-            allowed = f"{problem.cut} experts a rank allow {len(sizes)}"
-        why += f"; {allowed}"
+            why += f"; {problem.cut} experts a rank allow {len(sizes)} groups"
+        else:
+            why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
     return _Request(chunks, sizes, why, met)
 
 

@@ -22,6 +22,7 @@ from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
 from ascend_parallel.tuning.measured.pass_times import Case
 
 log = logging.getLogger("ascend_parallel")
@@ -49,6 +50,7 @@ class Framework(ABC):
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.confirm, self.by, self.beside_run) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
+        self.expert_groups = ExpertGroups(settings)
         self._logged: set[str] = set()
         self._announced = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 
 from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.bench import experts
 from ascend_parallel.tuning.bench.results import Row, plot, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
@@ -88,6 +89,13 @@ def bench(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Write a chart to this file: .png, .svg, .pdf.")
     ] = None,
+    moe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EXPERTS,ROWS,HIDDEN,INNER", help="Time a layer of experts instead; --chunks are groups of experts."
+        ),
+    ] = None,
+    shared: Annotated[int, typer.Option(min=0, max=MOST_ROWS, help="For --moe: width of a shared expert.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
 ) -> None:
     """Time linear layers: serial, in chunks, with the cost model's chunk sizes and fused, beside the lower bound.
@@ -102,7 +110,13 @@ def bench(
       ascend-parallel bench --model llama2-7b --scale 8 --seq 512 --all
 
       ascend-parallel bench --model llama3-8b --scale 4 --tp 4 --json > bench.json
+
+      ascend-parallel bench --moe 8,1024,1024,512 --shared 128 --link 1gbit
     """
+    if moe is not None:
+        with errors("bench", LinkError):
+            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, as_json)
+        return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
     with errors("bench", LinkError):
@@ -119,6 +133,42 @@ def bench(
             show(rows, _conditions(request, measured), console(WIDTH), every=every)
         if plot_file is not None:
             plot(rows, _conditions(request, measured), plot_file)
+
+
+def _bench_experts(
+    moe: str,
+    shared: int,
+    model: str | None,
+    shapes: list[str] | None,
+    tp: int,
+    dtype: str,
+    chunks: str,
+    rounds: int,
+    link: str | None,
+    as_json: bool,
+) -> None:
+    if model is not None or shapes:
+        raise PlanningError("give one of --model, --shape and --moe")
+    lookup("--dtype", dtype, DTYPES)
+    case = experts.ExpertsCase.parse(moe, shared, dtype, tp)
+    groups = [count for count in _counts(chunks) if count <= case.experts // tp]
+    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
+        measured = call_on_ranks(
+            "ascend_parallel.tuning.bench.experts:measure",
+            tp,
+            limit=60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 4,
+            link=link,
+            on_progress=status.update,
+            case=asdict(case),
+            groups=groups,
+            rounds=rounds,
+        )
+    if as_json:
+        typer.echo(json.dumps(experts.as_dict(case, measured["times"]), indent=1))
+        return
+    over = f"a link of {link}" if link else "loopback"
+    conditions = f"{case}; {tp} ranks of one thread over {over}; torch {measured['torch']}; medians of {rounds} rounds"
+    experts.show(measured["times"], conditions, console(WIDTH))
 
 
 def tune(
@@ -205,11 +255,7 @@ def _request(
         kinds = lookup("--layer", layer, {"both": LAYERS, "row": ("row",), "column": ("column",)})
         names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
         title = "shapes"
-    counts = [whole(text) or 0 for text in chunks.split(",")]
-    if min(counts) < 2 or max(counts) > 64:
-        raise PlanningError(
-            f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
-        )
+    counts = _counts(chunks)
     return Request(
         names=names,
         cases=cases,
@@ -220,6 +266,15 @@ def _request(
         link=link,
         title=f"{title}, {dtype}",
     )
+
+
+def _counts(chunks: str) -> list[int]:
+    counts = [whole(text) or 0 for text in chunks.split(",")]
+    if min(counts) < 2 or max(counts) > 64:
+        raise PlanningError(
+            f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
+        )
+    return counts
 
 
 def _measure(request: Request, as_json: bool) -> dict[str, Any]:

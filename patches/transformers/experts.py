@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ from torch.overrides import TorchFunctionMode
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
 from ascend_parallel.ops.multiply import ALIGNMENT
 from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import EXPERTS
 from ascend_parallel.patches.dtensor_linear import INSTALLED, Installed, InstalledLayers
 from ascend_parallel.patches.transformers.layers import IN_FORCE
+from ascend_parallel.settings import Settings
 
 MODULE = "transformers.distributed.expert_parallel"
 VERSIONS = ">=5.23,<5.24"
@@ -166,10 +169,11 @@ class RoutedCall:
 def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
     """Return the weighted outputs of each token's experts, [T, H]."""
     group, settings = framework.prepare(call.module, "experts", call.hidden_states, None)
-    if not settings.enabled:
+    implementation, tp_mesh = call.implementation, call.implementation.tp_mesh
+    problem = experts_problem(call.hidden_states, implementation.num_local_experts, group)
+    if not settings.enabled or framework.expert_groups.keeps_original(problem, group):
         return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
     framework.confirm(group)()
-    implementation, tp_mesh = call.implementation, call.implementation.tp_mesh
     hidden, index, weights = (_own_rows(x, tp_mesh) for x in (call.hidden_states, call.top_k_index, call.top_k_weights))
     expert_ids = index.reshape(-1)
     order = torch.argsort(expert_ids)
@@ -190,11 +194,35 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
         return made
 
     local = LocalExperts(run=run, weights=[call.module._parameters[name] for name in names])
+
+    def trial(tried: Settings) -> None:
+        _pass_on_copies(sent, counts, local, group, tried)
+
+    settings = framework.expert_groups.settings_for(problem, group, trial, sent.device)
+    if not settings.enabled:
+        return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
     made, _ = run_experts(sent, counts, local, group=group, settings=settings)
     by_token = torch.empty_like(made)
     by_token[order] = made
     output = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)
     return _all_rows(output, tp_mesh, call.hidden_states.size(0))
+
+
+def _pass_on_copies(
+    sent: torch.Tensor, counts: RowCounts, local: LocalExperts, group: dist.ProcessGroup, settings: Settings
+) -> None:
+    """Run a forward and backward that leave no trace in the run's graph, gradients or random states."""
+    devices = [] if sent.device.type == "cpu" else [sent.device.index]
+    with (
+        torch.random.fork_rng(devices, device_type=sent.device.type if devices else "cuda"),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+        hide_from_selective_checkpoint(),
+    ):
+        copies = [x.detach().requires_grad_(x.requires_grad) for x in local.weights]
+        rows = sent.detach().requires_grad_()
+        made, _ = run_experts(rows, counts, replace(local, weights=copies), group=group, settings=settings)
+        torch.autograd.grad(made, [rows], torch.ones_like(made))
 
 
 def _own_rows(x: torch.Tensor, tp_mesh: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ascend_parallel.patches.base import version_tuple
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import load, tokens, whole, write
+from hugging_face import both, load, step, tokens, unequal, whole, worst, write
 
 pytestmark = pytest.mark.skipif(
     version_tuple(importlib.metadata.version("transformers")) < (5, 23),
@@ -200,3 +200,172 @@ def test_three_steps_keep_their_bits(ranks, path, case):
         layers = 1 if case.changes == REAL or case.model == "DeepseekV3" else 2
         assert covered.startswith(f"{layers} of {layers} experts")
         assert not case.skewed or empty >= 4
+
+
+def against_truth(group, path):
+    """Return the worst error of overlapped losses and gradients against the whole model in float64."""
+    model, truth = load(group, path, tp_size=2, ep_size=2), load(group, path, torch.float64, tensor_parallel=False)
+    truth.set_experts_implementation("eager")  # the others know no float64
+    ascend_parallel.configure(num_chunks=4)
+    found = step(model)
+    ascend_parallel.configure(num_chunks=1)
+    return worst(found, step(truth))
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
+def test_gradients_are_those_of_the_whole_model_in_float64(ranks, path, name):
+    for error, where in ranks(2).run(against_truth, path(name)):
+        assert error < 2e-5, where
+
+
+def refused(group, path):
+    """Return for each refused model the reason, the exchanges that ran, and the names that differ from plain."""
+    found = {}
+    for name, options, experts in (
+        ("all_reduce", {"tp_size": 2, "ep_implementation": "all_reduce"}, "grouped_mm"),
+        ("batched_mm", {"tp_size": 2}, "batched_mm"),
+    ):
+        model = load(group, path, ep_size=2, **options)
+        model.set_experts_implementation(experts)
+        ascend_parallel.configure(num_chunks=4)
+        reason = str(ascend_parallel.coverage(model).experts.of_total("experts"))
+        before = COUNTS.as_dict().get("expert_exchange", {"calls": 0})["calls"]
+        different = unequal(*both(model, step))
+        after = COUNTS.as_dict().get("expert_exchange", {"calls": 0})["calls"]
+        found[name] = reason, after - before, different
+    return found
+
+
+def test_what_is_not_covered_runs_transformers_own_code(ranks, path):
+    for found in ranks(2).run(refused, path("Mixtral")):
+        assert "0 of 2 experts (2 MixtralExperts: its ep_implementation is AllReduceEP" in found["all_reduce"][0]
+        assert "its experts_implementation is 'batched_mm', not one of 'eager', 'grouped_mm'" in found["batched_mm"][0]
+        assert [each[1:] for each in found.values()] == [(0, [])] * 2
+
+
+def odd_rows(group, path):
+    model = load(group, path, tp_size=2, ep_size=2)
+    model.set_experts_implementation("grouped_mm")
+    ascend_parallel.configure(num_chunks=4)
+    grouped = str(ascend_parallel.coverage(model).experts.of_total("experts"))
+    model.set_experts_implementation("eager")
+    eager = str(ascend_parallel.coverage(model).experts.of_total("experts"))
+    return grouped, eager, unequal(*both(model, step))
+
+
+def test_rows_at_odd_addresses_are_left_to_the_loop(ranks, path):
+    for grouped, eager, different in ranks(2).run(odd_rows, path("Mixtral", (("intermediate_size", 250),))):
+        assert "has rows of no multiple of 64 bytes, under grouped_mm" in grouped
+        assert eager == "2 of 2 experts"
+        assert different == []
+
+
+def habits(group, path):
+    """Return the names that differ from plain, by habit of users, and how often the host waited for a device."""
+    found = {}
+    model = load(group, path, tp_size=2, ep_size=2)
+    if group.rank() == 1:  # on one rank alone
+        experts = [module for name, module in model.named_modules() if name.endswith("experts")]
+        hooks = [module.register_forward_hook(lambda *_: None) for module in experts]
+        hooks += [module.register_full_backward_hook(lambda *_: None) for module in experts]
+    found["hooks on a rank"] = unequal(*both(model, step))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("down_proj" in name or "gate.weight" in name)
+    found["frozen"] = unequal(*both(model, step))
+    syncs = []
+    for chunks in (1, 4):
+        ascend_parallel.configure(num_chunks=chunks)
+        step(model)
+        with Reads() as reads:
+            step(model)
+        syncs.append(reads.count)
+    ascend_parallel.configure(num_chunks=1)
+    return found, syncs
+
+
+class Reads(torch.overrides.TorchFunctionMode):
+    """Counts the functions that read a tensor's values on the host."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += getattr(function, "__name__", "") in ("item", "tolist", "__bool__", "__int__", "__index__", "cpu")
+        return function(*args, **(kwargs or {}))
+
+
+def test_habits_of_users(ranks, path):
+    for found, (plain, overlapped) in ranks(2).run(habits, path("Mixtral")):
+        assert found == {"hooks on a rank": [], "frozen": []}
+        assert 0 < overlapped <= plain  # no host synchronisation more
+
+
+def measured(group, path):
+    model = load(group, path, tp_size=2, ep_size=2)
+    before = COUNTS.as_dict().get("expert_exchange", {"calls": 0})["calls"]
+    different = unequal(*both(model, step, auto=True))
+    return different, COUNTS.as_dict()["expert_exchange"]["calls"] - before
+
+
+def test_auto_measures_at_the_first_call_and_keeps_bits(ranks, path):
+    results = ranks(2).run(measured, path("Mixtral"))
+    for different, calls in results:
+        assert different == []
+        assert calls >= 2 * 3 * 4  # forward and backward of three numbers of groups, four rounds
+        assert calls == results[0][1]
+
+
+def checked(group, path):
+    """Return the report of a checked step, and the error of a step with a fault planted on one rank."""
+    from ascend_parallel.patches.transformers import experts
+
+    model = load(group, path, tp_size=2, ep_size=2)
+    ascend_parallel.configure(num_chunks=4, verify_every=1)
+    step(model)
+    report = str(ascend_parallel.verification())
+    right = experts.run_experts
+
+    def wrong(rows, *args, **kwargs):
+        made, shared = right(rows, *args, **kwargs)
+        return made * (1 + 1e-3 * group.rank()), shared
+
+    experts.run_experts = wrong
+    try:
+        step(model)
+        error = ""
+    except ascend_parallel.VerificationError as found:
+        error = str(found)
+    finally:
+        experts.run_experts = right
+        ascend_parallel.configure(num_chunks=1, verify_every=0)
+    return report, error
+
+
+def test_verification_compares_with_transformers_own_and_finds_a_planted_fault(ranks, path):
+    for report, error in ranks(2).run(checked, path("Mixtral")):
+        assert "model.layers.1.mlp.experts" in report
+        assert "MixtralExperts, experts): the output of call 2 is wrong on rank" in error, error
+        assert "expert_exchange of 4 experts a rank, rows of 384 float32 on 2 cpu ranks in groups of experts" in error
+
+
+def recorded(group, path, folder):
+    model = load(group, path, tp_size=2, ep_size=2)
+    ascend_parallel.configure(num_chunks=4)
+    plain = step(model)
+    with ascend_parallel.timeline.record(folder):
+        found = step(model)
+    ascend_parallel.configure(num_chunks=1)
+    return unequal(plain, found)
+
+
+def test_a_timeline_has_the_exchange(ranks, path, tmp_path):
+    from ascend_parallel.diagnostics.timeline import files, table
+
+    assert ranks(2).run(recorded, path("Mixtral"), str(tmp_path)) == [[], []]
+    rows = [row for row in table.table(files.read_run(tmp_path)[0]) if "expert" in str(row)]
+    assert {(row.layer, row.direction) for row in rows} == {
+        (f"model.layers.{layer}.mlp.experts", direction) for layer in (0, 1) for direction in ("forward", "backward")
+    }
+    for row in rows:
+        assert row.kernel == "chunked 4"
+        assert row.comm > 0
+        assert row.matmul > 0
