@@ -18,23 +18,28 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
+from ascend_parallel.ops.problem import experts_problem
+from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
 from ascend_parallel.patches.megatron.conflicts import arguments
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.expert_groups import in_groups, without_trace
 
 MODULE = "megatron.core.transformer.moe.moe_layer"
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
@@ -137,7 +142,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
             megatron.log_uncovered(self, reason)
             return original(self, hidden_states, *args, **kwargs)
         group, settings = megatron.prepare(self, "experts", hidden_states, None)
-        if not settings.enabled:
+        if not settings.enabled or _measured_as_fast(self, megatron, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
         return original(OverlappedCall(self, megatron, group, settings).overlay, hidden_states, *args, **kwargs)
 
@@ -165,6 +170,14 @@ def uncovered(layer: Any, megatron: Megatron) -> str | None:
     if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(layer, "_inference_token_dispatcher", None):
         return "it may be captured in a CUDA graph (cuda_graph_impl, transformer_impl)"
     return _other_dispatcher(layer) or _other_experts(layer) or _replaced_methods(layer)
+
+
+def _measured_as_fast(layer: Any, megatron: Megatron, x: torch.Tensor) -> bool:
+    """Tell whether groups gained nothing when they were measured, and no shared expert can be hidden."""
+    if layer.shared_expert_overlap or _hides_shared_expert(layer):
+        return False
+    problem = experts_problem(x, layer.num_local_experts, layer.ep_group)
+    return megatron.expert_groups.keeps_original(problem, layer.ep_group)
 
 
 def _other_dispatcher(layer: Any) -> str | None:
@@ -260,8 +273,7 @@ class OverlappedCall:
 
     def __init__(self, layer: Any, megatron: Megatron, group: dist.ProcessGroup, settings: Settings) -> None:
         """Prepare a call of `layer`, whose experts are on the ranks of `group`."""
-        self._layer, self._group, self._settings = layer, group, settings
-        self._confirm = megatron.confirm(group)
+        self._layer, self._megatron, self._group, self._settings = layer, megatron, group, settings
         self._shared_x: torch.Tensor | None = None
         self._shared_output: torch.Tensor | None = None
         parts: dict[str, Any] = {"dispatch": self._dispatch, "combine": self._combine, "postprocess": self._postprocess}
@@ -294,34 +306,95 @@ class OverlappedCall:
 
     def _run(self, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Exchange the permuted rows, and run the experts; the shared expert runs under the all-to-alls."""
-        layer, dispatcher = self._layer, self._layer.token_dispatcher
+        layer, megatron = self._layer, self._megatron
+        state = dict(vars(layer.token_dispatcher))
+        counts = row_counts(layer.token_dispatcher)
+        megatron.confirm(self._group)()
+        settings = self._measured(rows, probs, counts)
+        if megatron.verifier is None:
+            return self._exchange(rows, probs, counts, settings)
+        checked = self._checked(rows, probs, counts, settings, state)
+        output: torch.Tensor = megatron.verifier.run(checked)
+        return output
+
+    def _exchange(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings) -> torch.Tensor:
+        layer = self._layer
         shared = None
         if self._shared_x is not None:
             compute = _shared_experts_compute(layer)
             shared = SharedExpert(x=self._shared_x, parts=[compute], parameters=[*layer.shared_experts.parameters()])
         elif layer.shared_expert_overlap:
             shared = _shared_expert_in_parts(layer.shared_experts)
-        counts = row_counts(dispatcher)
-        self._confirm()
         local = LocalExperts(run=self._run_group, parameters=[*layer.experts.parameters()])
         out, self._shared_output = run_experts(
-            rows, counts, local, group=self._group, settings=self._settings, probs=probs, shared=shared
+            rows, counts, local, group=self._group, settings=settings, probs=probs, shared=shared
         )
         if layer.shared_expert_overlap:
             layer.shared_experts.cached_fc2_output = self._shared_output
             layer.shared_experts.post_forward_comm()
         return out
 
+    def _measured(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts) -> Settings:
+        """Return the settings of the exchange; with COC_PARALLEL_NUM=auto those that were measured."""
+        if self._layer.config.gradient_accumulation_fusion:  # the experts' backward would write into main_grad
+            return self._settings
+        problem = experts_problem(rows, counts.experts, self._group)
+
+        def trial(tried: Settings) -> None:
+            with without_trace(rows.device):
+                copies = _copies(self._layer.experts)
+                run = functools.partial(self._run_group, parameters=copies)
+                local, x = LocalExperts(run=run, parameters=[*copies.values()]), rows.detach().requires_grad_()
+                out, _ = run_experts(x, counts, local, group=self._group, settings=tried, probs=probs.detach())
+                torch.autograd.grad(out, [x], torch.ones_like(out))
+
+        settings = self._megatron.expert_groups.settings_for(problem, self._group, trial, rows.device)
+        if settings is self._megatron.settings:  # nothing was measured
+            return self._settings
+        return settings if settings.enabled else in_groups(self._settings, 1)
+
     def _run_group(
-        self, group: ExpertGroup, rows: torch.Tensor, probs: torch.Tensor | None, _: Sequence[torch.Tensor]
+        self,
+        group: ExpertGroup,
+        rows: torch.Tensor,
+        probs: torch.Tensor | None,
+        _: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run the experts of a group as Megatron-core's module of experts does, on rows [source][expert]."""
-        received = group.received
+        experts, received = self._layer.experts, group.received
+        assert probs is not None, "the exchange sends probabilities with the rows"
         counts = [sum(column) for column in zip(*received, strict=True)]
-        tokens = GroupTokens(counts, group.experts)
-        y, bias = self._layer.experts(_by_expert(rows, received), tokens, _by_expert(probs, received))
+        arguments = _by_expert(rows, received), GroupTokens(counts, group.experts), _by_expert(probs, received)
+        y, bias = experts(*arguments) if parameters is None else functional_call(experts, dict(parameters), arguments)
         assert bias is None, "uncovered() leaves experts with a bias to the original"
         return _by_source(y, received)
+
+    def _checked(
+        self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings, state: Mapping[str, Any]
+    ) -> CheckedCall:
+        """Return the exchange beside Megatron-core's own, on the dispatcher's `state` of this call."""
+        layer, dispatcher = self._layer, self._layer.token_dispatcher
+        choice = exchange_choice(rows, counts.experts, self._group, settings)
+
+        def original(operands: Tensors) -> Tensors:
+            own, kind = AttributeOverlay(dispatcher, **{**state, "shared_experts": None}), type(dispatcher)
+            sent = kind.token_dispatch(own, operands["input"], operands["probabilities"])
+            arguments = kind.dispatch_postprocess(own, *sent)
+            frozen = {name: parameter.detach() for name, parameter in layer.experts.named_parameters()}
+            made, _ = functional_call(layer.experts, frozen, arguments)
+            return {"output": kind.token_combine(own, kind.combine_preprocess(own, made))}
+
+        return CheckedCall(
+            layer=layer,
+            path="experts",
+            group=self._group,
+            operands={"input": rows, "probabilities": probs},
+            run=lambda _: self._exchange(rows, probs, counts, settings),
+            results=lambda output: {"output": output},
+            original=original,
+            operators=lambda: lambda direction: f"Its {direction} ran {name_of(choice.problem)} in {choice.sizes}",
+        )
 
     def _combine(self, output: torch.Tensor, *shared: torch.Tensor | None) -> torch.Tensor:
         """Run Megatron-core's own combine on rows that are back."""
@@ -345,6 +418,11 @@ class OverlappedCall:
             combine_postprocess=functools.partial(_combine_postprocess, dispatcher),
         )
         return AttributeOverlay(self._layer, token_dispatcher=overlay)
+
+
+def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module by name, as leaves that get gradients of their own."""
+    return {name: p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
 
 
 def _shared_experts_compute(layer: Any) -> Any:

@@ -1,10 +1,16 @@
 """Megatron-core's mixture of experts, trained plain and overlapped: everything that a step computes, bit for bit."""
 
+import re
+import sys
+import types
+from unittest import mock
+
 import pytest
 import torch
 
 from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
+from ascend_parallel.patches.megatron.built_classes import replaced_experts
 
 pytestmark = pytest.mark.skipif(version_tuple(installed_version()) < (0, 13), reason="its parts are of 0.13 and later")
 
@@ -250,6 +256,9 @@ def refusals(group):
                 layer.mlp.config.delay_wgrad_compute = True
 
         run("delayed weight gradients", no_cut)
+        arguments = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(moe_fb_overlap=True))
+        with mock.patch.dict(sys.modules, {"megatron.training.global_vars": arguments}):
+            run("MindSpeed", None)
     with expert_parallel(1):
         ascend_parallel.configure(num_chunks=4)
         run("one rank", ep=1)
@@ -267,7 +276,23 @@ def test_what_is_not_covered_runs_the_original(ranks):
         assert "MoEAlltoAllTokenDispatcher.token_dispatch is another package's" in reasons["a wrapped dispatcher"]
         assert "it is a class of its own" in reasons["a subclass"]
         assert "delay_wgrad_compute" in reasons["delayed weight gradients"]
+        assert "MindSpeed runs its all-to-alls: drop --moe-fb-overlap" in reasons["MindSpeed"]
         assert "expert-parallel group has one rank" in reasons["one rank"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MindSpeedAlltoAllOverlapMoeLayerAdaptor", "--moe-alltoall-overlap-comm put .* overlap covers none"),
+        ("MyMoELayer", "overlap covers no experts of .*MyMoELayer: another package put it in place of MoELayer"),
+    ],
+)
+def test_a_class_in_place_of_the_layer_is_named(monkeypatch, name, text):
+    from megatron.core.transformer.moe import moe_layer
+
+    assert replaced_experts() is None
+    monkeypatch.setattr(moe_layer, "MoELayer", type(name, (moe_layer.MoELayer,), {}))
+    assert re.search(text, replaced_experts())
 
 
 def hooked(group):
@@ -302,3 +327,56 @@ def test_hooks_on_one_rank_run_once_for_each_group(ranks):
         "shared_experts": 1,
         "linear_fc1": 1,
     }
+
+
+def measured(group, options):
+    """Train plain and with COC_PARALLEL_NUM=auto; return what differs, and in how many groups exchanges ran."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron_moe import expert_parallel
+
+    with expert_parallel(2):
+        plain, _, _ = train(options, {"num_chunks": 1}, steps=1)
+        model_parallel_cuda_manual_seed(1234)
+        found, counts, _ = train(options, {"auto": True}, steps=1)
+    return [name for name in plain if not torch.equal(plain[name], found[name])], counts
+
+
+@pytest.mark.parametrize("options", [{"skewed": True}, SHARED], ids=["skewed", "shared expert"])
+def test_auto_measures_at_the_first_call_and_leaves_no_trace(ranks, options):
+    answers = ranks(2).run(measured, options)
+    assert [different for different, _ in answers] == [[], []]
+    assert answers[0][1] == answers[1][1]
+    assert answers[0][1]["calls"] > 0
+
+
+def verified(group, wrong):
+    """Train with every call checked; return the report, or the message of the error."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    with expert_parallel(2):
+        ascend_parallel.configure(num_chunks=4, verify_every=1)
+        model = small_moe_gpt(moe_config(**SHARED))
+        mlp = model.decoder.layers[1].mlp
+        if wrong:  # only where the experts of a group run by themselves
+            mlp.experts.register_forward_hook(
+                lambda module, x, y: (y[0] * 1.01, None) if type(x[1]).__name__ == "GroupTokens" else None
+            )
+        try:
+            next_token_loss(model, tokens_of(0)).backward()
+            return str(ascend_parallel.verification())
+        except ascend_parallel.VerificationError as error:
+            return str(error)
+        finally:
+            ascend_parallel.configure(num_chunks=1, verify_every=0)
+
+
+def test_verification_compares_with_megatrons_own_and_finds_a_planted_fault(ranks):
+    for report in ranks(2).run(verified, False):
+        assert "decoder.layers.0.mlp" in report
+        assert "decoder.layers.1.mlp" in report
+    for error in ranks(2).run(verified, True):
+        assert "MoELayer, experts): the output of call 1 is wrong" in error, error
+        assert "expert_exchange of 4 experts a rank" in error
