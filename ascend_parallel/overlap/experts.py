@@ -359,8 +359,9 @@ class InnerGraph:
     def _sources(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if not inputs:
             return ()
-        anchor = torch.empty(0, requires_grad=True)
-        sources: tuple[torch.Tensor, ...] = _Source.apply(self._box, anchor, *inputs)  # type: ignore[no-untyped-call]
+        # Detached: an input may have a graph outside, where this graph's backward must not go on.
+        anchor, detached = torch.empty(0, requires_grad=True), [x.detach() for x in inputs]
+        sources: tuple[torch.Tensor, ...] = _Source.apply(self._box, anchor, *detached)  # type: ignore[no-untyped-call]
         return sources
 
     def gradients(self, dy: torch.Tensor, which: range) -> list[torch.Tensor]:

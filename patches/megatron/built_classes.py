@@ -7,6 +7,7 @@ forward. Nothing fails then, and no patched forward is ever called.
 from __future__ import annotations
 
 import logging
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,16 @@ FLAGS = {
 }
 COC = "--use-ascend-coc"
 EVERY_DEGREE = "COC_DETERMINISTIC=tp"
+
+# The same for the class MoELayer of this module, by the class.
+MOE_LAYERS = "megatron.core.transformer.moe.moe_layer"
+MOE_FLAGS = {
+    "MindSpeedAlltoAllOverlapMoeLayerAdaptor": "--moe-alltoall-overlap-comm",
+    "MindSpeedAlltoAllSeqOverlapMoeLayerAdaptor": "--moe-alltoall-overlap-comm",
+    "MindSpeedAllGatherOverlapMoeLayerAdaptor": "--moe-allgather-overlap-comm",
+    "MindSpeedAlltoAllSEQTptoEpMoELayer": "--moe-tp-extend-ep",
+    "MindSpeedAlltoAllMC2MoeLayerAdaptor": "--moe-alltoall-mc2",
+}
 
 
 class BuiltClasses:
@@ -65,8 +76,7 @@ class BuiltClasses:
             self.stop()
         elif hasattr(getattr(type(module), "forward", None), "ascend_parallel"):
             return
-        text = replaced_classes(self._layers)
-        if text is not None:
+        for text in filter(None, (replaced_classes(self._layers), replaced_experts())):
             if self._strict:
                 raise UnmetRequestError(f"{self._asked}: {text}")
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -91,6 +101,17 @@ def replaced_classes(layers: ModuleType) -> str | None:
         return f"overlap covers no layer of {texts}: another package put them in place of Megatron-core's layers"
     advice = f"drop {flag}" + (", or export COC_TAKE_OVER=1 to run this package in its place" if flag == COC else "")
     return f"{flag} put {texts} in place of Megatron-core's layers, and overlap covers none of them: {advice}"
+
+
+def replaced_experts() -> str | None:
+    """Return which class stands under the name of Megatron-core's MoELayer instead, and the flag; None: its own."""
+    kind = getattr(sys.modules.get(MOE_LAYERS), "MoELayer", None)
+    if kind is None or full_name(kind) == f"{MOE_LAYERS}.MoELayer":
+        return None
+    flag = MOE_FLAGS.get(kind.__name__)
+    if flag is None:
+        return f"overlap covers no experts of {full_name(kind)}: another package put it in place of MoELayer"
+    return f"{flag} put {full_name(kind)} in place of Megatron-core's MoELayer, and overlap covers none: drop {flag}"
 
 
 def flag_of(kind: object) -> str | None:

@@ -55,8 +55,11 @@ class Megatron(Framework):
         self.groups_handed_down = version >= (0, 13)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
-        """Return the tensor-parallel group of `layer`; a layer of MindSpeed holds it under another name."""
-        names = ("tp_group", "parallel_group") if self.groups_handed_down else ("parallel_group",)
+        """Return the tensor-parallel group of `layer`, or the expert-parallel group of a mixture of experts.
+
+        A layer of MindSpeed holds it under another name.
+        """
+        names = ("ep_group", "tp_group", "parallel_group") if self.groups_handed_down else ("parallel_group",)
         groups = (getattr(layer, name, None) for name in names)
         own = next((group for group in groups if group is not None), None)
         group: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if own is None else own
