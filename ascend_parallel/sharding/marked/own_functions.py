@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS
 
 _METHODS = """register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ untyped_storage storage_offset
     data_ptr __reduce_ex__ __setstate__ share_memory_ is_shared _is_view"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,8 +14,8 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, ParameterRef, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.runtime.eager_state import Conversion, EagerState
-from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS, Local, PlannedDTensor
-from ascend_parallel.sharding.tracing.function_calls import name_of
+from ascend_parallel.sharding.runtime.planned_dtensor import Local, PlannedDTensor
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS, name_of
 
 RETRACE_HINT = "control flow and arguments have to be as traced: trace the model again as it is to run"
 
@@ -32,6 +33,7 @@ class EagerForward(TorchFunctionMode):
         self._names = {id(tensor): ref for ref, tensor in held.items()}
         self._parameters: dict[str, Local] = {}  # parameters, buffers and constants read so far, by node
         self._updates: dict[Value, torch.Tensor] = {}
+        self._handles: WeakValueDictionary[Value, PlannedDTensor] = WeakValueDictionary()  # the model's own tensors
         self._next = 0
         self._rerun = -1  # the call that ran a second time last
         self._stream = eager.randomness.begin()
@@ -86,7 +88,7 @@ class EagerForward(TorchFunctionMode):
         values = tuple(leaf.local.value for leaf in leaves if isinstance(leaf, PlannedDTensor))
         same = self._eager.by_values.get((function, values), ())
         places = [place for place in same if self._matching(calls[place], function, args, kwargs) is not None]
-        places = [place for place in places if not calls[place].changed]
+        places = [place for place in places if not calls[place].changed and not calls[place].moved]
         if len(places) > 1 and self._rerun + 1 in places:
             places = [self._rerun + 1]
         if len(places) == 1:
@@ -172,6 +174,10 @@ class EagerForward(TorchFunctionMode):
         results = [self._result(leaf, planned, locals_) for leaf in call.results]
         for result, argument in call.changed.items():
             results[result] = leaves[argument].become(results[result])
+            self._handles[results[result].local.value] = results[result]
+        for before, after in call.moved.items():
+            if (handle := self._handles.get(before)) is not None:
+                self._handles[after] = handle.become(self._planned_dtensor(locals_[after]))
         return results[0] if call.has_single_result else pytree.tree_unflatten(results, call.results_spec)
 
     def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], locals_: Mapping[Value, Local]) -> Any:
@@ -183,7 +189,8 @@ class EagerForward(TorchFunctionMode):
 
     def _read(self, conversion: Conversion, local: Local | None) -> torch.Tensor:
         """Return a tensor in the layout in which an operator reads it, through its shared layout if it has one."""
-        local = local or self._parameter(conversion.value)
+        handle = self._handles.get(conversion.value) if local is None else None
+        local = local or (self._parameter(conversion.value) if handle is None else handle.local)
         tensor = local.tensor
         if conversion.shared is not None:
             if local.shared is None:
@@ -209,7 +216,8 @@ class EagerForward(TorchFunctionMode):
         return Local(value, tensor)
 
     def _planned_dtensor(self, local: Local) -> PlannedDTensor:
-        return PlannedDTensor.of(self, local, self._eager.spec(local.value))
+        handle = self._handles[local.value] = PlannedDTensor.of(self, local, self._eager.spec(local.value))
+        return handle
 
     def _returned(self, leaf: Any) -> Any:
         if not isinstance(leaf, PlannedDTensor):
