@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import resolve_name
 
+from ascend_parallel.ops.pending import run_collective
+
 
 def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh, function: Callable[..., Any]) -> DTensor:
     """Return a tensor that all ranks of the mesh hold alike as a DTensor; a DTensor as it is.
@@ -41,5 +43,11 @@ def _is_same(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
     number = int.from_bytes(digest.digest(), "big")
     extremes = torch.tensor([number, -number], device=mesh.device_type)
     for dim in range(mesh.ndim):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        run_collective(
+            "the comparison of a plain tensor",
+            dist.all_reduce,
+            extremes,
+            group=mesh.get_group(dim),
+            op=dist.ReduceOp.MAX,
+        )
     return int(extremes[0]) == -int(extremes[1])

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import Ref, TensorMeta
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.marked.borders import Kind, from_part, local_part
@@ -107,7 +108,7 @@ def first_rank_draws(mesh: ProcessMesh) -> str:
     number = torch.randint(0, 2**62, (), dtype=torch.int64).to(mesh.device_mesh().device_type)
     for dim in range(mesh.ndim):
         group = mesh.group(dim)
-        dist.broadcast(number, dist.get_process_group_ranks(group)[0], group=group)
+        run_collective("the drawing of a seed", dist.broadcast, number, group=group, group_src=0)
     return str(int(number))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import BUFFER, PARAMETER, Value
 from ascend_parallel.sharding.layout import Layout, Shape, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -43,7 +44,7 @@ class CrossMeshSums:
         if later:
             own = own.clone(memory_format=torch.contiguous_format)
         for dim in later:
-            dist.all_reduce(own, group=mesh.group(dim))
+            run_collective("the sum of a shared gradient", dist.all_reduce, own, group=mesh.group(dim))
         terms = {index: own}
         for source in holders:
             for target in holders:
