@@ -15,20 +15,6 @@ from typing import Any
 from ascend_parallel.ops.settings import LONGEST, MODES, MOST_ROWS, ChunkPlan, OperatorSettings, require_switch
 from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTable, require, whole_number
 
-__all__ = [
-    "LONGEST",
-    "MAX_CHUNKS",
-    "MODES",
-    "MOST_ROWS",
-    "ChunkPlan",
-    "Settings",
-    "SettingsError",
-    "ShapeTable",
-    "option_name",
-    "require",
-    "whole_number",
-]
-
 ORDERS = ("auto", "compute_first", "communicate_first")
 MOST_PASSES = 1_000_000
 RAREST = 999_999_999
@@ -187,3 +173,34 @@ class Settings(OperatorSettings):
 def option_name(field_name: str) -> str:
     """Return the user's name of an option: its environment variable, or else its key."""
     return VARIABLES.get(field_name, field_name)
+
+
+class _Current:
+    """The settings in force in this process: `patch_control` sets them."""
+
+    settings = Settings()
+
+
+def put_in_force(settings: Settings) -> None:
+    """Make `settings` the default of this process."""
+    _Current.settings = settings
+
+
+def current_settings() -> Settings:
+    """Return the settings in force: a public function reads them if its caller gives none, and passes them on."""
+    return _Current.settings
+
+
+__all__ = [
+    "LONGEST",
+    "MAX_CHUNKS",
+    "MODES",
+    "MOST_ROWS",
+    "ChunkPlan",
+    "Settings",
+    "SettingsError",
+    "ShapeTable",
+    "option_name",
+    "require",
+    "whole_number",
+]

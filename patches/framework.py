@@ -13,7 +13,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import SettingsAgreement
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
@@ -21,6 +20,7 @@ from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
+from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
 

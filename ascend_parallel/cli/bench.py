@@ -53,7 +53,7 @@ LinkOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class BenchRequest:
     """The layers to time and the conditions."""
 
     names: list[str]
@@ -185,7 +185,7 @@ def _request(
     chunks: str,
     rounds: int,
     link: str | None,
-) -> Request:
+) -> BenchRequest:
     if (model is None) == (not shapes):
         raise PlanningError("give either --model or --shape")
     chosen = lookup("--dtype", dtype, DTYPES)
@@ -210,7 +210,7 @@ def _request(
         raise PlanningError(
             f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
         )
-    return Request(
+    return BenchRequest(
         names=names,
         cases=cases,
         ranks=tp,
@@ -222,7 +222,7 @@ def _request(
     )
 
 
-def _measure(request: Request, as_json: bool) -> dict[str, Any]:
+def _measure(request: BenchRequest, as_json: bool) -> dict[str, Any]:
     with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
@@ -238,7 +238,7 @@ def _measure(request: Request, as_json: bool) -> dict[str, Any]:
     return measured
 
 
-def _conditions(request: Request, measured: dict[str, Any]) -> str:
+def _conditions(request: BenchRequest, measured: dict[str, Any]) -> str:
     over = f"a link of {request.link}" if request.link else "loopback"
     return (
         f"{request.title}; {request.ranks} ranks of one thread over {over}; torch {measured['torch']}; "
@@ -246,7 +246,7 @@ def _conditions(request: Request, measured: dict[str, Any]) -> str:
     )
 
 
-def _report(request: Request, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+def _report(request: BenchRequest, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
     return {
         "conditions": _conditions(request, measured),
         "ranks": request.ranks,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ascend_parallel.consistency import confirm_same
 from ascend_parallel.process_groups import time_limit
+from ascend_parallel.process_groups.consistency import confirm_same
 
 Ranks = npt.NDArray[np.int64]
 Key = tuple[object, ...]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from test_operators import SHAPES, layouts, operands, truth_all_gather, truth_all_reduce, truth_reduce_scatter
-from truth import LIMIT, close
+from tolerances import LIMIT, close
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import operators, shm

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel import __version__, consistency
-from ascend_parallel.consistency import DisagreementError, exchange
+from ascend_parallel import __version__
+from ascend_parallel.process_groups import consistency
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 
 ROOT = Path(__file__).parents[2]
 LINKS = ("ascend_parallel/ops", "ascend_parallel/patches")  # to the folders beside the package
@@ -73,9 +74,8 @@ def test_settings_that_agree_are_confirmed():
     for rank in launch(code(LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
         assert rank.stdout.startswith("after"), rank.stdout + rank.stderr
 
-
-def test_another_version_on_one_rank_is_an_error_on_both():
-    other = "\nimport ascend_parallel.consistency\nif rank == 1: ascend_parallel.consistency.__version__ = '9.9'\n"
+    module = "ascend_parallel.process_groups.consistency"
+    other = f"\nimport {module}\nif rank == 1: {module}.__version__ = '9.9'\n"
     for rank in launch(code(other, LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
         assert f"version of ascend_parallel is {__version__} on rank 0, 9.9 on rank 1" in rank.stdout
 
@@ -168,18 +168,17 @@ tell()
 """
 WAITS = ["matmul_all_reduce, collective 1 of 4,", "matmul_reduce_scatter, collective 1 of 4,", "all_gather"]
 WAITS += ["a reshard across meshes", "the sum of gradients", "the norm of gradients", "the drawing of a seed"]
-WAITS += ["a measured all-reduce"]
+WAITS += ["a measured all-reduce", "a measured reduce-scatter"]
 
 
 def test_a_missing_rank_is_named_within_the_programs_limit_in_groups_of_half_an_hour():
     """As in the groups of Megatron and of torch's DeviceMesh: gloo itself would wait for half an hour, also at exit."""
     waiting, _ = launch(code(STAYS_AWAY, limit=2), [{}] * 2, timeout=40)
-    *lines, measured, mesh = waiting.stdout.splitlines()
+    *lines, mesh = waiting.stdout.splitlines()
     assert len(lines) == len(WAITS), waiting.stdout + waiting.stderr
     for line, start in zip(lines, WAITS, strict=True):
         assert line.startswith(f"{start} on group") and "failed on rank 0" in line, line
         assert re.search(r"no sign of rank 1 within 0\.5 s: .* after [2-9]$", line), line
-    assert re.fullmatch(r"no answer within 2 s after [2-9]", measured), measured
     assert mesh.startswith("rank 1 of group 'default_pg' of ranks 0, 1 has not come to the groups of ProcessMesh("), (
         mesh
     )
@@ -201,7 +200,7 @@ STARTING = {
     "ops/chunked.py",
     "ops/collectives.py",
     "ops/ordered.py",
-    "ascend_parallel/process_groups.py",
+    "ascend_parallel/process_groups/__init__.py",
     "ascend_parallel/sharding/redistribute/across_meshes.py",
     "ascend_parallel/sharding/redistribute/collectives.py",
     "ascend_parallel/sharding/runtime/gradient_reduction.py",
@@ -273,7 +272,7 @@ class Keep(logging.Handler):
         records.append(record.getMessage())
         tell()
 logging.getLogger("ascend_parallel").addHandler(Keep())
-import ascend_parallel.consistency as agreement
+import ascend_parallel.process_groups.consistency as agreement
 agreement.PATIENCE = 1.0
 if rank == 1:
     wait_until_told()
@@ -290,7 +289,7 @@ def test_waiting_for_a_late_rank_is_said():
 
 
 ALONE = """
-agreement = ap.consistency.SettingsAgreement(ap.Settings(num_chunks=4).shared)
+agreement = ap.process_groups.consistency.SettingsAgreement(ap.Settings(num_chunks=4).shared)
 if rank == 0:
     try:
         agreement.confirm(group)
@@ -301,14 +300,14 @@ else:
     wait_until_told()
 dist.barrier()
 agreement.confirm(group)
-ap.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared).confirm(group)
+ap.process_groups.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared).confirm(group)
 print("agreed")
 """
 
 
 @pytest.mark.slow
 def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
-    import_it = "\nimport ascend_parallel.consistency\n"
+    import_it = "\nimport ascend_parallel.process_groups.consistency\n"
     rank_0, rank_1 = launch(code(import_it, ALONE, limit=3), [{}] * 2)
     assert "rank 1 of group" in rank_0.stdout and rank_0.stdout.endswith("agreed\n"), rank_0.stdout + rank_0.stderr
     assert rank_1.stdout == "agreed\n", rank_1.stderr

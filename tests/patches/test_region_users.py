@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from late import LateWork, late_collectives
+from delayed_collectives import DelayedWork, delayed_collectives
+from gpt_training import REGION, megatron
 from torch.nn.modules import module as modules
-from trained import REGION, megatron
 
 SCALE = 1.01
 
@@ -181,10 +181,10 @@ def compared(group, habit, options):
         for settings in ({"num_chunks": 1}, REGION):
             ascend_parallel.configure(**settings)
             seen.append([])
-            with late_collectives() if runs else contextlib.nullcontext():
+            with delayed_collectives() if runs else contextlib.nullcontext():
                 runs.append(trained(small_gpt(**options), HABITS[habit], seen[-1]))
     unlike = [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
-    return unlike, seen[0] == seen[1], LateWork.unfinished
+    return unlike, seen[0] == seen[1], DelayedWork.unfinished
 
 
 @pytest.mark.sample(16)

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from late import LateWork, late_collectives
-from trained import LLAMA, REGION, both, megatron, pipeline_step, train
+from delayed_collectives import DelayedWork, delayed_collectives
+from gpt_training import LLAMA, REGION, both, megatron, pipeline_step, train
 
 OPTIONS = {
     "gpt": {},
@@ -65,10 +65,14 @@ def unfinished_rows(group, options):
     """Train with all-reduces that happen when they are waited for, and rows that are NaN until then."""
     with megatron(group.size()):
         plain = train(options, overlap=False)
-        with late_collectives():
+        with delayed_collectives():
             late = train(options, overlap=True)
     # The rows of the last recomputed layer have no reader; backward's end waits for them.
-    return plain[0] == late[0], [n for n in plain[1] if not torch.equal(plain[1][n], late[1][n])], LateWork.unfinished
+    return (
+        plain[0] == late[0],
+        [n for n in plain[1] if not torch.equal(plain[1][n], late[1][n])],
+        DelayedWork.unfinished,
+    )
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel"])

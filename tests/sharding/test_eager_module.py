@@ -8,15 +8,14 @@ import small_models
 import torch
 import torch.distributed.checkpoint as checkpoint
 from plans import by_hand, planned_collectives
-from sharded import BATCHES, EXACT, MLP, S0, S1, made, mesh_of, planned, sequence_parallel, tensor_parallel
+from sharded_models import BATCHES, EXACT, MLP, S0, S1, made, mesh_of, planned, sequence_parallel, tensor_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
 from ascend_parallel.sharding import propagate, unshard
-from ascend_parallel.sharding.runtime.eager_module import collective_counts
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.parallelize import collective_counts, parallelize
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 

@@ -9,12 +9,12 @@ import pytest
 import small_models
 import torch
 from allocations import peak_bytes
+from crossing_model import STAGES, Crossing, crossing_batch, lines
 from pool import RankPool
-from sharded import made, planned, tokens_of
-from staged import STAGES, Crossing, crossing_batch, lines
+from sharded_models import made, planned, tokens_of
 
 from ascend_parallel import Settings
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate

@@ -10,7 +10,7 @@ from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware, read_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, Schedule
-from ascend_parallel.tuning.cost_model.layers import Layer
+from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, find_model, layer_linears, read_model
 from ascend_parallel.tuning.cost_model.step import Layout, pipeline_time, spread, step_time
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -22,7 +22,7 @@ COSTS = {name: CostModel(hardware) for name, hardware in all_hardware().items()}
 @pytest.mark.parametrize("name", sorted(all_models()))
 def test_schedules_of_a_layer_stand_in_their_order(name, sequence_parallel):
     batch = Batch(sequence=4096, micro_batch=1, tp=8, sequence_parallel=sequence_parallel)
-    layer = Layer(COSTS["ascend-910b2"], find_model(name), batch)
+    layer = TransformerLayerTime(COSTS["ascend-910b2"], find_model(name), batch)
     order = [layer.forward(schedule) + layer.backward(schedule) for schedule in (BOUND, BEST, EQUAL, MEGATRON, IN_TURN)]
     assert order == sorted(order) and order[0] < order[-1]
     four = Schedule(name="4")
@@ -45,7 +45,9 @@ def test_operators_of_a_layer_are_those_of_the_overlap_page():
 
 
 def test_one_rank_communicates_nothing():
-    layer = Layer(COSTS["ascend-910b2"], find_model("llama2-7b"), Batch(sequence=1024, micro_batch=1, tp=1))
+    layer = TransformerLayerTime(
+        COSTS["ascend-910b2"], find_model("llama2-7b"), Batch(sequence=1024, micro_batch=1, tp=1)
+    )
     assert layer.forward(BEST) == layer.forward(MEGATRON) == layer.forward(IN_TURN)
 
 

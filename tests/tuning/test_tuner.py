@@ -12,7 +12,7 @@ from layers import Layers
 import ascend_parallel
 from ascend_parallel import Settings
 from ascend_parallel.tuning.measured import chunk_plan, pass_times, tuner
-from ascend_parallel.tuning.measured.pass_parts import Parts, rates, repeats, seconds
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, rates, repeats, seconds
 from ascend_parallel.tuning.measured.pass_times import Case
 from ascend_parallel.tuning.measured.tuner import Tuner, decide, predicted
 
@@ -39,7 +39,7 @@ CASE = Case(kind="row", rows=1024, n=64, k=64, dtype=torch.float32, device="cpu"
 
 def parts(matmul, collective, latency):
     """Return parts with consistent times."""
-    return Parts(
+    return PassBreakdown(
         rows=1024,
         count=8,
         matmul=matmul,
@@ -135,8 +135,8 @@ def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
 
 def decided(group, path, seconds):
     """Return the log and the sizes of a shape, if a cut takes `seconds(chunks)` in each round."""
-    kept = pass_times.Layer.time_sizes, tuner.cached_plan
-    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
+    kept = pass_times.TimedLinear.time_sizes, tuner.cached_plan
+    pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
     }
     tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
@@ -149,7 +149,7 @@ def decided(group, path, seconds):
             found = Tuner(settings).settings_for(CASE, group, backward=False)
             sizes.append(found.plan.entries[0].sizes)
     finally:
-        pass_times.Layer.time_sizes, tuner.cached_plan = kept
+        pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
         logging.getLogger("ascend_parallel").removeHandler(handler)
     return lines, sizes
 
@@ -184,8 +184,8 @@ def test_what_was_found_is_said_in_words_once_and_on_rank_0(ranks, tmp_path, sec
 
 def overlap_always_wins(group, path):
     """Run a real layer with COC_TUNE; a planted clock makes every chunked call faster."""
-    kept = pass_times.Layer.time_sizes
-    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
+    kept = pass_times.TimedLinear.time_sizes
+    pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
     }
     lines = []
@@ -208,7 +208,7 @@ def overlap_always_wins(group, path):
             ascend_parallel.configure(num_chunks=1)
             plain = layer(x)[0]
     finally:
-        pass_times.Layer.time_sizes = kept
+        pass_times.TimedLinear.time_sizes = kept
         logging.getLogger("ascend_parallel").removeHandler(handler)
     return tuned, planned, torch.equal(y, again) and torch.equal(y, plain)
 

@@ -23,16 +23,36 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ascend_parallel.sharding.graph import Ref, TensorMeta, Value
 from ascend_parallel.sharding.marked import autograd_calls
-from ascend_parallel.sharding.marked.borders import from_part, leaf, local_part, take_over
 from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan
 from ascend_parallel.sharding.marked.function_planner import plan_function
 from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins
-from ascend_parallel.sharding.marked.own_functions import GATHERING, OWN
 from ascend_parallel.sharding.marked.plain_tensors import as_replicated
-from ascend_parallel.sharding.marked.whole_call import first_rank_draws, on_whole_tensors, runs_whole
+from ascend_parallel.sharding.marked.unsharded_call import first_rank_draws, on_whole_tensors, runs_whole
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, layout_of, reshard
+from ascend_parallel.sharding.redistribute.edges import from_part, layout_of, leaf, local_part, take_over
+from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, reshard
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS
 from ascend_parallel.sharding.tracing.trace import TraceError
+
+_METHODS = """register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ untyped_storage storage_offset
+    data_ptr __reduce_ex__ __setstate__ share_memory_ is_shared _is_view"""
+_READ = "grad _grad _version output_nr retains_grad _backward_hooks _base"
+_WRITTEN = "grad _grad requires_grad _backward_hooks"
+OWN = METADATA_FUNCTIONS | {
+    *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+    *(getattr(torch.Tensor, name).__get__ for name in _READ.split()),
+    *(getattr(torch.Tensor, name).__set__ for name in _WRITTEN.split()),
+    torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
+}
+"""Run by torch: they read and write the tensor object, not its elements."""
+
+_VALUES = """item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ equal allclose
+    __array_wrap__ is_nonzero __dlpack__"""
+GATHERING = frozenset(
+    (*(getattr(torch.Tensor, name) for name in _VALUES.split()), torch.equal, torch.allclose, torch.is_nonzero)
+)
+"""Run on whole tensors, without a gradient: they read values."""
+
 
 Function = Callable[..., Any]
 AUTOGRAD: dict[Function, Function] = {

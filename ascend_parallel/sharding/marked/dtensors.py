@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ascend_parallel.sharding.marked.borders import as_kind, leaf
 from ascend_parallel.sharding.marked.call import PropagatedDTensor
 from ascend_parallel.sharding.marked.outside_ranks import is_outside, unknown
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute import reshard as redistribute
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.reshard import Mesh, layout_of, sharded
+from ascend_parallel.sharding.redistribute.edges import as_kind, layout_of, leaf
+from ascend_parallel.sharding.redistribute.reshard import Mesh, sharded
 from ascend_parallel.sharding.tracing.marked_tensors import is_tracing, marked
 
 

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import TensorMeta, Value
 from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.rules import LocalCall
 from ascend_parallel.sharding.rules.local import AllReduce
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 
 
 @dataclass(frozen=True)

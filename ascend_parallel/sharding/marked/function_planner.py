@@ -23,13 +23,13 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps, seconds
 from ascend_parallel.sharding.planner.options import WHOLE, Option, Options
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.rules import local_call, own_reductions
-from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
-from ascend_parallel.sharding.runtime.redistribute_autograd import (
+from ascend_parallel.sharding.redistribute.edges import (
     DifferentiableRedistribution,
-    all_reducer,
     plan_differentiable,
 )
+from ascend_parallel.sharding.rules import local_call, own_reductions
+from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
+from ascend_parallel.sharding.runtime.compiler import all_reducer
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware

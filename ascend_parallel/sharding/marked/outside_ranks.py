@@ -22,9 +22,8 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Ref
 from ascend_parallel.sharding.layout import Layout, backward, forward
-from ascend_parallel.sharding.marked.borders import Kind, leaf
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import layout_of, spec_of
+from ascend_parallel.sharding.redistribute.edges import Kind, layout_of, leaf, spec_of
 
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -73,7 +73,7 @@ class ShardingPlan:
     returned
         The layout in which the caller gets an output; other outputs are whole on every rank.
     regathered
-        Parameters that backward gathers again instead of keeping them, outside of recomputed regions. No conversion
+        Parameters that backward gathers again instead of keeping them, outside of checkpointed blocks. No conversion
         contains these collectives.
     """
 

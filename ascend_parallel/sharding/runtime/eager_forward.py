@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, ParameterRef, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.runtime.eager_state import Conversion, EagerState
-from ascend_parallel.sharding.runtime.planned_dtensor import Local, PlannedDTensor
+from ascend_parallel.sharding.runtime.planned_dtensor import LocalActivation, PlannedDTensor
 from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS, name_of
 
 RETRACE_HINT = "control flow and arguments have to be as traced: trace the model again as it is to run"
@@ -31,7 +31,7 @@ class EagerForward(TorchFunctionMode):
         super().__init__()
         self._eager, self._plan, self._held = eager, eager.plan, held
         self._names = {id(tensor): ref for ref, tensor in held.items()}
-        self._parameters: dict[str, Local] = {}  # parameters, buffers and constants read so far, by node
+        self._parameters: dict[str, LocalActivation] = {}  # parameters, buffers and constants read so far, by node
         self._updates: dict[Value, torch.Tensor] = {}
         self._handles: WeakValueDictionary[Value, PlannedDTensor] = WeakValueDictionary()  # the model's own tensors
         self._next = 0
@@ -129,7 +129,7 @@ class EagerForward(TorchFunctionMode):
             )
         return result
 
-    def gathered(self, local: Local) -> torch.Tensor:
+    def gathered(self, local: LocalActivation) -> torch.Tensor:
         """Return a copy of the whole tensor of an activation, without a gradient; every rank calls it."""
         whole = (REPLICATE,) * self._plan.mesh.ndim
         with torch.no_grad():
@@ -168,7 +168,7 @@ class EagerForward(TorchFunctionMode):
             operator = self._eager.operator(node)
             inputs = [self._read(each, locals_.get(each.value)) for each in operator.conversions]
             for value, output in zip(operator.values, operator.run.compute(inputs, self._stream), strict=True):
-                locals_[value] = Local(value, output)
+                locals_[value] = LocalActivation(value, output)
                 if value in self._eager.updated:
                     self._updates[value] = output
         results = [self._result(leaf, planned, locals_) for leaf in call.results]
@@ -180,14 +180,16 @@ class EagerForward(TorchFunctionMode):
                 self._handles[after] = handle.become(self._planned_dtensor(locals_[after]))
         return results[0] if call.has_single_result else pytree.tree_unflatten(results, call.results_spec)
 
-    def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], locals_: Mapping[Value, Local]) -> Any:
+    def _result(
+        self, leaf: Any, planned: Mapping[Value, PlannedDTensor], locals_: Mapping[Value, LocalActivation]
+    ) -> Any:
         if isinstance(leaf, ParameterRef):
             return self._held[leaf]
         if not isinstance(leaf, Value):
             return leaf
         return planned[leaf] if leaf in planned else self._planned_dtensor(locals_[leaf])
 
-    def _read(self, conversion: Conversion, local: Local | None) -> torch.Tensor:
+    def _read(self, conversion: Conversion, local: LocalActivation | None) -> torch.Tensor:
         """Return a tensor in the layout in which an operator reads it, through its shared layout if it has one."""
         handle = self._handles.get(conversion.value) if local is None else None
         local = local or (self._parameter(conversion.value) if handle is None else handle.local)
@@ -198,24 +200,24 @@ class EagerForward(TorchFunctionMode):
             tensor = local.shared
         return tensor if conversion.own is None else conversion.own(tensor)
 
-    def _parameter(self, value: Value) -> Local:
+    def _parameter(self, value: Value) -> LocalActivation:
         """Return the rank's part of a parameter, buffer or constant; all readers share it and add their gradients."""
         node = self._plan.graph.nodes[value.node]
         assert node.kind not in (CALL, INPUT), f"{node.name} has not run"
         if node.name not in self._parameters:
             is_constant = node.kind == CONSTANT
             local = self._eager.constants[node.name] if is_constant else self._eager.part(node, self._held)
-            self._parameters[node.name] = Local(value, local)
+            self._parameters[node.name] = LocalActivation(value, local)
         return self._parameters[node.name]
 
-    def _input(self, name: str, tensor: torch.Tensor) -> Local:
+    def _input(self, name: str, tensor: torch.Tensor) -> LocalActivation:
         value = Value(name)
         if not self._eager.local_inputs:
             whole = (REPLICATE,) * self._plan.mesh.ndim
             tensor = self._redistributed(tensor, value, whole, self._plan.layouts[value])
-        return Local(value, tensor)
+        return LocalActivation(value, tensor)
 
-    def _planned_dtensor(self, local: Local) -> PlannedDTensor:
+    def _planned_dtensor(self, local: LocalActivation) -> PlannedDTensor:
         handle = self._handles[local.value] = PlannedDTensor.of(self, local, self._eager.spec(local.value))
         return handle
 

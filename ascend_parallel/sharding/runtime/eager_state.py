@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ascend_parallel.sharding.graph import CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, local_part, spec_of
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.compiler import operator_of
 from ascend_parallel.sharding.runtime.compute_instructions import Run
@@ -24,7 +24,6 @@ from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.tracing.function_calls import first_names
 
 
@@ -116,11 +115,8 @@ class EagerState:
     def spec(self, value: Value) -> DTensorSpec:
         """Return the placements, and the global shape and dtype, of an activation."""
         if value not in self._specs:
-            meta, layout = self.plan.graph.meta(value), self.plan.layouts[value]
-            stride = torch.empty(meta.shape, device="meta").stride()
-            placements = tuple(placement.placement for placement in layout)
-            tensor_meta = TensorMeta(torch.Size(meta.shape), stride, meta.dtype)
-            self._specs[value] = DTensorSpec(self.plan.mesh.device_mesh(), placements, tensor_meta=tensor_meta)
+            meta = self.plan.graph.meta(value)
+            self._specs[value] = spec_of(self.plan.mesh, self.plan.layouts[value], meta.shape, meta.dtype)
         return self._specs[value]
 
     def _of_rank(self) -> RankPlan:
@@ -137,33 +133,19 @@ class EagerState:
 
     def part(self, node: Node, held: Mapping[ParameterRef, torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of a parameter or buffer, through which the DTensor gets its gradient."""
+        layout = self.plan.layouts[Value(node.name)]
         if node.name not in self._parts:
-            placements = tuple(placement.placement for placement in self.plan.layouts[Value(node.name)])
+            placements = tuple(placement.placement for placement in layout)
             self._parts[node.name] = ParameterRef(self._first[node.source]), placements
         ref, placements = self._parts[node.name]
         tensor = held[ref]
         if not isinstance(tensor, DTensor) or tensor._spec.placements != placements:
             raise ValueError(f"{node.source} is not the DTensor of placements {list(placements)} that parallelize made")
-        part: torch.Tensor = _LocalPart.apply(tensor)  # type: ignore[no-untyped-call]
-        return part
+        return local_part(tensor, layout, self.plan.mesh)
 
     def _constant(self, node: Node) -> torch.Tensor:
         constant, layout = self.plan.graph.constants[node.source], self.plan.layouts[Value(node.name)]
         return local_slice(constant, layout, self.plan.mesh.shape, self.coordinate)
-
-
-class _LocalPart(torch.autograd.Function):
-    """A DTensor's part on this rank; its gradient is a DTensor of the same placements (`DTensor.to_local`)."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: DTensor) -> torch.Tensor:
-        ctx.spec = whole._spec
-        return whole._local_tensor.view_as(whole._local_tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:

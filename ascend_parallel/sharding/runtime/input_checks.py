@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import confirm_same, fingerprint
+from ascend_parallel.process_groups.consistency import confirm_same, fingerprint
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Graph, Node, Value
 from ascend_parallel.sharding.layout import local_shape

@@ -21,11 +21,11 @@ import torch
 
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.async_redistribute import start
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
-from ascend_parallel.sharding.runtime.recompute_autograd import Results
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
+from ascend_parallel.sharding.runtime.recompute_autograd import SavedResults
 
 Registers = list[Any]
 
@@ -51,12 +51,12 @@ class Step:
     stream
         Names the forward's random numbers.
     results
-        In a recompute region: the results that its first run keeps for its second.
+        In a checkpointed block: the results that its first run keeps for its second.
     """
 
     holder: Holder
     stream: str
-    results: Results | None = None
+    results: SavedResults | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Redistribute(Instruction):
     """Change a tensor's layout.
 
     keep
-        In a recompute region: keep the result if the region keeps the results of collectives.
+        In a checkpointed block: keep the result if the block keeps the results of collectives.
     """
 
     redistribution: DifferentiableRedistribution

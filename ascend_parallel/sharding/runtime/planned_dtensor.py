@@ -21,12 +21,12 @@ class ForwardRun(Protocol):
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one of the forward's calls a second time."""
 
-    def gathered(self, local: Local) -> torch.Tensor:
+    def gathered(self, local: LocalActivation) -> torch.Tensor:
         """Return the whole tensor of an activation."""
 
 
 @dataclass(eq=False)
-class Local:
+class LocalActivation:
     """A rank's part of an activation, connected to autograd.
 
     shared
@@ -46,10 +46,10 @@ class PlannedDTensor(DTensor):
     """
 
     run: ForwardRun
-    local: Local
+    local: LocalActivation
 
     @classmethod
-    def of(cls, run: ForwardRun, local: Local, spec: DTensorSpec) -> PlannedDTensor:
+    def of(cls, run: ForwardRun, local: LocalActivation, spec: DTensorSpec) -> PlannedDTensor:
         """Return a rank's part as an activation of `run`."""
         activation = cls(local.tensor.detach(), spec, requires_grad=local.tensor.requires_grad)
         activation.run, activation.local = run, local

@@ -31,14 +31,14 @@ from ascend_parallel.sharding.graph import (
     Value,
 )
 from ascend_parallel.sharding.tracing.functionalize import is_in_place
-from ascend_parallel.sharding.tracing.model_files import calling_line
-from ascend_parallel.sharding.tracing.regions import (
+from ascend_parallel.sharding.tracing.grad_mode_scopes import (
     SET_GRAD_MODE,
     autocast_switched_off,
     detached,
     set_grad_mode,
     without_gradient,
 )
+from ascend_parallel.sharding.tracing.model_files import calling_line
 
 _PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn itemsize nbytes is_cpu is_cuda is_meta
     is_sparse is_quantized is_nested is_mkldnn"""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ascend_parallel.folded_rows import fold
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.operator_cost import amount
@@ -15,6 +14,7 @@ from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingP
 from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 from ascend_parallel.text import size_of
+from ascend_parallel.text.folded_rows import fold
 
 WIDTH = 34
 # The share of the work that all ranks may compute redundantly without a warning.

@@ -5,21 +5,71 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, prod
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ascend_parallel.sharding.layout import Shape
 from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
-from ascend_parallel.training.degrees.stages import StageSums, stage_sums
-from ascend_parallel.training.degrees.work import Kept, Numbers, Work
+from ascend_parallel.training.degrees.work import Numbers, OperatorCosts, RecomputeCost
 from ascend_parallel.training.optimizer.partition import optimizer_bytes, zero_bytes
 from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
+from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
 from ascend_parallel.training.pipeline.timing import live, step_seconds
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """Seconds and bytes by stage.
+
+    runs
+        ``[stages, operators]``: how often each operator runs in each stage.
+    held
+        ``[stages, parameters]``: how many parameters like each are in each stage.
+    received
+        Bytes of a micro-batch's tensors that a stage receives, from both neighbours.
+    sent
+        The most bytes that a rank sends between two stages, per micro-batch.
+    """
+
+    work: OperatorCosts
+    runs: npt.NDArray[np.int64]
+    held: npt.NDArray[np.int64]
+    received: Numbers
+    sent: float
+
+    def sum(self, numbers: Numbers) -> Numbers:
+        """Return, per stage, the sum over its operators."""
+        return np.asarray(self.runs @ numbers)
+
+    def most(self, numbers: Numbers) -> Numbers:
+        """Return, per stage, the largest number of its operators."""
+        return np.asarray(np.where(self.runs > 0, numbers, 0.0).max(axis=1))
+
+
+def stage_sums(work: OperatorCosts, stages: int) -> StageSums:
+    """Cut the model into stages as `balanced` does, and add up each."""
+    sequence = work.sequence
+    cuts = [0]
+    if stages > 1:
+        cuts = balanced_cuts(_list(np.cumsum(work.whole[sequence])), _list(work.crossing[sequence]), stages)
+    runs = np.zeros((stages, len(work.forward)), dtype=np.int64)
+    for stage, (start, stop) in enumerate(zip(cuts, [*cuts[1:], len(sequence)], strict=True)):
+        np.add.at(runs[stage], sequence[start:stop], 1)
+    held = np.array([runs[:, list(parameter.readers)].max(axis=1) for parameter in work.parameters]).T
+    crossing = np.array([0.0, *(work.sent[sequence[cut - 1]] for cut in cuts[1:]), 0.0])
+    return StageSums(work, runs, held.reshape(stages, -1), crossing[:-1] + crossing[1:], float(crossing.max()))
+
+
+def _list(numbers: npt.NDArray[Any]) -> list[float]:
+    return [float(number) for number in numbers]
+
 
 # Bytes of a bucket (`CommFusion`), and how many are in use at a time (docs/optimizer-parallel.md).
 BUCKET, BUCKETS = 25e6, 3
@@ -27,7 +77,7 @@ WIDE = 4
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepBreakdown:
     """Seconds of a step on the rank with the most work, by part; their sum is the step.
 
     tensor
@@ -71,7 +121,7 @@ class Evaluation:
         replicas, optimizer = self._end(_end_key(degrees))
         return self._least(degrees) + float((replicas + optimizer).max())
 
-    def parts(self, degrees: Degrees) -> Parts:
+    def parts(self, degrees: Degrees) -> StepBreakdown:
         """Return the step's seconds by part."""
         at, (replicas, optimizer) = self.at(degrees), self._end(_end_key(degrees))
         forward, backward = at.times(degrees.recompute)
@@ -86,7 +136,7 @@ class Evaluation:
         compute = m * at.by_rank(sums.sum(work.forward + work.backward))[slowest]
         recompute = m * at.by_rank(sums.sum(_again(at.kept(degrees.recompute))))[slowest]
         summed = at.by_rank(sums.sum(work.summed))[last]
-        return Parts(
+        return StepBreakdown(
             compute=float(compute),
             tensor=float(tensor + summed),
             recompute=float(recompute),
@@ -199,7 +249,7 @@ class _At:
 
     def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
         self._shared = shared
-        self.work: Work = evaluation.planner.work(shared.rows, shared.tp, shared.dp)
+        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp)
         self.sums: StageSums = evaluation.sums(self.work, shared.stages)
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
@@ -216,7 +266,7 @@ class _At:
         """Return the seconds of forward and backward of each stage, with collectives and recompute."""
         return self._times(recompute)
 
-    def kept(self, recompute: str) -> Kept:
+    def kept(self, recompute: str) -> RecomputeCost:
         """Return what backward keeps."""
         return self.work.kept[recompute]
 
@@ -249,7 +299,7 @@ class _At:
         )
 
 
-def _again(kept: Kept) -> Numbers:
+def _again(kept: RecomputeCost) -> Numbers:
     return kept.again + kept.again_sent
 
 

@@ -9,8 +9,8 @@ from statistics import median
 
 import torch.distributed as dist
 
-from ascend_parallel.consistency import exchange
-from ascend_parallel.templates import render
+from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.text.templates import render
 from ascend_parallel.training.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, closed_bubble
 from ascend_parallel.training.pipeline.timing import SimulatedStep, Slot, StageTimes, simulate
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.consistency import confirm_same, fingerprint
 from ascend_parallel.process_groups import group_timeout
+from ascend_parallel.process_groups.consistency import confirm_same, fingerprint
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device

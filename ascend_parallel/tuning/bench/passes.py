@@ -19,8 +19,8 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import equal_sizes
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
-from ascend_parallel.tuning.measured.pass_parts import Parts
-from ascend_parallel.tuning.measured.pass_times import Case, Layer
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown
+from ascend_parallel.tuning.measured.pass_times import Case, TimedLinear
 from ascend_parallel.tuning.measured.tuner import FEW, MOST_CHUNKS, ROUNDS, best_of_model, decide
 
 SERIAL = "serial"
@@ -43,7 +43,7 @@ def measure(
     results, entries = [], []
     for index, raw in enumerate(cases):
         case = Case(**{**raw, "dtype": getattr(torch, raw["dtype"])})
-        layer = Layer(case, group, PLAIN, machine)
+        layer = TimedLinear(case, group, PLAIN, machine)
         for operator in case.passes(group.size()):
             shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
             report(f"{index + 1}/{len(cases)}  {case.kind} {operator.run} {shape}")
@@ -54,7 +54,7 @@ def measure(
 
 
 def _measure_pass(
-    layer: Layer, operator: LayerOperator, chunks: list[int], fused: bool, rounds: int, equal: bool
+    layer: TimedLinear, operator: LayerOperator, chunks: list[int], fused: bool, rounds: int, equal: bool
 ) -> dict[str, Any]:
     candidates = _candidate_sizes(layer, operator, layer.parts(operator, ROUNDS), chunks, equal)
     variants = {name: layer.with_sizes(operator, sizes) for name, sizes in candidates.items()}
@@ -88,7 +88,7 @@ def _finalists(candidates: Mapping[str, Sizes], times: Mapping[str, Sequence[flo
 
 
 def _candidate_sizes(
-    layer: Layer, operator: LayerOperator, parts: Parts, chunks: list[int], equal: bool
+    layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown, chunks: list[int], equal: bool
 ) -> dict[str, Sizes]:
     """Return chunk sizes by name: one chunk, the requested counts, and the model's best sizes.
 
@@ -109,7 +109,7 @@ def _candidate_sizes(
     return candidates
 
 
-def _shm_takes(layer: Layer, operator: LayerOperator) -> bool:
+def _shm_takes(layer: TimedLinear, operator: LayerOperator) -> bool:
     case, group = layer.case, layer.group
     problem = shm.ask(
         Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, "cpu", group.size()), group

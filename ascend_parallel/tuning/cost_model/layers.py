@@ -21,7 +21,7 @@ ELEMENTWISE_BACKWARD = 2.0
 NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
 
 
-class Layer:
+class TransformerLayerTime:
     """The times of one transformer layer on one rank; seconds per micro-batch."""
 
     def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:
@@ -113,7 +113,7 @@ class Layer:
         return linear + other + recomputed
 
 
-class Ends:
+class EmbeddingAndLogitsTime:
     """The times of the embedding on the first stage and of the logits on the last stage."""
 
     def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from ascend_parallel.ops.problem import ALL_REDUCE
 from ascend_parallel.tuning.cost_model.cost import CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.layer_passes import Schedule
-from ascend_parallel.tuning.cost_model.layers import Ends, Layer
+from ascend_parallel.tuning.cost_model.layers import EmbeddingAndLogitsTime, TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.tables import require
 
@@ -87,9 +87,9 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
 
 
 @lru_cache(maxsize=16)
-def parts_of(costs: CostModel, model: Model, batch: Batch) -> tuple[Layer, Ends]:
+def parts_of(costs: CostModel, model: Model, batch: Batch) -> tuple[TransformerLayerTime, EmbeddingAndLogitsTime]:
     """Return a layer and the ends; cached, because they cache their best chunk sizes."""
-    return Layer(costs, model, batch), Ends(costs, model, batch)
+    return TransformerLayerTime(costs, model, batch), EmbeddingAndLogitsTime(costs, model, batch)
 
 
 def pipeline_time(stages: list[tuple[float, float]], micro_batches: int, hop: float) -> float:

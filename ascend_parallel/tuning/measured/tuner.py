@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.logs import working
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.cost_model.chunk_search import Best, best_sizes
+from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes
 from ascend_parallel.tuning.measured.chunk_plan import (
     Entry,
     Machine,
@@ -35,8 +35,8 @@ from ascend_parallel.tuning.measured.chunk_plan import (
     read_plan,
     this_machine,
 )
-from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
-from ascend_parallel.tuning.measured.pass_times import Case, Layer, Times
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
+from ascend_parallel.tuning.measured.pass_times import Case, TimedLinear, Times
 
 log = logging.getLogger("ascend_parallel")
 
@@ -175,7 +175,7 @@ class Tuner:
         )
         # The modes: hide these matmuls from a selective checkpoint's policy.
         with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
-            layer = Layer(case, group, self._settings, machine)
+            layer = TimedLinear(case, group, self._settings, machine)
             parts = layer.parts(operator, ROUNDS)
             tune = measured if self._measure else confirmed
             tuned = tune(layer, operator, parts)
@@ -222,7 +222,7 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
         )
 
 
-def measured(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
+def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
     """Time the counts of COUNTS and the sizes that the model predicts from `parts`; return the fastest."""
     whole = (parts.rows,)
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
@@ -264,7 +264,7 @@ def _why_whole(best: Sizes, whole: Sizes, gain: float, lost: str) -> str:
     return f"the best cut, {len(best)} chunks, " + (wins if gain > 0 else f"takes {-100 * gain:.1f} % longer")
 
 
-def confirmed(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
+def confirmed(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
     """Time the sizes that the model predicts beside one chunk: a wrong prediction must not make a run slower."""
     whole, predicted_best = (parts.rows,), predicted(operator, parts, layer.group.size()).sizes
     best = layer.sizes_as_run(operator, predicted_best)
@@ -277,7 +277,7 @@ def confirmed(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
     return decide(times, whole, best)
 
 
-def predicted(operator: LayerOperator, parts: Parts, ranks: int) -> TunedPass:
+def predicted(operator: LayerOperator, parts: PassBreakdown, ranks: int) -> TunedPass:
     """Return the sizes that the model predicts from the parts alone."""
     best = best_of_model(operator, parts, ranks)
     if best.seconds > best.whole * (1 - LEAST_GAIN):
@@ -285,7 +285,9 @@ def predicted(operator: LayerOperator, parts: Parts, ranks: int) -> TunedPass:
     return TunedPass(best.sizes, best.whole, best.seconds)
 
 
-def best_of_model(operator: LayerOperator, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
+def best_of_model(
+    operator: LayerOperator, parts: PassBreakdown, ranks: int, most_chunks: int = MOST_CHUNKS
+) -> ChunkSearchResult:
     """Search the sizes of least predicted time, with at most `most_chunks` chunks."""
     return best_sizes(parts.rows, lambda sizes: seconds(operator, parts, ranks, sizes), most_chunks=most_chunks)
 

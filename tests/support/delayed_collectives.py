@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 
-class LateWork:
+class DelayedWork:
     """A collective that runs inside `wait`; every rank has to wait in the same order."""
 
     unfinished = 0
 
     def __init__(self, run):
         self._run = run
-        LateWork.unfinished += 1
+        DelayedWork.unfinished += 1
 
     def is_completed(self):
         return self._run is None
@@ -25,12 +25,12 @@ class LateWork:
     def wait(self):
         if self._run is not None:
             run, self._run = self._run, None
-            LateWork.unfinished -= 1
+            DelayedWork.unfinished -= 1
             run()
 
 
 @contextlib.contextmanager
-def late_collectives():
+def delayed_collectives():
     """Delay asynchronous all-reduces and all-gathers to their wait, and start every new buffer of rows as NaN.
 
     The package's own reduce-scatter for gloo writes its result in its wait already.
@@ -48,13 +48,13 @@ def late_collectives():
             tensor.copy_(kept)
             reduce(tensor, op, group)
 
-        return LateWork(run)
+        return DelayedWork(run)
 
     def all_gather(places, tensor, group=None, async_op=False):
         if not async_op:
             return gather(places, tensor, group=group)
         kept = tensor.clone()
-        return LateWork(lambda: gather(places, kept, group=group))
+        return DelayedWork(lambda: gather(places, kept, group=group))
 
     def poisoned(make):
         def run(*args, **options):
@@ -63,7 +63,7 @@ def late_collectives():
 
         return run
 
-    LateWork.unfinished = 0
+    DelayedWork.unfinished = 0
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_gather", all_gather),

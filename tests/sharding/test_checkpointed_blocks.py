@@ -1,4 +1,4 @@
-"""Recompute regions of a planned model: the same bits, no collective twice unless requested, less memory."""
+"""Checkpointed blocks of a planned model: the same bits, no collective twice unless requested, less memory."""
 
 from collections import Counter
 
@@ -6,13 +6,13 @@ import pytest
 import small_models
 import torch
 from allocations import alive_bytes
-from sharded import BATCHES, CHUNKS, EXACT, FORMS, MLP, compare, made, mesh_of, planned
+from sharded_models import BATCHES, CHUNKS, EXACT, FORMS, MLP, compare, made, mesh_of, planned
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel import Settings
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
@@ -72,7 +72,7 @@ def same(group, name, mesh_shape, options, variants, rows_cut=False, **made_of):
         expected = bits(plain, batch)
         for _ in range(2):
             torch.testing.assert_close(bits(recomputing, batch), expected, rtol=0, atol=0)
-        assert recomputing.rank_plan.regions
+        assert recomputing.rank_plan.checkpointed_blocks
 
 
 GATHERED = {**CHUNKS, "recompute_all_gather": False}

@@ -1,4 +1,4 @@
-"""Process groups in words, and their time limits."""
+"""Process groups in words, and their time limits; `consistency` compares what their ranks were given."""
 
 from __future__ import annotations
 

@@ -17,11 +17,10 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import Ref, TensorMeta
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.marked.borders import Kind, from_part, local_part
 from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins, unknown
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import costs_of, layout_of
-from ascend_parallel.sharding.runtime.redistribute_autograd import convert
+from ascend_parallel.sharding.redistribute.edges import Kind, convert, from_part, layout_of, local_part
+from ascend_parallel.sharding.redistribute.reshard import costs_of
 
 log = logging.getLogger("ascend_parallel")
 

@@ -1,4 +1,4 @@
-"""Plans the recompute regions: consecutive nodes that backward runs again. Planning runs no collective."""
+"""Plans the checkpointed blocks: consecutive nodes that backward runs again. Planning runs no collective."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ VIEWS = """
     alias detach expand permute select slice split split_with_sizes chunk unbind squeeze t transpose unflatten unsqueeze
     view
 """
-# Operators of which autograd saves no tensor. At the end of a region they need not run again.
+# Operators of which autograd saves no tensor. At the end of a block they need not run again.
 NOTHING_SAVED = f"{VIEWS} add sub neg clone contiguous flatten reshape stack cat sum to _to_copy _unsafe_view"
 
 
 @dataclass(frozen=True)
-class Region:
+class CheckpointedBlock:
     """Consecutive nodes that run again in backward, before the first of their gradients is computed.
 
     module
@@ -36,13 +36,13 @@ class Region:
     nodes
         The nodes in the order of the graph.
     reads, read_shared
-        The tensors that the region reads from outside, in their own layout and in their shared layout. They are kept.
+        The tensors that the block reads from outside, in their own layout and in their shared layout. They are kept.
     gives, given_shared
-        The tensors that are read after the region, in their own layout and in their shared layout.
+        The tensors that are read after the block, in their own layout and in their shared layout.
     kept
         The nodes whose results are kept: the exceptions.
     read_inside
-        The nodes whose results are read inside the region. Results of the other nodes are not computed twice.
+        The nodes whose results are read inside the block. Results of the other nodes are not computed twice.
     last
         The node at which the second run ends, after its inputs exist: its own results are not needed.
     recompute_collectives
@@ -65,8 +65,10 @@ class Region:
     sync_boundary: bool
 
 
-def regions(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> dict[str, Region]:
-    """Return the regions by their first node.
+def checkpointed_blocks(
+    plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False
+) -> dict[str, CheckpointedBlock]:
+    """Return the blocks by their first node.
 
     part
         The plan is of a part of the model, such as a pipeline stage, so patterns may name nodes of other parts.
@@ -75,11 +77,11 @@ def regions(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, par
     """
     if not part:
         check_recompute(plan.graph, recompute)
-    return {region.nodes[0]: region for region in _RegionBuilder(plan, schedule, recompute).build()}
+    return {block.nodes[0]: block for block in _BlockBuilder(plan, schedule, recompute).build()}
 
 
-class _RegionBuilder:
-    """Builds the regions. A unit is a node, or the nodes of a kernel at the position of the first."""
+class _BlockBuilder:
+    """Builds the blocks. A unit is a node, or the nodes of a kernel at the position of the first."""
 
     def __init__(self, plan: ShardingPlan, schedule: Schedule, recompute: Recompute) -> None:
         self._plan, self._graph, self._schedule, self._recompute = plan, plan.graph, schedule, recompute
@@ -91,13 +93,13 @@ class _RegionBuilder:
         self._keep = {node.name for pattern in recompute.keep for node in found_nodes(plan.graph, pattern)}
         self._owners = self._marked()
 
-    def build(self) -> Iterator[Region]:
-        """Yield the regions in the order of the graph."""
+    def build(self) -> Iterator[CheckpointedBlock]:
+        """Yield the blocks in the order of the graph."""
         for owner, span in self._runs():
             last = next((place for place in reversed(span) if self._saves(place)), None)
             marked = owner is not None or any(name in self._operators for place in span for name in self._units[place])
             if last is not None and marked:
-                yield self._region(owner, [place for place in span if place <= last])
+                yield self._block(owner, [place for place in span if place <= last])
 
     def _marked(self) -> dict[str, str]:
         """Return the outermost marked module of each node inside a marked module."""
@@ -159,7 +161,7 @@ class _RegionBuilder:
         differentiable = any(value in self._plan.differentiable for node in nodes for value in node.values)
         return differentiable and any(operator_name(node) not in NOTHING_SAVED.split() for node in nodes)
 
-    def _region(self, owner: str | None, span: Sequence[int]) -> Region:
+    def _block(self, owner: str | None, span: Sequence[int]) -> CheckpointedBlock:
         graph, shared = self._graph, self._schedule.shared_layouts
         recompute_collectives = self._recompute.collectives == "recompute"
         inside = {name for place in span for name in self._units[place]}
@@ -170,9 +172,9 @@ class _RegionBuilder:
         read_shared = [
             value for value in read if value in shared and any(name not in inside for name, _ in self._readers[value])
         ]
-        # A tensor with a shared layout is redistributed inside the region if a reader is inside.
+        # A tensor with a shared layout is redistributed inside the block if a reader is inside.
         shared_values = [value for value, names in readers.items() if value in shared and names & inside]
-        return Region(
+        return CheckpointedBlock(
             module=owner or "",
             nodes=tuple(node.name for node in nodes),
             reads=tuple(value for value in read if value not in read_shared),

@@ -1,8 +1,9 @@
-"""Redistributes a rank's tensor in forward and its gradient in backward. All collectives of a graph run here.
+"""Between DTensors and ranks' parts, and between layouts, for autograd.
 
-Forward moves the tensor from `source` to `target`. Backward moves the gradient from the target's gradient placement to
-the source's (layout.py: a placement also places the gradient; R* is a replicated tensor whose gradient is a partial
-sum). On one mesh dimension, where R is replicate, S shard and P partial:
+`local_part` and `from_part` are the edges: a DTensor's part here, and the DTensor of the ranks' parts. Gradients are
+DTensors there, laid out as the part was read. `convert` moves a part from `source` to `target`, and in backward the
+gradient from the target's gradient placement to the source's (layout.py: a placement also places the gradient; R* is a
+replicated tensor whose gradient is a partial sum). On one mesh dimension, where R is replicate, S shard and P partial:
 
     source  target  forward           backward
     R       R*      -                 all-reduce
@@ -24,31 +25,66 @@ Averages over R ranks run as sums of local parts scaled by 1/R; the gradient is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.distributed import tensor as dtensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import _dtensor_spec as torch_spec
 
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, Shape, backward, forward
+from ascend_parallel.sharding.graph import TensorMeta
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, Placement, Shape, backward, forward, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.redistribute_local import (
-    Line,
+    MeshDimStep,
     RequestGenerator,
     finish_redistribute,
     lines_of,
-    redistribute_local,
     redistribute_requests,
 )
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
-from ascend_parallel.sharding.rules.local import AllReduce
 
+OPS = ("sum", "avg", "max", "min")
+Kind = type[DTensor]
 Observer = Callable[[str, RedistributeStep], None]
 """Called with "forward" or "backward" and a step that communicates, when the step starts."""
+
+
+def layout_of(placements: Sequence[dtensor.Placement], mesh: ProcessMesh, dims: int) -> Layout:
+    """Return the layout of torch placements; raises `ValueError` if they do not fit a tensor of `dims` dimensions."""
+    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
+        raise TypeError(f"placements={placements!r}: give a list with one for each mesh dimension, such as [Shard(0)]")
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{list(placements)}: give one placement for each mesh dimension ({', '.join(mesh.dim_names)})"
+        )
+    return tuple(_placement_of(placement, dims) for placement in placements)
+
+
+def _placement_of(placement: dtensor.Placement, dims: int) -> Placement:
+    if type(placement) is Replicate:
+        return REPLICATE
+    if type(placement) is Shard and -dims <= placement.dim < dims:
+        return shard(placement.dim % dims)
+    if type(placement) is Partial and placement.reduce_op in OPS:
+        return Placement("partial", op=str(placement.reduce_op))
+    ops = ", ".join(repr(op) for op in OPS)
+    cut = f"Shard({-dims}) to Shard({dims - 1})" if dims else "no Shard for a scalar"
+    raise ValueError(f"{placement!r}: give Replicate(), {cut}, or Partial with one of {ops}")
+
+
+def spec_of(mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> torch_spec.DTensorSpec:
+    """Return torch's description of a contiguous tensor in a layout."""
+    strides = tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    placements = tuple(placement.placement for placement in layout)
+    meta = torch_spec.TensorMeta(torch.Size(shape), strides, dtype)
+    return torch_spec.DTensorSpec(mesh.device_mesh(), placements, tensor_meta=meta)
 
 
 @dataclass(frozen=True)
@@ -92,11 +128,11 @@ class DifferentiableRedistribution:
         return _compact(moved, scaled)
 
     @cached_property
-    def _forward_lines(self) -> tuple[Line, ...]:
+    def _forward_lines(self) -> tuple[MeshDimStep, ...]:
         return lines_of(self.shape, self.mesh, self.forward)
 
     @cached_property
-    def _backward_lines(self) -> tuple[Line, ...]:
+    def _backward_lines(self) -> tuple[MeshDimStep, ...]:
         return lines_of(self.shape, self.mesh, self.backward)
 
 
@@ -182,14 +218,90 @@ def _compact(moved: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return moved.contiguous()
 
 
-def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllReduce:
-    """Return the all-reduce that a rule's `run` calls: ``all_reduce(tensor, mesh_dim, op, direction)``."""
-    whole = (REPLICATE,) * mesh.ndim
+def leaf(kind: Kind, local: torch.Tensor, spec: torch_spec.DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """Return a rank's part as a DTensor of class `kind`, a leaf of autograd."""
+    return kind(local.detach(), spec, requires_grad=requires_grad)
 
-    def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
-        step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
-        observer(direction, step)
-        source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
-        return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
 
-    return all_reduce
+def as_kind(kind: Kind, dtensor: DTensor) -> DTensor:
+    """Return a DTensor as one of class `kind`: a leaf stays a leaf, else gradients flow back."""
+    if type(dtensor) is kind:
+        return dtensor
+    if dtensor.is_leaf:
+        return leaf(kind, dtensor._local_tensor, dtensor._spec, dtensor.requires_grad)
+    taken: DTensor = _AsKind.apply(dtensor, kind)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _AsKind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, kind: Kind) -> DTensor:
+        return leaf(kind, dtensor._local_tensor, dtensor._spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        return gradient, None
+
+
+def local_part(dtensor: DTensor, layout: Layout, mesh: ProcessMesh) -> torch.Tensor:
+    """Return a rank's part of a DTensor; its gradient becomes a DTensor in the gradient's layout of `layout`."""
+    if not (dtensor.requires_grad and torch.is_grad_enabled()):
+        return dtensor._local_tensor
+    part: torch.Tensor = _LocalPart.apply(dtensor, layout, mesh)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _LocalPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, layout: Layout, mesh: ProcessMesh) -> torch.Tensor:
+        ctx.mesh, ctx.layout, ctx.shape = mesh, backward(layout), tuple(dtensor.shape)
+        return dtensor._local_tensor.view_as(dtensor._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None, None]:
+        spec = spec_of(ctx.mesh, ctx.layout, ctx.shape, gradient.dtype)
+        return leaf(DTensor, gradient.contiguous(), spec), None, None
+
+
+def from_part(
+    kind: Kind, local: torch.Tensor, meta: TensorMeta, layout: Layout, mesh: ProcessMesh, costs: MeshCosts
+) -> DTensor:
+    """Return the DTensor of the ranks' parts in `layout`; `costs` decide how its gradient is redistributed."""
+    if not local.requires_grad:
+        return leaf(kind, local, spec_of(mesh, forward(layout), meta.shape, meta.dtype))
+    whole: DTensor = _FromPart.apply(local, kind, meta, layout, mesh, costs)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _FromPart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, kind: Kind, meta: TensorMeta, layout: Layout, mesh: ProcessMesh, costs: MeshCosts
+    ) -> DTensor:
+        ctx.mesh, ctx.layout, ctx.shape, ctx.costs = mesh, backward(layout), meta.shape, costs
+        return leaf(kind, local, spec_of(mesh, forward(layout), meta.shape, meta.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:
+        arriving = layout_of(gradient.placements, ctx.mesh, gradient.ndim)
+        local = convert(gradient._local_tensor, ctx.shape, ctx.mesh, arriving, ctx.layout, ctx.costs)
+        return local, None, None, None, None, None
+
+
+def take_over(tensor: DTensor, new: DTensor) -> None:
+    """Make a tensor the result `new` of an in-place function, for autograd too. Raises torch's error for a leaf."""
+    _TakeOver.apply(tensor, new)  # type: ignore[no-untyped-call]
+
+
+class _TakeOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, new: DTensor) -> DTensor:
+        tensor._local_tensor, tensor._spec = new._local_tensor, new._spec
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[None, DTensor]:
+        return None, gradient

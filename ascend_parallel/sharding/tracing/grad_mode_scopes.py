@@ -1,7 +1,7 @@
-"""Regions of a forward with their own grad mode or autocast: a traced graph has no regions, only operators.
+"""Scopes of a forward with their own grad mode or autocast: a traced graph has no scopes, only operators.
 
-torch.export would put the operators of such a region into a graph of their own. Here they stay among the others: where
-the model has switched gradients off, their results are detached; a region in which autocast is off changes nothing.
+torch.export would put the operators of such a scope into a graph of their own. Here they stay among the others: where
+the model has switched gradients off, their results are detached; a scope in which autocast is off changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SET_GRAD_MODE: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def set_grad_mode(*args: Any) -> None:
-    """Set the grad mode without a node of the tracer, from which torch.export would make a region."""
+    """Set the grad mode without a node of the tracer, from which torch.export would make a subgraph."""
     with torch._C.DisableTorchFunction():
         SET_GRAD_MODE(*args)
 
@@ -41,26 +41,26 @@ def detached(returned: Any, leaves: Sequence[Any]) -> Any:
 
 @contextmanager
 def autocast_switched_off() -> Iterator[None]:
-    """Let the model switch autocast off inside the context, without a region of torch.export.
+    """Let the model switch autocast off inside the context, without a subgraph of torch.export.
 
     Raises `ValueError` where the model switches autocast on, or off again inside of another autocast.
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
-    def entered(region: torch.autocast) -> Any:
-        if region._enabled:
+    def entered(scope: torch.autocast) -> Any:
+        if scope._enabled:
             raise ValueError(
                 "autocast inside the forward, which a traced graph lacks: convert tensors by x.to(dtype), or give the "
                 "dtype to the Strategy (amp)"
             )
-        if torch.is_autocast_enabled(region.device):
+        if torch.is_autocast_enabled(scope.device):
             raise ValueError("autocast is switched off inside of an autocast: trace without autocast around the model")
         with torch._C.DisableTorchFunction():
-            return enter(region)  # type: ignore[no-untyped-call]
+            return enter(scope)  # type: ignore[no-untyped-call]
 
-    def left(region: torch.autocast, *exception: Any) -> Any:
+    def left(scope: torch.autocast, *exception: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            return leave(region, *exception)
+            return leave(scope, *exception)
 
     torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign]
     try:

@@ -1,4 +1,4 @@
-"""Read files, numbers, rates and TOML texts of users; shorten values and name the nearest name in error messages."""
+"""Texts: read those of users, shorten values for messages, fill templates, fold equal rows of tables."""
 
 from __future__ import annotations
 
