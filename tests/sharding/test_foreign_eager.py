@@ -151,6 +151,16 @@ def test_losses_and_written_rows(ranks, kind):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+class OfABuffer(MLP):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        self.seen[1:] += 1.0  # HERE
+        return super().forward(x)
+
+
 class ViewedBefore(MLP):
     def forward(self, x):
         y = super().forward(x)
@@ -175,6 +185,7 @@ ONES = torch.ones(8)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
+        (OfABuffer, r"aten\.add_\.Tensor writes to a tensor with aliases: write it out of place"),
         (ViewedBefore, r"aten\.fill_\.Tensor writes to a tensor with aliases: write it out of place"),
         (Outside, r"reads a tensor of shape \[8\] that is no parameter, buffer or input: register it as a buffer"),
         (Mapped, r"runs torch\.vmap, whose functions do not see their tensors: write them out for all"),
@@ -184,4 +195,6 @@ def test_what_cannot_be_followed_is_named_with_its_line(kind, reason):
     lines = Path(__file__).read_text().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith(f"class {kind.__name__}("))
     line = next(place for place in range(start, len(lines)) if lines[place].endswith("# HERE")) + 1
-    assert re.fullmatch(rf"{re.escape(__file__)}:{line}:? {reason}", trace(kind(), (drawn(ROWS, 16),)).calls)
+    graph = trace(kind(), (drawn(ROWS, 16),))
+    assert re.fullmatch(rf"{re.escape(__file__)}:{line}:? {reason}", graph.calls)
+    assert all(graph.meta(value).shape == (3,) for value in graph.updates.values())

@@ -16,6 +16,7 @@ from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.runtime.eager_state import Conversion, EagerState
 from ascend_parallel.sharding.runtime.planned_dtensor import LocalActivation, PlannedDTensor
 from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS, name_of
+from ascend_parallel.sharding.tracing.model_files import calling_line
 
 RETRACE_HINT = "control flow and arguments have to be as traced: trace the model again as it is to run"
 
@@ -78,8 +79,8 @@ class EagerForward(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return self.inspect(function, args, kwargs or {})
         raise ValueError(
-            f"{self._place()}: the forward calls {_call_text(function, leaves)}; when it was traced there was "
-            f"{self._traced()}. {RETRACE_HINT}"
+            f"{calling_line(2)}: {self._place()}: the forward calls {_call_text(function, leaves)}; when it was traced "
+            f"there was {self._traced()}. {RETRACE_HINT}"
         )
 
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -123,7 +123,7 @@ class _Aliases:
         if functional is None or len(written) != 1 or written[0] != arguments[0]:
             return None
         root, writes = self._memory_of(node)[0], self._writes(self._memory_of(node))
-        if writes is None or (root.op == "placeholder" and any(writes.values())):
+        if writes is None:
             return None
         updates = {self._buffers[root.name]: 0} if root.name in self._buffers else {}
         return FunctionalOp(functional, tuple(node.args), node.kwargs, node.meta["val"], updates, writes[node])
@@ -166,6 +166,8 @@ class _Aliases:
                     return None
                 views[node] = (*views[viewed], View(node, viewed))
                 continue
+            if views[viewed] and root.op == "placeholder":
+                return None  # the new value of a buffer is that of an output of the operator
             views[node] = views[viewed]
             owners = [view.owner for view in views[node]]
             if any(self._read_after(other, node) for other in views if other is not node and other not in owners):
