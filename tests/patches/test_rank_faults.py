@@ -194,11 +194,13 @@ BLOCKING = {
     ("ascend_parallel/training/to_static.py", "all_gather_object"),
     ("ascend_parallel/diagnostics/doctor/trial.py", "all_gather_object"),
     ("ascend_parallel/tuning/launch/rank.py", "barrier"),
+    *(("ascend_parallel/tuning/bench/experts.py", name) for name in ("barrier", "all_reduce", "all_to_all_single")),
 }
 # Files that start work, and what they wait on: `Pending`, `NamedWork` or `FinishingWork`, which limit it.
 STARTING = {
     "ops/chunked.py",
     "ops/collectives.py",
+    "ops/expert_exchange.py",
     "ops/ordered.py",
     "ascend_parallel/process_groups/__init__.py",
     "ascend_parallel/sharding/redistribute/across_meshes.py",
