@@ -86,6 +86,14 @@ class Pending:
         """Tell whether `wait` would return at once; not meant for reduce-scatters: on gloo they never report done."""
         return all(work.is_completed() for work in self._works)
 
+    def advance(self, index: int) -> None:
+        """Start what follows the first step of the collective `index`, a `FollowedWork`."""
+        advance: Callable[[], None] = self._works[index].advance  # type: ignore[attr-defined]
+        try:
+            advance()
+        except RuntimeError as error:
+            raise self._failure(index, error) from error
+
     def wait_for(self, index: int) -> None:
         """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
         while IDLE_WORK and self._works and self._may_take(index):

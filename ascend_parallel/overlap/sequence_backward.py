@@ -43,7 +43,7 @@ def column_sequence_backward(
         if weight is None:
             return None
         scattering = layer.settings_for(REDUCE_SCATTER, dy, weight)
-        started = start_matmul_reduce_scatter(dy, weight, group, scattering, after, layout=ROW_MAJOR)
+        started = start_matmul_reduce_scatter(dy, weight, group, scattering, after, layout=ROW_MAJOR, parts=layer.parts)
         return running.enter_context(started)
 
     with ExitStack() as running:
@@ -88,7 +88,7 @@ def row_sequence_backward(
     """
     group, settings = layer.group, layer.settings
     if x is None or not settings.split_weight_gradient:
-        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout)
+        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout, parts=layer.parts)
         return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
     x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()
 
@@ -108,7 +108,7 @@ def weight_gradient_of(
     if x is None:
         return None
     x_m, dy_m = rows_of(finished(x).contiguous()), rows_of(finished(dy).contiguous())
-    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out)
+    return compute(MATMUL, "weight gradient", layer.weight_gradient_of, x_m, dy_m, out)
 
 
 def postponed_weight_gradient(
