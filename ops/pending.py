@@ -96,10 +96,10 @@ class Pending:
 
     def wait_for(self, index: int) -> None:
         """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
+        while IDLE_WORK and self._works and self._may_take(index):
+            IDLE_WORK.popleft()()
         if not self._works:  # `wait` has waited for all
             return
-        while IDLE_WORK and self._may_take(index):
-            IDLE_WORK.popleft()()
         try:
             if self._recorded is None:
                 self._works[index].wait()
