@@ -65,12 +65,12 @@ class Patches:
     def offer(self, seam: Seam, settings: Settings) -> None:
         """Patch a framework that has been imported, or leave it as it is and log the reason once on rank 0.
 
-        The reason is an error with COC_STRICT=1, or if COC_FRAMEWORKS names the framework.
+        The reason is an error with COC_STRICT=1 or COC_DETERMINISTIC=tp, or if COC_FRAMEWORKS names the framework.
         """
         try:
             self.apply(seam, settings)
         except PatchError as error:
-            if settings.strict or settings.frameworks is not None:
+            if settings.strict or settings.at_every_degree or settings.frameworks is not None:
                 raise
             self._left[seam.name] = str(error)
             say_once(f"left as it is: {error}")

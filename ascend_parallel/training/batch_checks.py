@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan

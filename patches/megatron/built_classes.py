@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.patches.base import full_name
+from ascend_parallel.patches.megatron.uncovered import TE_EXTENSION
 
 log = logging.getLogger("ascend_parallel")
 
@@ -28,6 +29,7 @@ FLAGS = {
     "mindspeed.core.tensor_parallel.unaligned_layers": "--unaligned-linear",
 }
 COC = "--use-ascend-coc"
+EVERY_DEGREE = "COC_DETERMINISTIC=tp"
 
 # The same for the class MoELayer of this module, by the class.
 MOE_LAYERS = "megatron.core.transformer.moe.moe_layer"
@@ -43,11 +45,15 @@ MOE_FLAGS = {
 class BuiltClasses:
     """Looks at the modules that are called: until the first tensor-parallel layer, or at all layers if strict."""
 
-    def __init__(self, layers: ModuleType, patched: tuple[type, ...], *, strict: bool) -> None:
-        """Watch for instances of `patched`, the patched classes of `layers`; raise instead of logging if `strict`."""
+    def __init__(self, layers: ModuleType, patched: tuple[type, ...], *, strict: bool, asked: str) -> None:
+        """Watch for instances of `patched`, the patched classes of `layers`; raise instead of logging if `strict`.
+
+        asked
+            The setting that asks for it. COC_DETERMINISTIC=tp excludes TransformerEngine's linear layers too.
+        """
         self._layers = layers
         self._patched = patched
-        self._strict = strict
+        self._strict, self._asked = strict, asked
         self._hook = register_module_forward_pre_hook(self._look)
 
     def stop(self) -> None:
@@ -56,6 +62,15 @@ class BuiltClasses:
 
     def _look(self, module: Any, _: Any) -> None:
         if not isinstance(module, self._patched):
+            if (
+                self._asked == EVERY_DEGREE
+                and type(module).__module__ == TE_EXTENSION
+                and "Linear" in type(module).__name__
+            ):
+                raise UnmetRequestError(
+                    f"{EVERY_DEGREE}: TransformerEngine's {type(module).__name__} is not covered: use "
+                    "--transformer-impl local"
+                )
             return
         if not self._strict:
             self.stop()
@@ -63,7 +78,7 @@ class BuiltClasses:
             return
         for text in filter(None, (replaced_classes(self._layers), replaced_experts())):
             if self._strict:
-                raise UnmetRequestError(f"COC_STRICT=1: {text}")
+                raise UnmetRequestError(f"{self._asked}: {text}")
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("%s", text)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from test_linear import part, whole_layer
 from test_npu import A2, BF16, DTYPES
-from truth import close
+from tolerances import close
 
 from ascend_parallel import (
     QuantisedWeight,

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from truth import LIMIT, close
+from tolerances import LIMIT, close
 
 from ascend_parallel import ops
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, GRAINS, N, bound, exact, operands, outliers, steps
 from test_deterministic import rank_order_sum, tiled
-from truth import LIMIT, close
+from tolerances import LIMIT, close
 
 from ascend_parallel import QuantisedWeight, Settings, explain, quantise_weight
 from ascend_parallel.ops import Problem, choose, shm

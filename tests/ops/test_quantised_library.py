@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from int8 import DTYPES, GRAINS, N, exact, operands
-from truth import close
+from tolerances import close
 
 from ascend_parallel import ops
 

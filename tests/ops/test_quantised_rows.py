@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, exact
-from truth import close
+from tolerances import close
 
 from ascend_parallel import QuantisedWeight, Settings, explain, quantise_weight
 from ascend_parallel.ops import Problem, choose

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from int8 import DTYPES, exact, fitting
-from truth import LIMIT, close
+from tolerances import LIMIT, close
 
 from ascend_parallel import CommScales, Settings, int8_column_linear, int8_row_linear, quantise_weight
 from ascend_parallel.ops.quantised_rows import INPUT_GRAINS, quantise_rows

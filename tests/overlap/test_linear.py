@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from truth import close
+from tolerances import close
 
 from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.ops import COUNTS

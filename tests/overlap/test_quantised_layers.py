@@ -8,7 +8,7 @@ import pytest
 import torch
 from int8 import DTYPES, GRAINS, N, exact, operands, steps
 from layers import Layers, same
-from truth import close
+from tolerances import close
 
 import ascend_parallel
 from ascend_parallel import Settings, quantise_row_parallel, quantised_row_linear

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from late import LateWork, late_collectives
+from delayed_collectives import DelayedWork, delayed_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch_parallel import decoder, parallel
 from torch_parallel import step as torch_step
@@ -27,9 +27,9 @@ def both_ways(model, run):
     plain = run(model)
     ascend_parallel.configure(**REGION)
     before = regions()
-    with late_collectives():
+    with delayed_collectives():
         late = run(model)
-    calls, left = regions() - before, LateWork.unfinished
+    calls, left = regions() - before, DelayedWork.unfinished
     ascend_parallel.configure(num_chunks=1)
     return plain, late, calls, left
 

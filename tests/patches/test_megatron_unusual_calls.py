@@ -355,7 +355,7 @@ def test_fake_groups_need_no_agreement():
     """Memory is estimated on fake process groups, whose other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ascend_parallel.consistency import SettingsAgreement
+    from ascend_parallel.process_groups.consistency import SettingsAgreement
     from ascend_parallel.settings import Settings
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)

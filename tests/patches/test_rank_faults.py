@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 from launch import launch
 
-from ascend_parallel import __version__, consistency
-from ascend_parallel.consistency import DisagreementError, exchange
+from ascend_parallel import __version__
+from ascend_parallel.process_groups import consistency
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 
 START = """
 import datetime, os, sys, time, torch, torch.distributed as dist
@@ -68,9 +69,8 @@ def test_settings_that_agree_are_confirmed():
     for rank in launch(code(LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
         assert rank.stdout.startswith("after"), rank.stdout + rank.stderr
 
-
-def test_another_version_on_one_rank_is_an_error_on_both():
-    other = "\nimport ascend_parallel.consistency\nif rank == 1: ascend_parallel.consistency.__version__ = '9.9'\n"
+    module = "ascend_parallel.process_groups.consistency"
+    other = f"\nimport {module}\nif rank == 1: {module}.__version__ = '9.9'\n"
     for rank in launch(code(other, LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
         assert f"version of ascend_parallel is {__version__} on rank 0, 9.9 on rank 1" in rank.stdout
 
@@ -200,7 +200,7 @@ class Keep(logging.Handler):
         records.append(record.getMessage())
         tell()
 logging.getLogger("ascend_parallel").addHandler(Keep())
-import ascend_parallel.consistency as agreement
+import ascend_parallel.process_groups.consistency as agreement
 agreement.PATIENCE = 1.0
 if rank == 1:
     wait_until_told()
@@ -217,7 +217,7 @@ def test_waiting_for_a_late_rank_is_said():
 
 
 ALONE = """
-agreement = ap.consistency.SettingsAgreement(ap.Settings(num_chunks=4).shared)
+agreement = ap.process_groups.consistency.SettingsAgreement(ap.Settings(num_chunks=4).shared)
 if rank == 0:
     try:
         agreement.confirm(group)
@@ -228,14 +228,14 @@ else:
     wait_until_told()
 dist.barrier()
 agreement.confirm(group)
-ap.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared).confirm(group)
+ap.process_groups.consistency.SettingsAgreement(ap.Settings(num_chunks=2).shared).confirm(group)
 print("agreed")
 """
 
 
 @pytest.mark.slow
 def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
-    import_it = "\nimport ascend_parallel.consistency\n"
+    import_it = "\nimport ascend_parallel.process_groups.consistency\n"
     rank_0, rank_1 = launch(code(import_it, ALONE, limit=3), [{}] * 2)
     assert "rank 1 of group" in rank_0.stdout and rank_0.stdout.endswith("agreed\n"), rank_0.stdout + rank_0.stderr
     assert rank_1.stdout == "agreed\n", rank_1.stderr

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from sharded import MLP, Blocks, made, mesh_of, tensor_parallel
+from sharded_models import MLP, Blocks, made, mesh_of, tensor_parallel
 from torch import nn
 
 from ascend_parallel import Settings

@@ -5,7 +5,7 @@ import pytest
 import small_models
 import torch
 from decoders import check_step, decoder, in_float64, sgd
-from sharded import EXACT, made
+from sharded_models import EXACT, made
 
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, shard
@@ -109,7 +109,7 @@ def test_the_sequence_is_exchanged_for_the_heads(ranks):
 def without_places(group):
     """Attention of a rank's queries as if they were the first of the sequence."""
     kept = registry.ENTRIES[ATTENTION]
-    registry.ENTRIES[ATTENTION] = registry.Entry(kept.rule)
+    registry.ENTRIES[ATTENTION] = registry.RegisteredRule(kept.rule)
     try:
         with pytest.raises(AssertionError, match="not close"):
             trained(group, {"cp": 2})

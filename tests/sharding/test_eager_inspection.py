@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plans import by_hand
-from sharded import GIVEN, MLP, PARTIAL, S0, S1, S2, C, made, mesh_of
+from sharded_models import GIVEN, MLP, PARTIAL, S0, S1, S2, C, made, mesh_of
 from torch import nn
 
 from ascend_parallel.sharding.runtime.parallelize import parallelize

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plans import by_hand
-from sharded import GIVEN, MLP, S0, S1, C, made, mesh_of, tensor_parallel
+from sharded_models import GIVEN, MLP, S0, S1, C, made, mesh_of, tensor_parallel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

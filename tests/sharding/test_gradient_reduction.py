@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from allocations import peak_bytes
 from plans import by_hand
-from sharded import BATCHES, EXACT, S0, C, gradients, made, mesh_of, planned, tokens_of
+from sharded_models import BATCHES, EXACT, S0, C, gradients, made, mesh_of, planned, tokens_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

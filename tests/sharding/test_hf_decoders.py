@@ -4,7 +4,7 @@ import hf_decoders as example
 import pytest
 import torch
 from decoders import EXACT, check_step, decoder, in_float64
-from sharded import compare, made, mesh_of
+from sharded_models import compare, made, mesh_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,7 +58,7 @@ def test_a_decoder_trains_data_tensor_and_pipeline_parallel(ranks):
 
 def with_the_bias_on_every_rank(group):
     kept = registry.ENTRIES["aten.addmm"]
-    registry.ENTRIES["aten.addmm"] = registry.Entry(kept.rule)
+    registry.ENTRIES["aten.addmm"] = registry.RegisteredRule(kept.rule)
     try:
         with pytest.raises(AssertionError, match="not close"):
             trained(group, "GPT2", 1, 2, 1, {})

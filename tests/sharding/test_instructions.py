@@ -12,7 +12,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes
-from sharded import BATCHES, CHUNKS, MLP, Blocks, column_and_row, made, mesh_of, planned, tensor_parallel
+from sharded_models import BATCHES, CHUNKS, MLP, Blocks, column_and_row, made, mesh_of, planned, tensor_parallel
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner

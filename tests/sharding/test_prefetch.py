@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plans import by_hand, planned_collectives
-from sharded import EXACT, S0, S1, C, compare, gradients, made, mesh_of, seen
+from sharded_models import EXACT, S0, S1, C, compare, gradients, made, mesh_of, seen
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

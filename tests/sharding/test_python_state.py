@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from sharded import mesh_of
+from sharded_models import mesh_of
 from torch import nn
 
 from ascend_parallel.sharding import ShardedModule, TraceError, parallelize, propagate, trace

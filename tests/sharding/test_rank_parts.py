@@ -5,7 +5,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from plans import by_hand
-from sharded import BATCHES, EXACT, S0, C, R, made, mesh_of, planned
+from sharded_models import BATCHES, EXACT, S0, C, R, made, mesh_of, planned
 from test_gradient_reduction import Stack
 from torch import nn
 

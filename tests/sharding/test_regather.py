@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import made, mesh_of
+from sharded_models import made, mesh_of
 from torch import nn
 
 from ascend_parallel.sharding.planner.propagate import propagate

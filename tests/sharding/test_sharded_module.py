@@ -5,7 +5,7 @@ import small_models
 import torch
 from allocations import peak_bytes
 from plans import by_hand, planned_collectives
-from sharded import (
+from sharded_models import (
     BATCHES,
     CHUNKS,
     EXACT,

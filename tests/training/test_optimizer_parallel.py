@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from optimized import OPTIMIZERS, WAYS, Odd, groups, made, seeds
+from optimizer_cases import OPTIMIZERS, WAYS, Odd, groups, made, seeds
 from torch import nn
 from torch.optim import lr_scheduler
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from optimized import Odd
+from optimizer_cases import Odd
 from torch import nn
 
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import (
     LossScale,

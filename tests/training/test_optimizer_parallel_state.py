@@ -5,7 +5,7 @@ from math import inf, prod
 
 import pytest
 import torch
-from optimized import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, seeds
+from optimizer_cases import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, seeds
 from torch import nn
 
 from ascend_parallel.sharding.layout import bounds, shard

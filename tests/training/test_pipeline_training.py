@@ -9,22 +9,22 @@ import pytest
 import small_models
 import torch
 from allocations import peak_bytes
+from crossing_model import STAGES, Crossing, crossing_batch, lines
 from pool import RankPool
-from sharded import made, planned, tokens_of
-from staged import STAGES, Crossing, crossing_batch, lines
+from sharded_models import made, planned, tokens_of
 
 from ascend_parallel import Settings
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.pipeline.pipeline import Pipeline, PipelineError
-from ascend_parallel.training.pipeline.schedule import order
 from ascend_parallel.training.pipeline.split_plan import shared_parameters
-from ascend_parallel.training.pipeline.timing import simulate
 from ascend_parallel.training.recompute import Recompute
+from ascend_parallel.tuning.step_time.schedule import order
+from ascend_parallel.tuning.step_time.timing import simulate
 
 STEPS = 10
 ROWS = 2  # of a micro-batch

@@ -35,21 +35,28 @@ class ForwardRun(Protocol):
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one of the forward's calls a second time."""
 
-    def gathered(self, local: Local) -> torch.Tensor:
+    def gathered(self, local: LocalActivation) -> torch.Tensor:
         """Return the whole tensor of an activation."""
 
 
 @dataclass(eq=False)
-class Local:
+class LocalActivation:
     """A rank's part of an activation, connected to autograd.
 
-    shared
-        The part in the tensor's shared layout (`ShardingPlan.shared_layouts`); None before the first read.
+    register
+        Of the part as it is produced.
+    tensors
+        The part by register: as it is produced and, from the first read on, in the layout that its readers share.
     """
 
     value: Value
-    tensor: torch.Tensor
-    shared: torch.Tensor | None = None
+    register: int
+    tensors: dict[int, torch.Tensor]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The part as it is produced."""
+        return self.tensors[self.register]
 
 
 class PlannedDTensor(DTensor):
@@ -60,10 +67,10 @@ class PlannedDTensor(DTensor):
     """
 
     run: ForwardRun
-    local: Local
+    local: LocalActivation
 
     @classmethod
-    def of(cls, run: ForwardRun, local: Local, spec: DTensorSpec) -> PlannedDTensor:
+    def of(cls, run: ForwardRun, local: LocalActivation, spec: DTensorSpec) -> PlannedDTensor:
         """Return a rank's part as an activation of `run`."""
         activation = cls(local.tensor.detach(), spec, requires_grad=local.tensor.requires_grad)
         activation.run, activation.local = run, local

@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.tracing.function_calls import name_of
+from ascend_parallel.sharding.tracing.grad_mode_scopes import autocast_switched_off
 from ascend_parallel.sharding.tracing.model_files import is_model_frame, is_of_fake_tensors
-from ascend_parallel.sharding.tracing.regions import autocast_switched_off
 from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes, replaced_forward
 
 # Attributes that every nn.Module has.

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, ParameterRef, Ref, UntracedTensor, Value
-from ascend_parallel.sharding.tracing.regions import (
+from ascend_parallel.sharding.tracing.grad_mode_scopes import (
     SET_GRAD_MODE,
     autocast_switched_off,
     detached,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ascend_parallel.consistency import DisagreementError, confirm_same, exchange, fingerprint
+from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same, exchange, fingerprint
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tensor_shard import TensorShard

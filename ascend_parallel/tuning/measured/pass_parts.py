@@ -28,7 +28,7 @@ LAUNCH = 20e-6  # host seconds per launch, as benchmarks/host_cost.py measures i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class PassBreakdown:
     """The measured parts of a pass; seconds are medians on the slowest rank.
 
     rows
@@ -73,8 +73,8 @@ class Parts:
 class Calls:
     """The parts of one pass as functions to time on one rank.
 
-    timed: functions by the name of their field of `Parts`. piece: runs the matmul of one piece. start: starts all
-    pieces of the collective and returns a function that waits for them.
+    timed: functions by the name of their field of `PassBreakdown`. piece: runs the matmul of one piece. start: starts
+    all pieces of the collective and returns a function that waits for them.
     """
 
     rows: int
@@ -161,7 +161,7 @@ def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[fl
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(operator: LayerOperator, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
+def seconds(operator: LayerOperator, parts: PassBreakdown, ranks: int, sizes: Sequence[int]) -> float:
     """Predict the seconds of a pass with chunks of `sizes` rows from the times of its parts.
 
     The matmul of a chunk costs a fixed time plus a time per row, and so does its collective. One collective also costs

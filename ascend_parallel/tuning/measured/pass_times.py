@@ -30,7 +30,7 @@ from ascend_parallel.overlap.choices import LayerOperator, backward_settings, co
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
-from ascend_parallel.tuning.measured.pass_parts import Calls, Parts, part_calls, rates, repeats
+from ascend_parallel.tuning.measured.pass_parts import Calls, PassBreakdown, part_calls, rates, repeats
 
 Name = TypeVar("Name", bound=Hashable)
 Times = dict[Sizes, list[float]]
@@ -63,7 +63,7 @@ class Case:
         return [operator for operator in passes if operator.run == "forward" or self.kind == "row" or reduces]
 
 
-class Layer:
+class TimedLinear:
     """A case with random operands, on which its passes are timed."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
@@ -93,13 +93,13 @@ class Layer:
             {name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()}, rounds
         )
 
-    def parts(self, operator: LayerOperator, rounds: int) -> Parts:
+    def parts(self, operator: LayerOperator, rounds: int) -> PassBreakdown:
         """Time each part of the pass alone, and matmuls and collectives beside each other."""
         return self.time_with_parts(operator, {}, rounds)[0]
 
     def time_with_parts(
         self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int
-    ) -> tuple[Parts, dict[Name, list[float]]]:
+    ) -> tuple[PassBreakdown, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
         gathers_input = operator.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
         calls = part_calls(operator, self.group, self.x.detach(), self.case.k if gathers_input else None)
@@ -116,7 +116,7 @@ class Layer:
         compute_rate, collective_rate = rates(
             matmuls * alone["matmul_piece"], collectives * alone["pieces"], median(both[False]), median(both[True])
         )
-        parts = Parts(
+        parts = PassBreakdown(
             rows=calls.rows, count=calls.count, compute_rate=compute_rate, collective_rate=collective_rate, **alone
         )
         return parts, times
