@@ -186,9 +186,7 @@ def data_parallel(group, distributed_optimizer):
                 overlap_grad_reduce=True, bucket_size=4000, use_distributed_optimizer=distributed_optimizer
             )
             model = DistributedDataParallel(config, ddp, small_moe_gpt(config))
-            options = OptimizerConfig(
-                lr=1e-3, use_distributed_optimizer=distributed_optimizer, params_dtype=torch.float32
-            )
+            options = OptimizerConfig(lr=1e-3, clip_grad=0.0, use_distributed_optimizer=distributed_optimizer)
             optimizer = get_megatron_optimizer(options, [model])
             run = {}
             for step in range(3):
