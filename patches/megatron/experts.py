@@ -485,7 +485,7 @@ def _by_expert(rows: torch.Tensor, received: Sequence[Sequence[int]]) -> torch.T
     """Return rows in the order [source][expert] in the order [expert][source]."""
     if len(received[0]) == 1:
         return rows
-    parts = rows.split([count for counts in received for count in counts])
+    parts = torch.split_with_sizes(rows, [count for counts in received for count in counts])
     experts = len(received[0])
     return torch.cat([part for expert in range(experts) for part in parts[expert::experts]])
 
