@@ -90,6 +90,7 @@ def run_norm(group, shape, norm, strategies, around=contextlib.nullcontext):
     return regions(), DelayedWork.unfinished
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
 @pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -164,6 +165,7 @@ def run_model(group, name, batch, mesh_shape, options):
     return regions(), DelayedWork.unfinished
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "count, mesh_shape, options",
     [
