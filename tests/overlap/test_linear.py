@@ -32,8 +32,8 @@ def part(tensor, group, dim):
     return tensor.detach().chunk(group.size(), dim)[group.rank()].clone()
 
 
-def check_column(group, shape, dtype, settings, sequence_parallel):
-    x, weight, bias, y, dy = whole_layer(shape, 12 * group.size(), dtype)
+def check_column(group, shape, dtype, settings, sequence_parallel, outputs=None):
+    x, weight, bias, y, dy = whole_layer(shape, outputs or 12 * group.size(), dtype)
     x_r = (part(x, group, 0) if sequence_parallel else x.detach()).to(dtype).requires_grad_()
     w_r, b_r = part(weight, group, 0).to(dtype).requires_grad_(), part(bias, group, 0).to(dtype).requires_grad_()
     y_r = column_linear(x_r, w_r, b_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
@@ -44,9 +44,9 @@ def check_column(group, shape, dtype, settings, sequence_parallel):
     close(b_r.grad, part(bias.grad, group, 0), dtype)
 
 
-def check_row(group, shape, dtype, settings, sequence_parallel):
-    shape = (*shape[:-1], 12 * group.size())
-    x, weight, bias, y, dy = whole_layer(shape, 40, dtype)
+def check_row(group, shape, dtype, settings, sequence_parallel, inputs=None, outputs=40):
+    shape = (*shape[:-1], inputs or 12 * group.size())
+    x, weight, bias, y, dy = whole_layer(shape, outputs, dtype)
     x_r, w_r = (part(t, group, -1).to(dtype).requires_grad_() for t in (x, weight))
     b_r = bias.detach().to(dtype).requires_grad_()
     y_r = row_linear(x_r, w_r, group=group, settings=settings, sequence_parallel=sequence_parallel) + b_r

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_cases import OPTIMIZERS, WAYS, Odd, groups, made, seeds
+from optimizer_cases import OPTIMIZERS, WAYS, Odd, groups, made, pair, seeds
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -15,16 +15,8 @@ from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_
 
 def compare(group, zero_stage, partition_by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
     """Train beside the unpartitioned optimizer on the same gradients: parameters must be bitwise equal."""
-    whole, mine = Odd(dtype), Odd(dtype)
-    optimizer = OPTIMIZERS[name](groups(whole))
-    parallel = made(
-        mine,
-        OPTIMIZERS[name],
-        zero_stage=zero_stage,
-        partition_by=partition_by,
-        unreduced=unreduced,
-        bucket_bytes=bucket_bytes,
-    )
+    options = {"zero_stage": zero_stage, "partition_by": partition_by, "bucket_bytes": bucket_bytes}
+    whole, optimizer, mine, parallel = pair(name, dtype, unreduced=unreduced, **options)
     for step in range(steps):
         ranks = range(group.size())
         for rank in ranks:
@@ -73,16 +65,8 @@ def test_elementwise_optimizers(ranks):
 def accumulated(group):
     """Gradients of several backwards, also under no_sync, add up; dropped gradients leave no trace."""
     for zero_stage, partition_by in WAYS:
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(
-            mine,
-            OPTIMIZERS["AdamW"],
-            zero_stage=zero_stage,
-            partition_by=partition_by,
-            unreduced=True,
-            bucket_bytes=150,
-        )
+        options = {"zero_stage": zero_stage, "partition_by": partition_by, "bucket_bytes": 150}
+        whole, optimizer, mine, parallel = pair("AdamW", unreduced=True, **options)
         for step in range(3):
             mine(9).backward()
             parallel.zero_grad()
@@ -113,16 +97,8 @@ def test_gradients_accumulate(ranks):
 def partly(group):
     """Only some ranks reach a parameter; a parameter that no rank reaches is not even decayed."""
     for zero_stage, partition_by in WAYS:
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(
-            mine,
-            OPTIMIZERS["AdamW"],
-            zero_stage=zero_stage,
-            partition_by=partition_by,
-            unreduced=True,
-            bucket_bytes=150,
-        )
+        options = {"zero_stage": zero_stage, "partition_by": partition_by, "bucket_bytes": 150}
+        whole, optimizer, mine, parallel = pair("AdamW", unreduced=True, **options)
         mine(1, group.rank() == 1).backward()
         for rank in range(group.size()):
             whole(1, rank == 1).backward()
@@ -179,9 +155,7 @@ def scheduled(group):
         partial(lr_scheduler.StepLR, step_size=1, gamma=0.5),
         partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5),
     ):
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(mine, OPTIMIZERS["AdamW"], unreduced=True)
+        whole, optimizer, mine, parallel = pair("AdamW", unreduced=True)
         rates = [scheduler(optimizer), scheduler(parallel)]
         for step in range(4):
             for rank in range(group.size()):
@@ -250,9 +224,7 @@ def test_optimizers_of_whole_matrices(ranks):
 
 
 def alone(queue):
-    model, whole = Odd(), Odd()
-    parallel = made(model, OPTIMIZERS["AdamW"], max_norm=1.0, unreduced=True, zero_stage=2)
-    optimizer = OPTIMIZERS["AdamW"](groups(whole))
+    whole, optimizer, model, parallel = pair("AdamW", max_norm=1.0, unreduced=True, zero_stage=2)
     for module in (model, whole):
         module(1).backward()
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)

@@ -5,7 +5,7 @@ from math import inf, prod
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, seeds
+from optimizer_cases import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, pair, seeds
 from torch import nn
 
 from ascend_parallel.sharding.layout import bounds, shard
@@ -28,17 +28,8 @@ def backward(model, step, group, rank=None):
 
 def clipped(group, norm_type, limit):
     for zero_stage, partition_by in WAYS:
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["momentum"](groups(whole))
-        parallel = made(
-            mine,
-            OPTIMIZERS["momentum"],
-            zero_stage=zero_stage,
-            partition_by=partition_by,
-            max_norm=limit,
-            norm_type=norm_type,
-            unreduced=True,
-        )
+        options = {"zero_stage": zero_stage, "partition_by": partition_by, "max_norm": limit, "norm_type": norm_type}
+        whole, optimizer, mine, parallel = pair("momentum", unreduced=True, **options)
         seen = []
         for step in range(5):
             backward(whole, step, group)
