@@ -15,7 +15,6 @@ from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets
 from ascend_parallel.sharding.runtime.overlap_pass import Fusion
@@ -27,10 +26,11 @@ from ascend_parallel.sharding.visualize.explain import summary, warnings
 from ascend_parallel.text import equal_runs, size_of
 from ascend_parallel.training.autocast import is_cast
 from ascend_parallel.training.optimizer.partition import predicted_memory
-from ascend_parallel.training.pipeline.schedule import SPLIT, most_held, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
-from ascend_parallel.training.pipeline.timing import SimulatedStep
 from ascend_parallel.training.training_plan import TrainingPlan
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.schedule import SPLIT, most_held, stages_of
+from ascend_parallel.tuning.step_time.timing import SimulatedStep
 
 HEADS = ("parameters", "gradients", "optimizer", "activations", "total")
 

@@ -36,7 +36,7 @@ CONFLICTS = {
 
 def refuse_conflicts(config: Any, settings: Settings) -> None:
     """Raise `ConflictError` if a Megatron configuration or the program's arguments exclude overlap with `settings`."""
-    for place, holder in (("config", config), ("argument", _arguments())):
+    for place, holder in (("config", config), ("argument", arguments())):
         for name, what in CONFLICTS.items():
             if getattr(holder, name, None) and not (settings.take_over and name == "use_ascend_coc"):
                 raise ConflictError(
@@ -45,7 +45,7 @@ def refuse_conflicts(config: Any, settings: Settings) -> None:
                 )
 
 
-def _arguments() -> Any:
+def arguments() -> Any:
     """Return the parsed arguments of Megatron's training program, or None if another program runs."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 

@@ -29,7 +29,8 @@ def beside_layers(group, options):
     found = both(group, options)
     layers = both(group, {**options, "settings": {**REGION, "region": False}})
     found["collectives"] = [
-        {name: count for name, count in run["counts"].items() if name != "region"} for run in (found, layers)
+        {name: count for name, count in run["counts"].items() if not name.startswith("region")}
+        for run in (found, layers)
     ]
     return found
 
@@ -43,6 +44,7 @@ def test_two_ranks_train_with_the_same_bits_and_the_collectives_of_layers(ranks,
         # proj and fc2 of two layers in three forwards, which recompute runs twice
         runs = 24 if options.get("recompute") else 12
         assert found["counts"]["region"] == {"calls": runs, "chunks": 4 * runs, "collectives": 0}
+        assert found["counts"]["region backward"]["calls"] == 15  # qkv and fc1 of two layers, the logits; three steps
         assert found["collectives"][0] == found["collectives"][1]
 
 

@@ -251,4 +251,4 @@ def disagreeing(group, path):
 
 def test_ranks_with_other_layers_are_told_before_they_communicate(ranks, path):
     for error in ranks(2).run(disagreeing, path("Llama")):
-        assert "tensor-parallel linear layers of transformers is" in error
+        assert "parallel layers of transformers is" in error

@@ -9,12 +9,30 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from plans import by_hand, planned_collectives
 from pool import on_ranks
-from sharded_models import BATCHES, EXACT, MLP, S0, S1, made, mesh_of, planned, sequence_parallel, tensor_parallel
+from sharded_models import (
+    BATCHES,
+    CHUNKS,
+    EXACT,
+    MLP,
+    PARTIAL,
+    S0,
+    S1,
+    S2,
+    C,
+    R,
+    made,
+    mesh_of,
+    planned,
+    sequence_parallel,
+    step,
+    tensor_parallel,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding import propagate, unshard
 from ascend_parallel.sharding.runtime.parallelize import collective_counts, parallelize
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
@@ -98,6 +116,60 @@ def test_training_equals_the_graph_and_the_unsharded_model(ranks, name, mesh_sha
         assert found == of_graph
         assert found == pytest.approx(truth, rel=1e-10)
         assert found[-1] < found[0]
+
+
+class Branches(nn.Module):
+    """Two matmuls of one input, one of a computed weight, and a row layer; optionally a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(24, 48), nn.Linear(24, 48), nn.Linear(48, 24)
+        self.mixed, self.checkpointed = nn.Parameter(torch.randn(48, 24) / 5), False
+
+    def branches(self, x):
+        return torch.tanh(self.up(x)) * self.gate(x)
+
+    def forward(self, x):
+        h = x.tanh()
+        y = recompute(self.branches, h, use_reentrant=False) if self.checkpointed else self.branches(h)
+        return h + self.down(y + nn.functional.linear(h, self.mixed * 2))
+
+
+def overlapped(group, rows, checkpointed):
+    """Run a step eagerly with overlapped matmuls, unsharded, and as a graph; return the fused operators."""
+    whole, x = made(Branches), torch.randn(96, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    wide, narrow = ([C, S0, S0], S2), ([S2, S1, C], PARTIAL)
+    calls = {"linear": wide, "linear_1": wide, "linear_2": ([C, S0], S2), "linear_3": narrow, "mul_1": ([S0], S0)}
+    calls |= {name: ([S2, S2], S2) for name in ("tanh_1", "mul", "add")}
+    calls |= {"tanh": ([rows], rows), "add_1": ([rows, rows], rows)}
+    given = {"up.weight": S0, "up.bias": S0, "gate.weight": S0, "gate.bias": S0, "mixed": S0, "down.weight": S1}
+    graph = trace(whole, (x.clone().requires_grad_(),))
+    plan = by_hand(graph, mesh_of((group.size(),)), {**given, "x": rows}, calls, inputs_have_gradients=True)
+    static, eager = ShardedModule(whole, plan, settings=Settings(**CHUNKS)), copy.deepcopy(whole)
+    parallelize(eager, plan, overlap=True, settings=Settings(**CHUNKS))
+    whole.checkpointed = eager.checkpointed = checkpointed
+    (truth, of_inputs), (of_graph, _), (found, gradients) = (step(model, x) for model in (whole, static, eager))
+    torch.testing.assert_close((found, gradients), (truth, of_inputs), **EXACT)
+    assert torch.equal(found, of_graph)
+    expected = {name: param.grad for name, param in whole.named_parameters()}
+    torch.testing.assert_close(whole_gradients(eager), expected, **EXACT)
+    outside = {event.value.node for event in collective_counts(eager)}  # of the overlapped operators
+    assert "linear_3" not in outside
+    assert "tanh" not in outside
+    with torch.no_grad():
+        torch.testing.assert_close(eager(x), truth, **EXACT)
+    return [fusion.operator for fusion in static.fused]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("rows", [R, S0], ids=["replicated", "rows"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_overlapped_matmuls_are_those_of_the_graph(ranks, count, rows, checkpointed):
+    columns = "all_gather_matmul" if rows == S0 else "matmul_all_reduce"
+    row = "matmul_reduce_scatter" if rows == S0 else "matmul_all_reduce"
+    for operators in ranks(count).run(overlapped, rows, checkpointed):
+        assert operators == [row, columns, columns, columns]
 
 
 class Normed(nn.Module):

@@ -13,10 +13,10 @@ from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.training import Strategy, plan_training
-from ascend_parallel.training.pipeline.schedule import stages_of
-from ascend_parallel.training.pipeline.timing import StageTimes, simulate
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.step_time.schedule import stages_of
+from ascend_parallel.tuning.step_time.timing import StageTimes, simulate
 
 BUCKET = 25e6
 
@@ -52,8 +52,19 @@ def step_of_whole_plan(tables, model, batch):
         forward[stage] += ahead
         (once if held and not ahead else backward)[stage] += back
     end = _end(strategy, plan, stage_of, count, costs, hardware)
+    for stage, (elements, *_) in enumerate(end):
+        if options.micro_batches > 1:  # read a gradient and its sum, write the sum, in fp32
+            backward[stage] += costs.stream(3 * 4 * elements)
     if count == 1:
-        return options.micro_batches * (forward[0] + backward[0]) + once[0] + end[0]
+        elements, sums, after = end[0]
+        sums += once[0]
+        hidden = strategy.sharding.zero_stage <= 1
+        finished = last = options.micro_batches * (forward[0] + backward[0])
+        buckets = max(1, ceil(4 * elements / BUCKET))
+        for bucket in range(1, buckets + 1):  # a bucket starts when backward has its gradients
+            ready = last - (backward[0] * (1 - bucket / buckets) if hidden else 0.0)
+            finished = (ready if bucket == 1 else max(finished, ready)) + sums / buckets
+        return finished + after
     ranks = prod(plan.mesh.shape) * options.degree
     pair = MeshCosts.of(ProcessMesh([[0], [ranks - 1]], ["pp", "other"]), hardware)
     hop = pair.seconds("send", max(sent), 0)
@@ -63,12 +74,18 @@ def step_of_whole_plan(tables, model, batch):
     times = StageTimes(send=hop, measured=measured)
     run = simulate(options.schedule, options.degree, options.count, options.micro_batches, times)
     ranks = stages_of(options.schedule, options.degree, options.count)
-    by_rank = [sum(end[s] + once[s] for s in range(count) if ranks[s] == rank) for rank in range(options.degree)]
-    return run.seconds + max(by_rank)
+    mine = [[s for s in range(count) if ranks[s] == rank] for rank in range(options.degree)]
+    summed = [
+        slots[-1].stop + sum(end[s][1] + once[s] for s in stages) for slots, stages in zip(run.slots, mine, strict=True)
+    ]
+    return max(summed) + max(sum(end[s][2] for s in stages) for stages in mine)
 
 
 def _end(strategy, plan, stage_of, count, costs, hardware):
-    """Return, per stage, the seconds of sums over replicas and of the optimizer; exact for one stage on each rank."""
+    """Return, per stage: elements, seconds of sums over replicas, and of gathers and the optimizer after them.
+
+    Exact for one stage on each rank.
+    """
     dp, zero, m = strategy.mesh["dp"], strategy.sharding.zero_stage, strategy.pipeline.micro_batches
     along = MeshCosts.of(plan.mesh, hardware)
     whole, own = [0] * count, [0] * count
@@ -90,7 +107,8 @@ def _end(strategy, plan, stage_of, count, costs, hardware):
     found = []
     for elements, mine in zip(whole, own, strict=True):
         gather, scatter = collective("all_gather", elements), collective("reduce_scatter", elements)
-        sums = {0: collective("all_reduce", elements), 2: m * scatter + gather, 3: m * (2 * gather + scatter)}
-        sums[1] = sums[0] + gather
-        found.append(sums[zero] + costs.stream(mine * (4 + 2 * 8 + 8)))  # gradient, states twice, parameter twice
+        reduce = collective("all_reduce", elements)
+        sums = {0: reduce, 1: reduce, 2: m * scatter, 3: m * (2 * gather + scatter)}
+        update = costs.stream(mine * (4 + 2 * 8 + 8))  # gradient, states twice, parameter twice
+        found.append((elements, sums[zero], update + (gather if zero in (1, 2) else 0.0)))
     return found

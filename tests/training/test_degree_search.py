@@ -21,9 +21,9 @@ from ascend_parallel.training.degrees.rescaling import GraphFamily, LinearFit, U
 from ascend_parallel.training.degrees.search import rows_part
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
-from ascend_parallel.training.pipeline.schedule import check
-from ascend_parallel.training.pipeline.timing import StageTimes, live, simulate, step_seconds
 from ascend_parallel.tuning.cost_model.tables import PlanningError
+from ascend_parallel.tuning.step_time.schedule import check
+from ascend_parallel.tuning.step_time.timing import StageTimes, live, rank_ends, simulate
 
 for folder in ("strategy", "sharding"):
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / folder))
@@ -198,7 +198,7 @@ def test_a_timed_schedule_is_the_simulated_one(name, several, ranks):
         measured |= {("B", stage): time for stage, time in enumerate(backward)}
         measured |= {(half, stage): time / 2 for half in "IW" for stage, time in enumerate(backward)}
         expected = simulate(name, ranks, len(forward), count, StageTimes(send=0.1, measured=measured))
-        found = step_seconds(name, ranks, count, forward, backward, 0.1)
+        found = max(rank_ends(name, ranks, count, forward, backward, 0.1))
         few = count <= 64
         assert found == pytest.approx(expected.seconds, rel=1e-12 if few else 0.01), count
         assert live(name, ranks, len(forward), count) == expected.live

@@ -21,10 +21,10 @@ from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.pipeline.pipeline import Pipeline, PipelineError
-from ascend_parallel.training.pipeline.schedule import order
 from ascend_parallel.training.pipeline.split_plan import shared_parameters
-from ascend_parallel.training.pipeline.timing import simulate
 from ascend_parallel.training.recompute import Recompute
+from ascend_parallel.tuning.step_time.schedule import order
+from ascend_parallel.tuning.step_time.timing import simulate
 
 STEPS = 10
 ROWS = 2  # of a micro-batch

@@ -31,7 +31,7 @@ from ascend_parallel.training.degrees.search import Candidate, SearchResult
 from ascend_parallel.training.degrees.space import SCHEDULES, Degrees
 from ascend_parallel.training.explain import as_dict, fullest_rank
 from ascend_parallel.training.loss import mean_loss
-from ascend_parallel.training.pipeline.schedule import order
+from ascend_parallel.tuning.step_time.schedule import order
 
 COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
 MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
+from ascend_parallel.diagnostics.timeline.files import COMPUTING, Pass, RankFile
 from ascend_parallel.ops.registry import FUSED
 from ascend_parallel.tuning.e_bound import e_bound
 
@@ -108,8 +108,9 @@ class Row:
 
 
 def busy(layer_pass: Pass) -> Intervals:
-    """Return when the rank computed."""
-    return union((span.begin, span.end) for span in layer_pass.spans if span.kind in ("matmul", "beside", "fused"))
+    """Return when the rank computed, in this pass or, while its collectives ran, in others."""
+    own = ((span.begin, span.end) for span in layer_pass.spans if span.kind in COMPUTING)
+    return union([*own, *layer_pass.elsewhere])
 
 
 def communicating(layer_pass: Pass) -> Intervals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Ref, TensorMeta
+from ascend_parallel.sharding.graph import TensorMeta
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins, unknown
+from ascend_parallel.sharding.marked.torch_call import TorchCall
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.edges import Kind, convert, from_part, layout_of, local_part
 from ascend_parallel.sharding.redistribute.reshard import costs_of
@@ -31,16 +32,7 @@ def runs_whole(function: Callable[..., Any], why: str) -> None:
         log.warning("%s runs on whole tensors on every rank: %s", resolve_name(function) or function, why)
 
 
-def on_whole_tensors(
-    kind: Kind,
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    spec: pytree.TreeSpec,
-    tensors: Sequence[DTensor],
-    mesh: ProcessMesh,
-    *,
-    draws: bool,
-) -> Any:
+def on_whole_tensors(kind: Kind, call: TorchCall, tensors: Sequence[DTensor], mesh: ProcessMesh, *, draws: bool) -> Any:
     """Return the result of a function of gathered tensors, its tensors as replicated DTensors of class `kind`.
 
     draws
@@ -50,22 +42,17 @@ def on_whole_tensors(
     """
     costs, whole = costs_of(mesh), (REPLICATE,) * mesh.ndim
     if is_outside(mesh):
-        return _outside(kind, function, leaves, spec, tensors, mesh, values=not draws)
+        return _outside(kind, call, tensors, mesh, values=not draws)
     gathered = []
     for tensor in tensors:
         layout = layout_of(tensor.placements, mesh, tensor.ndim)
         gathered.append(convert(local_part(tensor, layout, mesh), tuple(tensor.shape), mesh, layout, whole, costs))
     versions = [tensor._version for tensor in gathered]
-    given = [gathered[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(given, spec)
-    if draws:
-        with _seeded(first_rank_draws(mesh), mesh):
-            returned = function(*args, **kwargs)
-    else:
-        returned = function(*args, **kwargs)
+    with _seeded(first_rank_draws(mesh), mesh) if draws else nullcontext():
+        returned = call.on(gathered)
     if [tensor._version for tensor in gathered] != versions:
         raise ValueError(
-            f"{resolve_name(function) or function} writes to a DTensor, and cannot be laid out over ranks: use the "
+            f"{call.name} writes to a DTensor, and cannot be laid out over ranks: use the "
             "function that returns a new tensor"
         )
     same = {id(plain): tensor for plain, tensor in zip(gathered, tensors, strict=True)}
@@ -77,23 +64,12 @@ def on_whole_tensors(
     return pytree.tree_map_only(torch.Tensor, as_dtensor, returned)
 
 
-def _outside(
-    kind: Kind,
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    spec: pytree.TreeSpec,
-    tensors: Sequence[DTensor],
-    mesh: ProcessMesh,
-    *,
-    values: bool,
-) -> Any:
+def _outside(kind: Kind, call: TorchCall, tensors: Sequence[DTensor], mesh: ProcessMesh, *, values: bool) -> Any:
     """Return what a rank outside of the mesh knows of the result; values that the function reads are NaN."""
     if values:
-        given = [unknown(tensors[each.index], mesh) if isinstance(each, Ref) else each for each in leaves]
-        args, kwargs = pytree.tree_unflatten(given, spec)
-        return function(*args, **kwargs)
+        return call.on([unknown(tensor, mesh) for tensor in tensors])
     layouts = [layout_of(tensor.placements, mesh, tensor.ndim) for tensor in tensors]
-    returned, _ = on_stand_ins(function, leaves, spec, tensors, layouts, mesh)
+    returned, _ = on_stand_ins(call, tensors, layouts, mesh)
     whole = (REPLICATE,) * mesh.ndim
     return pytree.tree_map_only(torch.Tensor, lambda tensor: from_stand_in(kind, tensor, whole, mesh), returned)
 

@@ -143,7 +143,6 @@ def convert(
     source: Layout,
     target: Layout,
     costs: MeshCosts,
-    observer: Observer | None = None,
 ) -> torch.Tensor:
     """Return this rank's part of a tensor in layout `target`, given its part `local` in layout `source`.
 
@@ -160,7 +159,7 @@ def convert(
             raise ValueError(f"{len(layout)} placements on a mesh of {mesh.ndim} dimensions: give as many placements")
     if source == target:
         return local
-    plan = plan_differentiable(tuple(shape), local.element_size(), mesh, source, target, costs, observer)
+    plan = plan_differentiable(tuple(shape), local.element_size(), mesh, source, target, costs)
     return local if plan.is_noop else plan(local)
 
 

@@ -5,8 +5,6 @@ Compiling runs no collective and makes no process group, so a plan for thousands
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
@@ -51,20 +49,6 @@ def compile_plan(rank_plan: RankPlan, graph: Graph, *, gradients: bool, segments
         Run the operators between two collectives as one function of torch.compile, outside of checkpointed blocks.
     """
     return _Compiler(rank_plan, graph, gradients, segments=segments).forward()
-
-
-def operator_of(rank_plan: RankPlan, node: Node, inputs: tuple[int, ...] = (), outputs: tuple[int, ...] = ()) -> Run:
-    """Return the instruction that runs the rank's part of an operator, on these registers."""
-    call, plan, schedule = node.call, rank_plan.plan, rank_plan.schedule
-    assert call is not None
-    mesh_shape, reads = tuple(plan.mesh.shape), schedule.inputs[node.name]
-    layouts = [schedule.layouts[value] for value in node.values]
-    local = local_call(call, reads, layouts, mesh_shape, rank_plan.coordinate)
-    all_reduce = None
-    if own_reductions(call, reads, mesh_shape):
-        count = Counting(rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
-        all_reduce = all_reducer(plan.mesh, plan.costs, count)
-    return Run(inputs, outputs, node, local, all_reduce)
 
 
 def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllReduce:
@@ -246,13 +230,24 @@ class _Compiler:
         reads += tuple(gather.source for _, gather in gathers)
         keep = block is not None and not block.kept.isdisjoint(names)
         if kernel is None:
-            run = operator_of(self._rank_plan, node, reads, self._given(node))
-            self._instructions.append(replace(run, keep=keep, gathers=tuple(gather for _, gather in gathers)))
+            self._instructions.append(self._run(node, reads, keep, tuple(gather for _, gather in gathers)))
         else:
             read = block is None or not block.read_inside.isdisjoint(names)
             outputs = tuple(register for member in nodes for register in self._given(member))
             self._instructions.append(RunKernel(reads, outputs, kernel, tuple(inputs), keep, read, tuple(gathers)))
         return set(names)
+
+    def _run(self, node: Node, reads: tuple[int, ...], keep: bool, gathers: tuple[Gather, ...]) -> Run:
+        """Return the instruction that runs the rank's part of an operator."""
+        call, plan, layouts = node.call, self._plan, self._schedule.inputs[node.name]
+        assert call is not None
+        mesh_shape, given = tuple(plan.mesh.shape), [self._schedule.layouts[value] for value in node.values]
+        local = local_call(call, layouts, given, mesh_shape, self._rank_plan.coordinate)
+        all_reduce = None
+        if own_reductions(call, layouts, mesh_shape):
+            count = Counting(self._rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
+            all_reduce = all_reducer(plan.mesh, plan.costs, count)
+        return Run(reads, self._given(node), node, local, all_reduce, keep, gathers)
 
     def _given(self, node: Node) -> tuple[int, ...]:
         """Return new registers for a node's outputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -146,10 +146,10 @@ class Recompute(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the part for the first time."""
-        body, holder, stream = self.body, step.holder, step.stream
+        body, first = self.body, step
 
         def run(results: SavedResults, tensors: Tensors) -> Tensors:
-            return tuple(body.run(tensors, Step(holder, stream, results)))
+            return tuple(body.run(tensors, replace(first, results=results)))
 
         inputs = tuple(registers[register] for register in self.reads)
         outputs = recompute_in_backward(run, inputs, keep_collectives=self.keep_collectives)

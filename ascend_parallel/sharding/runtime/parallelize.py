@@ -15,7 +15,6 @@ from ascend_parallel.sharding.graph import BUFFER, PARAMETER, TENSOR, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.batch_norms import has_local_batch_norms
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.edges import convert, layout_of
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.eager_forward import EagerForward
 from ascend_parallel.sharding.runtime.eager_state import EagerState, nodes_of
@@ -26,28 +25,13 @@ STATE = "_ascend_parallel"
 
 
 class _EagerMixin:
-    """The mix-in that `make_eager` puts in front of a model's class."""
+    """The mix-in that `parallelize` puts in front of a model's class."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # each call is compared with the traced call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, global on every rank, for global inputs (or local, with `local_inputs`)."""
         state: EagerState = vars(self)[STATE]
         return _run(state, self, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
-
-
-def make_eager(model: torch.nn.Module, plan: ShardingPlan, *, local_inputs: bool, settings: Settings) -> None:
-    """Shard a model in place and make its forward run the plan; see `parallelize`."""
-    if isinstance(model, _EagerMixin):
-        raise ValueError(f"{type(model).__name__} is parallelized already")
-    if "forward" in vars(model):
-        raise ValueError(f"forward of {type(model).__name__} is set on the instance: define forward in the class")
-    seed = confirm_same_plan(plan, model, settings, overlap=False)
-    plan.mesh.device_mesh()  # makes the process groups: every rank must call it
-    state = EagerState(model, plan, local_inputs, seed)
-    _shard(model, plan, state.coordinate)
-    vars(model)[STATE] = state
-    kind = type(model)
-    model.__class__ = type(kind.__name__, (_EagerMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]) -> None:
@@ -90,12 +74,12 @@ def _run(
 ) -> Any:
     """Return the forward's outputs, global on every rank."""
     tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
-    run = EagerForward(state, state.held(model))
+    run = EagerForward(state, model)
     args, kwargs = _arranged(state.plan, run.inputs(tensors))
     with run:
         returned = forward(*args, **kwargs)
     outputs = run.outputs(returned)
-    _update(state.plan, model, run.updates())
+    run.store_updates()
     return outputs
 
 
@@ -109,39 +93,44 @@ def _arranged(plan: ShardingPlan, inputs: list[Any]) -> tuple[tuple[Any, ...], d
     return pytree.tree_unflatten(leaves, binding.spec)  # type: ignore[no-any-return]
 
 
-def _update(plan: ShardingPlan, model: torch.nn.Module, values: Mapping[Value, torch.Tensor]) -> None:
-    """Store the values that the forward computed for buffers, such as running statistics."""
-    for name, value in plan.graph.updates.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        old, shape = getattr(owner, leaf), plan.graph.meta(value).shape
-        target = layout_of(old.placements, plan.mesh, old.ndim)
-        with torch.no_grad():
-            new = convert(values[value], shape, plan.mesh, plan.layouts[value], target, plan.costs)
-        # A new tensor: autograd may have saved the old tensor for backward.
-        setattr(owner, leaf, DTensor(new.clone(), old._spec, requires_grad=False))  # type: ignore[no-untyped-call]
-
-
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def parallelize(model: M, plan: ShardingPlan, *, local_inputs: bool = False) -> M:
+def parallelize(
+    model: M, plan: ShardingPlan, *, local_inputs: bool = False, overlap: bool = False, settings: Settings | None = None
+) -> M:
     """Make a model run as `plan` lays it out, in place, and return it. Every rank calls this alike.
 
     The model's own Python runs, with hooks and prints, on DTensors whose propagation the plan controls; the collectives
     are the plan's (`collective_counts` counts them). Modules that `ascend_parallel.training.recompute` marks run under
-    torch.utils.checkpoint. `ShardedModule` runs the traced graph instead, with overlapped operators.
+    torch.utils.checkpoint. `ShardedModule` runs the traced graph instead, with less work on the host.
 
     model
         The traced model, with the same values on every rank. Its parameters and buffers become DTensors: make the
         optimizer afterwards.
     local_inputs
         Every rank passes its local part of the inputs, laid out as in the plan, instead of the global inputs.
+    overlap
+        Run matmuls overlapped with their collectives, as `ShardedModule` does; matmuls of the same input as one, at the
+        first of their calls.
+    settings
+        Settings of the overlapped operators. Default: the current settings (`ascend_parallel.configure`).
 
     Raises `DisagreementError` on every rank if plans differ or a rank is missing; `ValueError` for a rank outside of
     the plan's mesh, a model other than the plan's, and a model that cannot run eagerly.
     """
     if has_local_batch_norms(plan.graph):
         raise ValueError('the plan has batch_norm="local": the model\'s own Python has no such norm; use ShardedModule')
-    make_eager(model, plan, local_inputs=local_inputs, settings=current_settings())
+    if isinstance(model, _EagerMixin):
+        raise ValueError(f"{type(model).__name__} is parallelized already")
+    if "forward" in vars(model):
+        raise ValueError(f"forward of {type(model).__name__} is set on the instance: define forward in the class")
+    settings = settings or current_settings()
+    seed = confirm_same_plan(plan, model, settings, overlap=overlap)
+    plan.mesh.device_mesh()  # makes the process groups: every rank must call it
+    state = EagerState(model, plan, local_inputs=local_inputs, overlap=settings if overlap else None, seed=seed)
+    _shard(model, plan, state.coordinate)
+    vars(model)[STATE] = state
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (_EagerMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     return model

@@ -43,13 +43,20 @@ class ForwardRun(Protocol):
 class LocalActivation:
     """A rank's part of an activation, connected to autograd.
 
-    shared
-        The part in the tensor's shared layout (`ShardingPlan.shared_layouts`); None before the first read.
+    register
+        Of the part as it is produced.
+    tensors
+        The part by register: as it is produced and, from the first read on, in the layout that its readers share.
     """
 
     value: Value
-    tensor: torch.Tensor
-    shared: torch.Tensor | None = None
+    register: int
+    tensors: dict[int, torch.Tensor]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The part as it is produced."""
+        return self.tensors[self.register]
 
 
 class PlannedDTensor(DTensor):

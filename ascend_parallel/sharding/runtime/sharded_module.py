@@ -186,7 +186,8 @@ class ShardedModule(torch.nn.Module):
         """
         inputs = input_tensors(self.plan, self.coordinate if self.local_inputs else None, args, kwargs)
         program = self.instructions(gradients=torch.is_grad_enabled())
-        outputs = iter(program.run(list(inputs.values()), Step(self, self.randomness.begin())))
+        step = Step(self, self.randomness.begin(), gradients=self.gradients)
+        outputs = iter(program.run(list(inputs.values()), step))
         leaves, spec = self._returned
         return pytree.tree_unflatten([next(outputs) if isinstance(leaf, Value) else leaf for leaf in leaves], spec)
 

@@ -16,7 +16,6 @@ from ascend_parallel.settings import current_settings
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.planner.annotate import annotated
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
-from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.text import size_of
 from ascend_parallel.training.degrees.evaluation import Evaluation, StepBreakdown
@@ -28,6 +27,7 @@ from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
 from ascend_parallel.training.pipeline.stage_assignment import MARK as STAGE
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 
 MOST_RANKS, MOST_BYTES = 1 << 17, 1e18
 

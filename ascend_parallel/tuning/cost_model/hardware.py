@@ -63,9 +63,13 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The share of the matmul peak that a fused attention kernel reaches."""
+    """The share of the matmul peak that a fused attention kernel reaches.
+
+    Heads smaller than `least_head` take as long as heads of this size: the softmax sets the pace.
+    """
 
     utilisation: float
+    least_head: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

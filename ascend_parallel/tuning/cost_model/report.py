@@ -107,7 +107,7 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     console.print(
         f"verdict: {verdict['seconds']:.4g} s a step with the best chunks, {verdict['gain']:+.2%} over serial; "
         f"{verdict['tokens_per_second_per_card']:.0f} tokens per second and card, MFU {verdict['mfu']:.1%}. "
-        "Assumed: 1F1B, all cards alike, sums of gradients and sends not hidden",
+        "Assumed: all cards alike, no slow card, no time of the host beside the launches",
         markup=False,
     )
     if prediction["assumed"]:

@@ -1,13 +1,14 @@
-"""Plain tensors beside DTensors: positions, masks and numbers that a model's code makes.
+"""A call of a torch function on DTensors, and plain tensors among its arguments: positions, masks and numbers.
 
-torch refuses to mix them with DTensors. Here a plain tensor that meets a DTensor is taken as replicated, once its ranks
-have compared it: a tensor with other values on some rank is refused.
+torch refuses to mix plain tensors with DTensors. Here a plain tensor that meets a DTensor is taken as replicated, once
+its ranks have compared it: a tensor with other values on some rank is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,29 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import resolve_name
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import Ref
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """A function and its arguments: `leaves` and `spec` of (args, kwargs), with a `Ref` in place of each tensor."""
+
+    function: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return resolve_name(self.function) or str(self.function)
+
+    def on(self, tensors: Sequence[Any]) -> Any:
+        """Return what the function returns for these tensors."""
+        given = [tensors[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(given, self.spec)
+        return self.function(*args, **kwargs)
 
 
 def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh, function: Callable[..., Any]) -> DTensor:

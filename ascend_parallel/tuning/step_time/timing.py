@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ascend_parallel.training.pipeline.schedule import (
+from ascend_parallel.tuning.step_time.schedule import (
     BACKWARD,
     FORWARD,
     INPUT,
@@ -119,11 +119,14 @@ class Timetable:
     actions: tuple[TimedAction, ...]
     live: tuple[float, ...]
 
-    def seconds(self, forward: Sequence[float], backward: Sequence[float], send: float) -> float:
-        """Return when the last rank finishes; forward and backward in seconds by stage, send between two ranks."""
+    def ends(self, forward: Sequence[float], backward: Sequence[float], send: float) -> list[float]:
+        """Return when each rank finishes; forward and backward in seconds by stage, send between two ranks."""
         halves = [time / 2 for time in backward]
         _, stops = self._spans([*forward, *backward, *halves, *halves], send)
-        return max(stops)
+        ends = [0.0] * self.ranks
+        for action, stop in zip(self.actions, stops, strict=True):  # a rank's actions stand in running order
+            ends[action.rank] = stop
+        return ends
 
     def slots(self, times: StageTimes) -> tuple[tuple[Slot, ...], ...]:
         """Return each rank's slots, in running order."""
@@ -163,10 +166,10 @@ def simulate(name: str, ranks: int, stages: int, micro_batches: int, times: Stag
     return SimulatedStep(name, stages, micro_batches, table.slots(times or StageTimes()), table.live)
 
 
-def step_seconds(
+def rank_ends(
     name: str, ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float], send: float
-) -> float:
-    """Return the seconds of a step's forwards and backwards, as `simulate(...).seconds`.
+) -> list[float]:
+    """Return when each rank has finished a step's forwards and backwards, as `simulate(...).slots`.
 
     With many micro-batches the steps of two smaller numbers are extended: further rounds of `ranks` micro-batches take
     as long as the last.
@@ -174,10 +177,11 @@ def step_seconds(
     stages = len(forward)
     small = _small(name, ranks, stages, micro_batches)
     if small == micro_batches:
-        return timetable(name, ranks, stages, micro_batches).seconds(forward, backward, send)
+        return timetable(name, ranks, stages, micro_batches).ends(forward, backward, send)
     fewer = small - GROWTH * ranks
-    less, more = (timetable(name, ranks, stages, count).seconds(forward, backward, send) for count in (fewer, small))
-    return more + (micro_batches - small) / (small - fewer) * (more - less)
+    less, more = (timetable(name, ranks, stages, count).ends(forward, backward, send) for count in (fewer, small))
+    further = (micro_batches - small) / (small - fewer)
+    return [end + further * (end - before) for before, end in zip(less, more, strict=True)]
 
 
 def live(name: str, ranks: int, stages: int, micro_batches: int) -> tuple[float, ...]:
