@@ -117,7 +117,8 @@ def compiled(group, tag):
     return {operator: (total["calls"], total["chunks"] > total["calls"]) for operator, total in counts.items()}
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_compiled_llama_is_that_of_one_card(ranks, count):
     """Gathers: q, k, v and gate, up of a block and the head, and before the gradients of o and down; no fusion of
     sums of products before a scatter, so the scatters are those of o and down, and the head's gradient."""

@@ -74,7 +74,8 @@ def test_a_long_sequence_has_the_gradients_of_one_card(ranks, cp):
     ranks(cp).run(trained, {"cp": cp})
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sizes", [{"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_with_data_and_tensor_parallelism(ranks, sizes):
     ranks(4).run(trained, sizes, "time")
 
@@ -122,7 +123,7 @@ def hugging_face(group, name, tp, stages):
     return check_step(name, strategy, changes, batch=example.batch_of(0, stages, 128))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp", "stages"), [("Llama", 2, 1), ("GPT2", 1, 2)])
 def test_decoders_of_hugging_face(ranks, name, tp, stages):
     held = ranks(4).run(hugging_face, name, tp, stages)

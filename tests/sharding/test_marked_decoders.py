@@ -67,7 +67,7 @@ def looked(_group, name, **changes):
                 torch.testing.assert_close(parameter.grad.full_tensor(), truth.get_parameter(key).grad)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("Llama", {}), ("GPT2", {}), ("Qwen2", {}), ("Mistral", {}), ("Llama", {"attn_implementation": "eager"})],

@@ -81,7 +81,7 @@ def strategy_of(layout, amp, zero_stage):
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("amp", AMP)
 @pytest.mark.parametrize("layout", LAYOUTS)
