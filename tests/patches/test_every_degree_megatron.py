@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from trained import LLAMA, megatron
+from gpt_training import LLAMA, megatron
 
 import ascend_parallel
 
