@@ -306,7 +306,7 @@ class _SortedAs(TorchFunctionMode):
     """Sorts a tensor in the order that is given."""
 
     def __init__(self, order: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._order = order
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
