@@ -12,10 +12,9 @@ from pathlib import Path as _Path
 from typing import Any as _Any
 
 from ascend_parallel import ops
-from ascend_parallel.consistency import DisagreementError
 from ascend_parallel.diagnostics import timeline
 from ascend_parallel.diagnostics.verify import Verification, VerificationError
-from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
+from ascend_parallel.ops import CollectiveError, DegreeError, Explanation, Problem, UnmetRequestError
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.registry import explain as _explain
@@ -28,6 +27,7 @@ from ascend_parallel.patch_control import PatchControl as _PatchControl
 from ascend_parallel.patch_control import Status as _Status
 from ascend_parallel.patches.base import ConflictError, PatchError
 from ascend_parallel.patches.coverage import Coverage, coverage
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.settings import Settings, SettingsError
 from ascend_parallel.version import __version__
 
@@ -36,6 +36,7 @@ __all__ = [
     "CommScales",
     "ConflictError",
     "Coverage",
+    "DegreeError",
     "DisagreementError",
     "Explanation",
     "PatchError",

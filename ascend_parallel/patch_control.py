@@ -19,8 +19,6 @@ from typing import Any
 import torch.distributed as dist
 import wrapt
 
-from ascend_parallel import consistency
-from ascend_parallel.current import current_settings, put_in_force
 from ascend_parallel.diagnostics.timeline.files import require_writable
 from ascend_parallel.diagnostics.timeline.session import Variable
 from ascend_parallel.diagnostics.verify import LEDGER, Verification
@@ -33,7 +31,8 @@ from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.mindspeed import take_over
 from ascend_parallel.patches.seam import Seam, is_installed
 from ascend_parallel.patches.tuned import all_kept_whole
-from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError
+from ascend_parallel.process_groups import consistency
+from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError, current_settings, put_in_force
 from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
 

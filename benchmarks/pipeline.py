@@ -19,7 +19,7 @@ from torch import nn
 from ascend_parallel.sharding import ProcessMesh, propagate, trace
 from ascend_parallel.training.pipeline.picture import MeasuredStep
 from ascend_parallel.training.pipeline.pipeline import Pipeline
-from ascend_parallel.training.pipeline.schedule import closed_bubble
+from ascend_parallel.tuning.step_time.schedule import closed_bubble
 
 sys.path.append(str(FOLDER.parent / "tests" / "support"))
 

@@ -29,7 +29,7 @@ from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.bench.shapes import shape_cases
 from ascend_parallel.tuning.e_bound import e_bound
-from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
 
 RANKS = 2
 M, N = 2048, 1024
@@ -59,7 +59,7 @@ class Line:
     operator: LayerOperator
     name: str
     sizes: tuple[int, ...]
-    parts: Parts
+    parts: PassBreakdown
     serial: float
     measured: float
     predicted: float
@@ -141,7 +141,7 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
 
 def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
     """Predict each variant of a pass from its parts."""
-    parts = Parts(**measured["parts"])
+    parts = PassBreakdown(**measured["parts"])
     operator = LayerOperator(*(measured[name] for name in ("run", "operator", "m", "k", "n")))
     layer = measured["kind"] + (", sequence" if measured["sequence_parallel"] else ", all-reduce")
     return [

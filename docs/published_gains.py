@@ -1,4 +1,4 @@
-"""Make the tables of docs/predict.md that show what the predictions of `predict --published` depend on.
+"""Make the tables of docs/predict.md that show what the predictions of `predict --gains` depend on.
 
     python docs/published_gains.py                    print the tables
     python docs/published_gains.py docs/predict.md    write them between the file's marks

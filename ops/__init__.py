@@ -14,12 +14,13 @@ from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.library import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ascend_parallel.ops.pending import CollectiveError, Pending
 from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import Choice, Explanation, UnmetRequestError, choose
+from ascend_parallel.ops.registry import Choice, DegreeError, Explanation, UnmetRequestError, choose
 
 __all__ = [
     "COUNTS",
     "Choice",
     "CollectiveError",
+    "DegreeError",
     "Explanation",
     "Pending",
     "Problem",

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import exchange
 from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, random_operands, without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.process_groups.consistency import exchange
 
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Choice, str], Choice]] = WeakKeyDictionary()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ T = TypeVar("T")
 
 # Seconds for which a rank that saw a collective fail waits for the other ranks' sign of life.
 ROLL_CALL = 5
+
+
+# Computations that nobody needs yet: a wait whose collective is not done runs them first.
+IDLE_WORK: deque[Callable[[], object]] = deque()
 
 
 class CollectiveError(RuntimeError):
@@ -81,8 +86,18 @@ class Pending:
         """Tell whether `wait` would return at once; not meant for reduce-scatters: on gloo they never report done."""
         return all(work.is_completed() for work in self._works)
 
+    def advance(self, index: int) -> None:
+        """Start what follows the first step of the collective `index`, a `FollowedWork`."""
+        advance: Callable[[], None] = self._works[index].advance  # type: ignore[attr-defined]
+        try:
+            advance()
+        except RuntimeError as error:
+            raise self._failure(index, error) from error
+
     def wait_for(self, index: int) -> None:
         """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
+        while IDLE_WORK and self._works and self._may_take(index):
+            IDLE_WORK.popleft()()
         if not self._works:  # `wait` has waited for all
             return
         try:
@@ -92,6 +107,11 @@ class Pending:
                 self._recorded.wait(index, self._works[index])
         except RuntimeError as error:
             raise self._failure(index, error) from error
+
+    def _may_take(self, index: int) -> bool:
+        """Tell whether a wait may take time; where works do not tell, only the last is taken to be on its way."""
+        work = self._works[index]
+        return not work.is_completed() and (getattr(work, "tells_completion", True) or index == len(self._works) - 1)
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""
@@ -149,6 +169,19 @@ class NamedWork:
             self._work.wait()
         except RuntimeError as error:
             raise _failure(self._name, self._group, error) from error
+
+
+def run_collective(
+    name: str, collective: Callable[..., Work | None], *tensors: Any, group: dist.ProcessGroup | None, **options: Any
+) -> None:
+    """Run a collective of torch.distributed to its end; an error names it as `NamedWork` does.
+
+    torch's own wait would end with the group's own limit: half an hour in groups of Megatron and of DeviceMesh.
+    tensors: the collective's arguments, of which the last is on the device of the collective.
+    """
+    own = group or dist.group.WORLD
+    assert own is not None, "torch.distributed is not initialised"
+    NamedWork(name, collective(*tensors, group=own, async_op=True, **options), own, tensors[-1].device).wait()
 
 
 def limited(work: Work | None, group: dist.ProcessGroup, device: torch.device) -> Work:

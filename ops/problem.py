@@ -17,6 +17,10 @@ OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 # Runs a rank's experts on rows of all ranks, between two all-to-alls (ops/expert_exchange.py).
 EXPERT_EXCHANGE = "expert_exchange"
 
+# The value of the setting `deterministic` that asks for the same bits at every tensor-parallel degree.
+TP = "tp"
+NOT_AT_EVERY_DEGREE = "its bits depend on the number of ranks, which COC_DETERMINISTIC=tp forbids"
+
 # Allowed values of the setting `fused_ranks`; the first is the default.
 FUSED_RANKS = (8, 16)
 
@@ -32,7 +36,10 @@ class Problem:
     soc
         Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
-        Whether sums over ranks must run in rank order.
+        Whether sums over ranks must run in rank order; `TP`: in one tree at every degree.
+    parts
+        The number of features of each part of a fused weight on this rank, such as gate and up, along the dimension
+        that ranks share: k, or n of all_gather_matmul. Empty: one part. Only the tree distinguishes them.
     antiquant, group_size
         The grain of an int8 weight's scales: "tensor", "channel", or "group" (of `group_size` elements of K); empty
         for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight with a floating input.
@@ -59,7 +66,8 @@ class Problem:
     ranks: int
     soc: str = ""
     shm: str | None = "the group was not asked"
-    deterministic: bool = False
+    deterministic: bool | str = False
+    parts: tuple[int, ...] = ()
     antiquant: str = ""
     group_size: int = 0
     scale_dtype: torch.dtype | None = None

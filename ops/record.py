@@ -148,6 +148,13 @@ class Recorder:
         finally:
             span.end = current.clock.mark()
 
+    def compute_rows(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run and record an operator of unfinished rows; between two passes it prolongs the pass before."""
+        if self._open or not self.passes:
+            return self.compute(BESIDE, name, function, *args, **kwargs)
+        with self._running(self.passes[-1]):
+            return self.compute(BESIDE, name, function, *args, **kwargs)
+
     @contextmanager
     def layer(self, kind: str, direction: str, name: str, device: str) -> Iterator[None]:
         """Record the context as a pass of a layer; inside a running pass, of a region, as a part of that pass."""
@@ -231,6 +238,14 @@ def compute(kind: str, name: str, function: Callable[P, T], *args: P.args, **kwa
     if recorder is None:
         return function(*args, **kwargs)
     return recorder.compute(kind, name, function, *args, **kwargs)
+
+
+def compute_rows(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return ``function(*args, **kwargs)``, an operator of unfinished rows; record it if a recorder is active."""
+    recorder = RECORDING.recorder
+    if recorder is None:
+        return function(*args, **kwargs)
+    return recorder.compute_rows(name, function, *args, **kwargs)
 
 
 @contextmanager

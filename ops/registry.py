@@ -11,19 +11,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 
-from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, Problem
+from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
+from ascend_parallel.ops.blocks import degree_tile
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, TP, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 
 # In the order of preference. Fused kernels run only on request, "chunked" with two chunks or more, "ordered" if the
-# others do not sum in rank order.
+# others do not sum in rank order, "tree" if the bits must be the same at every degree.
 KERNELS: dict[str, ModuleType] = {
     "npu": npu,
     "shm": shm,
     "chunked": chunked,
     "reference": reference,
     "ordered": ordered,
+    "tree": tree,
 }
 FUSED = ("npu", "shm")
 
@@ -33,6 +35,10 @@ CHUNKS_INSTEAD_OF_FUSED = 4
 
 class UnmetRequestError(RuntimeError):
     """COC_STRICT=1, and a call cannot meet a request of the settings; raised on every rank."""
+
+
+class DegreeError(ValueError):
+    """COC_DETERMINISTIC=tp, and a layer's bits would depend on the tensor-parallel degree; raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Choice:
 def choose(problem: Problem, settings: OperatorSettings) -> Choice:
     """Return kernel and chunks for `problem`; the same on every rank.
 
-    Raises `UnmetRequestError` if the settings are strict and the problem cannot meet their request.
+    Raises `UnmetRequestError` if the settings are strict and the problem cannot meet their request, `DegreeError` if
+    they ask for the same bits at every degree and the problem cannot have them.
     """
     return _cached_choice(problem, settings.for_operators)
 
@@ -109,8 +116,10 @@ def usual_chunks(settings: OperatorSettings) -> int:
 
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     exchange = problem.operator == EXPERT_EXCHANGE  # it sums nothing and leaves each expert's rows together
-    tile = deterministic_tile(problem.m) if problem.deterministic and not exchange else 0
-    if problem.ranks == 1:
+    tile = 0
+    if problem.deterministic and not exchange:
+        tile = degree_tile(problem.m) if problem.deterministic == TP else deterministic_tile(problem.m)
+    if problem.ranks == 1 and (exchange or problem.deterministic != TP):
         options = _options("reference", problem, settings, tile)
         return Choice(
             problem, "reference", (problem.cut,), not tile, "one rank: nothing to communicate", "", False, options
@@ -131,16 +140,22 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     elif tile and problem.antiquant:
         sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and chunks of columns could change bits"
     elif tile and request.given and (sizes := snap(request.sizes, tile)) != request.sizes:
-        why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC=1"
+        why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC={_asked(problem)}"
     unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     refusal = _refusal(plain, problem)
     if refusal is not None:
-        why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
-    kernel = plain if refusal is None else "ordered"
+        why = f"{why}; COC_DETERMINISTIC={_asked(problem)}, and {plain}: {refusal}"
+    kernel = plain if refusal is None else "tree" if problem.deterministic == TP else "ordered"
+    if kernel == "tree" and (refusal := _refusal(kernel, problem)) is not None:
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {name_of(problem)}: {refusal}")
     exact = _bit_exact(problem, kernel, len(sizes))
     options = _options(kernel, problem, settings, tile)
     return Choice(problem, kernel, sizes, exact, why, unmet, request.given, options, step)
+
+
+def _asked(problem: Problem) -> str:
+    return TP if problem.deterministic == TP else "1"
 
 
 def _refusal(name: str, problem: Problem) -> str | None:
@@ -195,7 +210,7 @@ def _count_request(
     sizes = split_rows(problem.cut, chunks, tile)
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
-        because = ", because COC_DETERMINISTIC=1" if problem.deterministic else ""
+        because = f", because COC_DETERMINISTIC={_asked(problem)}" if problem.deterministic else ""
         if problem.operator == EXPERT_EXCHANGE:
             why += f"; {problem.cut} experts a rank allow {len(sizes)} groups"
         else:
@@ -227,7 +242,9 @@ def _options(name: str, problem: Problem, settings: OperatorSettings, tile: int)
     if name == "npu":
         mode = npu_limits.engine(problem)
         return () if mode is None else (("comm_mode", mode),)
-    tiled = (("row_tile", tile),) if tile else ()
+    tiled: tuple[tuple[str, object], ...] = (("row_tile", tile),) if tile else ()
+    if name == "tree":
+        return (*tiled, ("features", tree.features_of(problem)))
     return (("time_limit", float(settings.time_limit)), *tiled) if name == "shm" else tiled
 
 
@@ -298,4 +315,6 @@ def _reason(name: str, choice: Choice, settings: OperatorSettings) -> str:
         return "can, but another fused kernel was tried first" if requested else "can, with USE_COC_FUSED_KERNEL=1"
     if name == "ordered":
         return "can, with COC_DETERMINISTIC=1 where nothing else sums in rank order"
+    if name == "tree":
+        return "can, with COC_DETERMINISTIC=tp"
     return f"can, with {'two or more chunks' if name == 'chunked' else 'one chunk'}"

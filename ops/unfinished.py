@@ -8,19 +8,23 @@ depends on no list: the lists below only say what overlaps.
 
 Which rows are finished may differ between ranks: no collective starts here, so none can be missing.
 
-Autograd records every operator as without chunks, since all this happens below autograd.
+Autograd records every operator as without chunks, since all this happens below autograd. Gradients are unfinished in
+the same way: a sum over rows, such as the gradient of a norm's weight, is computed once all rows are there, and the
+weight gradient of a layer when a wait has nothing else to do. They may lie unfinished in a parameter's ``.grad`` until
+backward ends, or until somebody reads them.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from threading import RLock
 from typing import Any
 
 import torch
@@ -29,10 +33,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.pending import IDLE_WORK, Pending
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, random_operands, without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
-from ascend_parallel.ops.record import BESIDE, compute
+from ascend_parallel.ops.record import compute_rows
 from ascend_parallel.ops.rows import Sizes
 
 aten = torch.ops.aten
@@ -41,6 +45,8 @@ aten = torch.ops.aten
 # argument says which trailing dimensions a row has: a shape, or dimensions.
 ALONG_SHAPE = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
 ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList)
+# The gradients of norms: that of the input works on each row, those of weight and bias are sums over all rows.
+NORM_BACKWARDS = (aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 # Elementwise operators that torch does not tag so.
 CASTS = (aten._to_copy.default, aten.clone.default)
 # ``mm(x, w)`` and ``addmm(bias, x, w)``: the place of the rows.
@@ -56,6 +62,12 @@ FACTORIES = (
     aten.ones_like.default,
 )
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
+# With one of them autograd stores a gradient.
+STORES = (aten.detach.default, aten.clone.default)
+_ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+# A postponed gradient keeps its operands.
+MOST_POSTPONED = 2
 
 ENDS: Counter[str] = Counter()
 """The functions that waited for all rows of an unfinished tensor, with their number, for display."""
@@ -81,9 +93,11 @@ class LazyRows:
         self._stops = list(accumulate(sizes))
         self._fill: Callable[[int], object] | None = fill
         self._next = 0
-        self._lock = RLock()  # two threads of a program may read the same rows
+        self._filling = False
+        self._lock = threading.RLock()  # two threads of a program may read the same rows
         self._whole: LazyRows = self if part_of is None else part_of._whole
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
+        self._followers: list[weakref.ReferenceType[LazyRows]] = []
 
     @property
     def filled(self) -> int:
@@ -99,13 +113,19 @@ class LazyRows:
         """Finish all rows before `stop`."""
         if self.filled >= stop or self.finished:
             return
-        with self._lock, without_grad_and_modes():
-            while not self.finished and self.filled < stop:
-                assert self._fill is not None
-                self._fill(self._next)
-                self._next += 1
+        with self._lock, _filling():
+            self._filling = True
+            try:
+                while not self.finished and self.filled < stop:
+                    assert self._fill is not None
+                    self._fill(self._next)
+                    self._next += 1
+            finally:
+                self._filling = False
         if self.finished:
             self._fill = None  # and what it holds
+            followers, self._followers = self._followers, []
+            _finish(followers)
 
     def finish(self) -> None:
         """Finish all rows."""
@@ -115,6 +135,10 @@ class LazyRows:
         """Note rows that are made of these."""
         self._whole._readers.append(weakref.ref(reader))
 
+    def followed_by(self, follower: LazyRows) -> None:
+        """Finish other rows as soon as these are finished."""
+        self._followers.append(weakref.ref(follower))
+
     @property
     def is_part(self) -> bool:
         """Whether these are some rows of others."""
@@ -123,9 +147,7 @@ class LazyRows:
     def finish_readers(self) -> None:
         """Finish the rows that are made of these, which may change."""
         readers, self._whole._readers = self._whole._readers, []
-        for reference in readers:
-            if (reader := reference()) is not None:
-                reader.finish()
+        _finish(readers)
 
     def settle(self) -> None:
         """Finish all rows, and all that are made of them."""
@@ -140,7 +162,7 @@ class LazyRows:
         self.finish_readers()
         fill, bounds = self._fill, list(pairwise((0, *self._stops)))
         if self.filled:
-            with without_grad_and_modes():
+            with _filling():
                 act(0, self.filled)
         if fill is None:
             return
@@ -150,6 +172,35 @@ class LazyRows:
             act(*bounds[index])
 
         self._fill = fill_and_change
+
+
+class _Thread(threading.local):
+    """Whether a thread fills rows: what fills them may ask for others."""
+
+    fills = False
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def _filling() -> Iterator[None]:
+    """Run a fill without autograd and modes; entering these takes longer than a small operator."""
+    if _THREAD.fills:
+        yield
+        return
+    with without_grad_and_modes():
+        _THREAD.fills = True
+        try:
+            yield
+        finally:
+            _THREAD.fills = False
+
+
+def _finish(references: Sequence[weakref.ReferenceType[LazyRows]]) -> None:
+    for reference in references:
+        if (rows := reference()) is not None and not rows._filling:  # else they have asked for what they follow
+            rows.finish()
 
 
 @dataclass(frozen=True)
@@ -197,6 +248,8 @@ class UnfinishedTensor(torch.Tensor):
         if all(kind is UnfinishedTensor for kind in types) and (_any_unfinished(args, kwargs) or _is_view(func)):
             result = _by_rows(func, args, kwargs)
             if result is not NotImplemented:
+                if func in STORES and in_backward():
+                    _note_gradient()
                 return result
         return _whole(func, args, kwargs)
 
@@ -261,6 +314,10 @@ class UnfinishedTensor(torch.Tensor):
         """Pickle the finished tensor."""
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: Any = None) -> torch.Tensor | None:
+        """Return the finished gradient for the backward of a compiled function."""
+        return self.finished() if expected_type is torch.Tensor else None
+
     def _plain(self) -> torch.Tensor:
         """Return the finished tensor, with gradients as this one has them."""
         value = self._given_away()
@@ -284,23 +341,24 @@ def finished(x: torch.Tensor) -> torch.Tensor:
 
 
 def may_stay_unfinished(sizes: Sizes, least_rows: int) -> bool:
-    """Tell whether results in these chunks may stay unfinished: not where no tensor may be changed later."""
-    if len(sizes) < 2 or sum(sizes) < least_rows * len(sizes) or torch.is_inference_mode_enabled():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    """Tell whether results in these chunks may stay unfinished."""
+    return len(sizes) > 1 and sum(sizes) >= least_rows * len(sizes) and may_be_filled_later()
 
 
-def unfinished(pending: Pending, least_rows: int) -> torch.Tensor:
+def may_be_filled_later() -> bool:
+    """Tell whether a tensor that is made now may be filled later: not in inference mode, nor in functorch."""
+    return not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def unfinished(pending: Pending, least_rows: int, counted: str = "region") -> torch.Tensor:
     """Return the result of started collectives without waiting for them, if its chunks have `least_rows` rows.
 
-    Else, and where no tensor may be changed later (inference mode, functorch), wait.
+    Else, and where no tensor may be changed later (inference mode, functorch), wait. `counted`: the name in `COUNTS`.
     """
     if not may_stay_unfinished(pending.sizes, least_rows):
         return pending.wait()
     sizes = pending.sizes
-    COUNTS.add("region", len(sizes), 0)
-    if torch._C._current_graph_task_id() != -1:  # a recomputed layer, whose rows may have no reader
-        torch.autograd.Variable._execution_engine.queue_callback(pending.wait)  # type: ignore[arg-type]
+    COUNTS.add(counted, len(sizes), 0)
     if (earlier := _LATEST.pop(pending.group, None)) is not None:
         earlier.wait()  # nobody may have read its rows
     _LATEST[pending.group] = pending
@@ -310,13 +368,53 @@ def unfinished(pending: Pending, least_rows: int) -> torch.Tensor:
         if index == len(sizes) - 1 and _LATEST.get(pending.group) is pending:
             del _LATEST[pending.group]
 
-    return _rooted(pending.tensor, LazyRows(sizes, fill), 1)
+    progress = LazyRows(sizes, fill)
+    if in_backward():  # a gradient; or a recomputed layer, whose rows may have no reader
+        at_end_of_backward(progress.settle)
+    return _rooted(pending.tensor, progress, 1)
+
+
+def in_backward() -> bool:
+    """Tell whether this thread runs a node of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(run: Callable[[], object]) -> None:
+    """Run a function at the end of the running backward; if that fails, never."""
+    torch.autograd.Variable._execution_engine.queue_callback(run)  # type: ignore[arg-type]
+
+
+_GRADIENTS: dict[int, list[torch.Tensor]] = {}
+"""The leaves whose ``.grad`` a running backward has left unfinished, by its number."""
+
+
+def _note_gradient() -> None:
+    """Have a gradient that autograd stores now in a leaf replaced by a plain tensor at the end of backward."""
+    node = torch._C._current_autograd_node()
+    if not isinstance(node, _ACCUMULATE_GRAD):
+        return
+    task = torch._C._current_graph_task_id()
+    if task not in _GRADIENTS:
+        _register_optimizer_step_pre_hook()
+        _GRADIENTS[task] = []
+        at_end_of_backward(lambda: _finish_gradients(_GRADIENTS.pop(task, [])))
+    _GRADIENTS[task].append(node.variable)
+
+
+def _finish_gradients(leaves: Sequence[torch.Tensor]) -> None:
+    for leaf in leaves:
+        gradient: Any = leaf.grad
+        if isinstance(gradient, UnfinishedTensor):
+            value = gradient.finished()
+            if leaf.shape == value.shape:  # DeepSpeed's ZeRO 3 has freed its weight before it takes the gradient
+                leaf.grad = value
+        elif isinstance(local := getattr(gradient, "_local_tensor", None), UnfinishedTensor):  # of a DTensor
+            gradient._local_tensor = local.finished()
 
 
 def _rooted(value_m: torch.Tensor, progress: LazyRows, blocks: int) -> UnfinishedTensor:
     """Return the first tensor of a chain, whose rows end before an optimizer changes what they are made of."""
-    if not _ROOTS:
-        _register_optimizer_step_pre_hook()
+    _register_optimizer_step_pre_hook()
     _ROOTS.add(progress)
     return UnfinishedTensor(value_m, Rows(progress, blocks, 1))
 
@@ -330,6 +428,8 @@ def settle(*_: object) -> None:
     for root in list(_ROOTS):
         root.settle()
     _ROOTS.clear()
+    while _GRADIENTS:  # of a backward that failed
+        _finish_gradients(_GRADIENTS.popitem()[1])
 
 
 @lru_cache(maxsize=1)
@@ -343,12 +443,44 @@ def unfinished_blocks(value_m: torch.Tensor, sizes: Sizes, fill: Callable[[int],
     return _rooted(value_m, LazyRows(sizes, fill), blocks)
 
 
+def postponed(
+    value: torch.Tensor, write: Callable[[], object], reads: Sequence[torch.Tensor], name: str
+) -> torch.Tensor:
+    """Return `value`, a gradient that ``write()`` writes: in a wait that is idle, when it is read, or as backward ends.
+
+    reads: the tensors of which it is made; `name` names it in an error, if one of them has changed before.
+    """
+    unchanged = list(map(_Unchanged, reads))
+
+    def fill(_: int) -> None:
+        for operand in unchanged:
+            operand.check(name)
+        write()
+
+    progress = LazyRows((1,), fill)
+    reference = weakref.ref(progress)
+    while len(IDLE_WORK) >= MOST_POSTPONED:
+        IDLE_WORK.popleft()()
+    IDLE_WORK.append(lambda: _finish([reference]))
+    at_end_of_backward(progress.finish)
+    return UnfinishedTensor(value, Rows(progress, 1, 0))
+
+
 def _any_unfinished(args: Any, kwargs: Any) -> bool:
     return any(not tensor._rows.progress.finished for tensor in _unfinished_in(args, kwargs))
 
 
 def _unfinished_in(args: Any, kwargs: Any) -> list[UnfinishedTensor]:
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, UnfinishedTensor)]
+    return [leaf for leaf in _tensors_in((*args, *kwargs.values())) if isinstance(leaf, UnfinishedTensor)]
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operator's arguments, which may be lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
 def _whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -390,15 +522,20 @@ def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
     if _is_view(func):
         return _view(func, args, kwargs) if isinstance(x, UnfinishedTensor) else NotImplemented
     if (torch.Tag.pointwise in func.tags and not _draws(func)) or func in CASTS:
-        if kwargs.get("device") is not None or "out" in kwargs:
+        if isinstance(x, torch.Tensor) and kwargs.get("device") == x.device:  # as autograd writes a cast
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if kwargs.get("device") is not None or "out" in kwargs or (func is aten.clone.default and _retains()):
             return NotImplemented
         return _changed(func, args, kwargs) if func._schema.is_mutable else _rowwise(func, args, kwargs, None)
-    if func in ALONG_SHAPE and isinstance(x, UnfinishedTensor) and len(args) > 1:
+    if not isinstance(x, UnfinishedTensor) or len(args) < 2:
+        return NotImplemented
+    if func in ALONG_SHAPE:
         return _rowwise(func, args, kwargs, len(args[1]))
-    if func in ALONG_DIMS and isinstance(x, UnfinishedTensor) and len(args) > 1 and args[1]:
+    if func in ALONG_DIMS and args[1]:
         dims = [dim % x.dim() - x.dim() for dim in args[1]]  # a chunk has fewer leading dimensions
-        return _rowwise(func, (x, dims, *args[2:]), kwargs, -min(dims))
-    return NotImplemented
+        made = _rowwise(func, (x, dims, *args[2:]), kwargs, -min(dims))
+        return _once_all(func, args, kwargs) if made is NotImplemented and in_backward() else made
+    return _norm_backward(func, args) if func in NORM_BACKWARDS and not kwargs else NotImplemented
 
 
 @lru_cache(maxsize=512)
@@ -522,12 +659,14 @@ class _Operands:
         """Find the rows of every tensor; `dims`: the number of dimensions of the result. Raises `_NotByRows`."""
         self._name = func._schema.name
         self._changes = args[0] if func._schema.is_mutable else None
-        self.rows, self._leaves, self._places = like._rows, *pytree.tree_flatten((args, kwargs))
+        self.rows, self._args, self._kwargs = like._rows, list(args), kwargs
+        if _hold_tensors(args, kwargs):
+            raise _NotByRows
         self.sources: list[LazyRows] = []
         self._read: list[_Unchanged] = []
         self._cut: dict[int, tuple[torch.Tensor, ...]] = {}
         lead, shape = like._rows.lead, like.shape[: like._rows.lead]
-        for place, leaf in enumerate(self._leaves):
+        for place, leaf in enumerate(args):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.dim() == dims and leaf.shape[:lead] == shape:
@@ -541,7 +680,7 @@ class _Operands:
             ):
                 raise _NotByRows
             else:  # as small as a row; FSDP may free a norm's weight before the rows are there
-                self._leaves[place] = leaf.reshape(leaf.shape[max(0, leaf.dim() - (dims - lead)) :]).clone()
+                self._args[place] = leaf.reshape(leaf.shape[max(0, leaf.dim() - (dims - lead)) :]).clone()
 
     def _source(self, leaf: torch.Tensor) -> torch.Tensor:
         if leaf is not self._changes:
@@ -563,10 +702,16 @@ class _Operands:
         """Return arguments and keyword arguments of some rows of a block."""
         for read in self._read:
             read.check(self._name)
-        leaves = list(self._leaves)
+        args = list(self._args)
         for place, blocks in self._cut.items():
-            leaves[place] = blocks[block][start:stop]
-        return pytree.tree_unflatten(leaves, self._places)
+            args[place] = blocks[block][start:stop]
+        return args, self._kwargs
+
+
+def _hold_tensors(args: Any, kwargs: Any) -> bool:
+    """Tell whether there are tensors in lists, or in arguments that are given by name."""
+    lists = [value for value in args if isinstance(value, (list, tuple))]
+    return any(True for _ in _tensors_in((*lists, *kwargs.values())))
 
 
 class _Unchanged:
@@ -597,11 +742,10 @@ class _NotByRows(Exception):
 
 def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None) -> Any:
     """Run an operator chunk by chunk: elementwise, or along the last `trailing` dimensions of its first argument."""
-    metas = [_on_meta(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
-    results = _results(func, pytree.tree_structure((args, kwargs)), tuple(metas))
+    results = _results(func, tuple(map(_on_meta, args)), tuple((name, _on_meta(kwargs[name])) for name in kwargs))
     if results is None:
         return NotImplemented
-    shapes, structure = results
+    shapes, several = results
     dims = args[0].dim() if trailing is not None else len(shapes[0][0])
     like = next((leaf for leaf in _unfinished_in(args, kwargs) if _leads(leaf, shapes[0][0], dims)), None)
     if like is None or (trailing is not None and (like is not args[0] or trailing > like.dim() - like._rows.lead)):
@@ -613,22 +757,126 @@ def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None) -> Any:
         return NotImplemented
     buffers = [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in shapes]
     cut = [_blocks_of(buffer, rows, lead) for buffer in buffers]
-    bounds = list(pairwise((0, *accumulate(rows.progress.sizes))))
+    bounds, into = list(pairwise((0, *accumulate(rows.progress.sizes)))), _writing(func)
 
     def fill(index: int) -> None:
         start, stop = bounds[index]
         operands.wait(stop)
         for block in range(rows.blocks):
             args_c, kwargs_c = operands.chunk(block, start, stop)
-            results_c = compute(BESIDE, func._schema.name, func, *args_c, **kwargs_c)
-            for buffer, result_c in zip(cut, pytree.tree_leaves(results_c), strict=True):
-                buffer[block][start:stop].copy_(result_c)
+            places = [buffer[block][start:stop] for buffer in cut]
+            if into is not None:
+                compute_rows(func._schema.name, into.func, *args_c, **kwargs_c, **{into.out: places[0]})
+                continue
+            results_c = compute_rows(func._schema.name, func, *args_c, **kwargs_c)
+            for place, result_c in zip(places, _listed(results_c), strict=True):
+                place.copy_(result_c)
 
     progress = LazyRows(rows.progress.sizes, fill)
     for source in operands.sources:
         source.read_by(progress)
     made = [UnfinishedTensor(buffer, Rows(progress, rows.blocks, lead)) for buffer in buffers]
-    return pytree.tree_unflatten(made, structure)
+    return made if several else made[0]
+
+
+def _listed(results: Any) -> Sequence[torch.Tensor]:
+    return (results,) if isinstance(results, torch.Tensor) else results
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """The form of an operator that writes its result to the argument `out`."""
+
+    func: Any
+    out: str
+
+
+@lru_cache(maxsize=512)
+def _writing(func: Any) -> _Writing | None:
+    """Return the form of an operator with one result that writes it to a given tensor; None: it has none."""
+    if not isinstance(func, torch._ops.OpOverload) or len(func._schema.returns) != 1:
+        return None
+    arguments = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        *same, last = other._schema.arguments
+        if last.is_out and [(argument.name, str(argument.type)) for argument in same] == arguments:
+            return _Writing(other, last.name)
+    return None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """The backward of a norm, with some of its results alone."""
+
+    func: Any
+    mask: tuple[bool, ...]
+
+    @property
+    def _schema(self) -> Any:
+        return self.func._schema
+
+    def __call__(self, *args: Any) -> list[torch.Tensor]:
+        """Return the gradients of the mask."""
+        results = self.func(*args, list(self.mask))
+        return [result for result, wanted in zip(results, self.mask, strict=True) if wanted]
+
+
+def _norm_backward(func: Any, args: Any) -> Any:
+    """Return the gradients of a norm: the input's by rows, the others once all rows are there."""
+    *operands, mask = args
+    made: list[Any] = []
+    if mask[0]:
+        by_rows = _rowwise(_Gradients(func, (True, *(False for _ in mask[1:]))), operands, {}, len(args[2]))
+        if by_rows is NotImplemented:
+            return NotImplemented
+        made += by_rows
+    if any(mask[1:]):
+        summed = _once_all(_Gradients(func, (False, *mask[1:])), operands, {})
+        if summed is NotImplemented:
+            return NotImplemented
+        made += summed
+    rest = iter(made)
+    return tuple(next(rest) if wanted else None for wanted in mask)
+
+
+def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator over all rows as soon as they are there, or its result is read: a sum over rows, in backward.
+
+    The whole operator runs, so that its bits stay.
+    """
+    results = _results(func, tuple(map(_on_meta, args)), tuple((name, _on_meta(kwargs[name])) for name in kwargs))
+    if results is None or _hold_tensors(args, kwargs):
+        return NotImplemented
+    shapes, several = results
+    x = args[0]
+    read = [leaf for leaf in _tensors_in(args) if leaf.dim() == x.dim()]
+    # What is as small as a row may change before, such as a weight that a hook updates.
+    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.dim() != x.dim() else leaf for leaf in args]
+    unchanged = [_Unchanged(leaf) for leaf in read]
+    buffers = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in shapes]
+
+    def fill(_: int) -> None:
+        whole_args = list(map(finished, kept))
+        for operand in unchanged:
+            operand.check(func._schema.name)
+        found = compute_rows(func._schema.name, func, *whole_args, **kwargs)
+        for buffer, result in zip(buffers, _listed(found), strict=True):
+            buffer.copy_(result)
+
+    progress = LazyRows((1,), fill)
+    sources = [leaf._rows.progress for leaf in _unfinished_in(args, kwargs) if not leaf._rows.progress.finished]
+    for source in sources:
+        source.read_by(progress)
+    if len(sources) == 1:  # a second one would be waited for
+        sources[0].followed_by(progress)
+    made = [UnfinishedTensor(buffer, Rows(progress, 1, 0)) for buffer in buffers]
+    return made if several else made[0]
+
+
+def _retains() -> bool:
+    """Tell whether a copy made now may be a gradient that the user has asked autograd to retain."""
+    return in_backward() and not isinstance(torch._C._current_autograd_node(), _ACCUMULATE_GRAD)
 
 
 def _leads(leaf: UnfinishedTensor, shape: Sequence[int], dims: int) -> bool:
@@ -640,6 +888,8 @@ def _leads(leaf: UnfinishedTensor, shape: Sequence[int], dims: int) -> bool:
 def _on_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    if isinstance(leaf, (list, tuple)):
+        return _Constant(list, tuple(map(_on_meta, leaf)))
     return _Constant(type(leaf), leaf)
 
 
@@ -659,23 +909,23 @@ class _Constant:
     value: Any
 
     def made(self) -> Any:
-        return self.value
+        return [each.made() for each in self.value] if self.kind is list else self.value
 
 
 @lru_cache(maxsize=4096)
-def _results(func: Any, structure: Any, leaves: tuple[Any, ...]) -> Any:
-    """Return shape and dtype of each result, and their structure; None if they are no contiguous tensors."""
+def _results(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """Return shape and dtype of each result, and whether there are several; None if they are no contiguous tensors."""
     if any(str(result.type) != "Tensor" for result in func._schema.returns):
         return None
     with without_grad_and_modes():
-        args, kwargs = pytree.tree_unflatten([leaf.made() for leaf in leaves], structure)
         try:
-            results, of_results = pytree.tree_flatten(func(*args, **kwargs))
+            found = func(*(each.made() for each in args), **{name: each.made() for name, each in kwargs})
         except (NotImplementedError, RuntimeError):  # no meta kernel; or the call is wrong, which the whole call says
             return None
+    results = _listed(found)
     if not all(isinstance(result, torch.Tensor) and result.is_contiguous() for result in results):
         return None
-    return [(tuple(result.shape), result.dtype) for result in results], of_results
+    return [(tuple(result.shape), result.dtype) for result in results], not isinstance(found, torch.Tensor)
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -693,7 +943,7 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Any:
     def act(start: int, stop: int) -> None:
         for block in range(x._rows.blocks):
             args_c, kwargs_c = operands.chunk(block, start, stop)
-            compute(BESIDE, func._schema.name, func, *args_c, **kwargs_c)
+            compute_rows(func._schema.name, func, *args_c, **kwargs_c)
 
     x._rows.progress.change(act)
     return x
@@ -724,7 +974,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
         for operand in unchanged:
             operand.check(func._schema.name)
         chunk = (*args[:place], value[start:stop], w)
-        compute(BESIDE, func._schema.name, _OUT[func], *chunk, out=y[start:stop])
+        compute_rows(func._schema.name, _OUT[func], *chunk, out=y[start:stop])
 
     progress = LazyRows(sizes, fill)
     source.read_by(progress)

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from ascend_parallel.consistency import exchange
 from ascend_parallel.diagnostics.verify import (
     LEDGER,
     Difference,
@@ -44,6 +43,7 @@ from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups.consistency import exchange
 from ascend_parallel.settings import Settings
 
 Tensors = Mapping[str, torch.Tensor]  # operands or results by name

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.current import current_settings
 from ascend_parallel.ops import Problem, choose
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, overlap_in_words
-from ascend_parallel.settings import Settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.tuning.measured.pass_times import Case
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.

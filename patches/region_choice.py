@@ -22,8 +22,8 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.ops.unfinished import finished
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +45,7 @@ ParallelOption = Annotated[bool, typer.Option(help="All-gather and reduce-scatte
 DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
 ChunksOption = Annotated[str, typer.Option(help="Chunk counts to try, separated by commas.")]
 RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="Timings of each variant.")]
+ORDERS = {"1": ["1"], "tp": ["1", "tp"]}
 LinkOption = Annotated[
     str | None,
     typer.Option(
@@ -54,7 +56,7 @@ LinkOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class BenchRequest:
     """The layers to time and the conditions."""
 
     names: list[str]
@@ -85,6 +87,10 @@ def bench(
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    deterministic: Annotated[
+        str | None,
+        typer.Option(metavar="1|tp", help="Time the values of COC_DETERMINISTIC up to this too, and print all lines."),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Print a line for every variant, not only the best.")] = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Write a chart to this file: .png, .svg, .pdf.")
@@ -111,6 +117,8 @@ def bench(
 
       ascend-parallel bench --model llama3-8b --scale 4 --tp 4 --json > bench.json
 
+      ascend-parallel bench --shape 2048,1024,1024 --deterministic tp
+
       ascend-parallel bench --moe 8,1024,1024,512 --shared 128 --link 1gbit
     """
     if moe is not None:
@@ -125,12 +133,13 @@ def bench(
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
-        measured = _measure(request, as_json)
+        orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
+        measured = _measure(request, as_json, orders)
         rows = rows_of(request.names, measured["passes"])
         if as_json:
             typer.echo(json.dumps(_report(request, measured, rows), indent=1))
         else:
-            show(rows, _conditions(request, measured), console(WIDTH), every=every)
+            show(rows, _conditions(request, measured), console(WIDTH), every=every or bool(orders))
         if plot_file is not None:
             plot(rows, _conditions(request, measured), plot_file)
 
@@ -235,7 +244,7 @@ def _request(
     chunks: str,
     rounds: int,
     link: str | None,
-) -> Request:
+) -> BenchRequest:
     if (model is None) == (not shapes):
         raise PlanningError("give either --model or --shape")
     chosen = lookup("--dtype", dtype, DTYPES)
@@ -256,7 +265,7 @@ def _request(
         names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
         title = "shapes"
     counts = _counts(chunks)
-    return Request(
+    return BenchRequest(
         names=names,
         cases=cases,
         ranks=tp,
@@ -277,7 +286,7 @@ def _counts(chunks: str) -> list[int]:
     return counts
 
 
-def _measure(request: Request, as_json: bool) -> dict[str, Any]:
+def _measure(request: BenchRequest, as_json: bool, deterministic: Sequence[str] = ()) -> dict[str, Any]:
     with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
@@ -289,11 +298,12 @@ def _measure(request: Request, as_json: bool) -> dict[str, Any]:
             chunks=request.chunks,
             fused=request.fused and request.link is None,
             rounds=request.rounds,
+            deterministic=list(deterministic),
         )
     return measured
 
 
-def _conditions(request: Request, measured: dict[str, Any]) -> str:
+def _conditions(request: BenchRequest, measured: dict[str, Any]) -> str:
     over = f"a link of {request.link}" if request.link else "loopback"
     return (
         f"{request.title}; {request.ranks} ranks of one thread over {over}; torch {measured['torch']}; "
@@ -301,7 +311,7 @@ def _conditions(request: Request, measured: dict[str, Any]) -> str:
     )
 
 
-def _report(request: Request, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+def _report(request: BenchRequest, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
     return {
         "conditions": _conditions(request, measured),
         "ranks": request.ranks,

@@ -18,7 +18,7 @@ from rich.tree import Tree
 
 from ascend_parallel.cli.commands import Commands
 from ascend_parallel.cli.output import console, errors, needs_sharding, progress_console
-from ascend_parallel.folded_rows import fold
+from ascend_parallel.text.folded_rows import fold
 
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import CheckpointReader

@@ -91,14 +91,14 @@ def plan_training(
 def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None) -> _Search:
     """Return the search for a user's model."""
     from ascend_parallel.training import AmpOptions
-    from ascend_parallel.training.confirm_degrees import Planned, planned_whole
-    from ascend_parallel.training.degrees.search import Found, search_degrees
+    from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
+    from ascend_parallel.training.degrees.search import SearchResult, search_degrees
     from ascend_parallel.training.loss import mean_loss
 
     refuse_sizes(text, batch, seq)
     model, data, loss = build_model(text, with_loss=True)
 
-    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[Found, Planned]:
+    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[SearchResult, ConfirmedCandidate]:
         options = AmpOptions(dtype=None if amp == FLOAT32 else amp)
         how = loss or mean_loss
         found = search_degrees(
@@ -112,16 +112,16 @@ def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None)
 
 def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: str | None) -> _Search:
     """Return the search for a preset of the cost model."""
-    from ascend_parallel.training.confirm_degrees import Planned, planned_whole
+    from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
     from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch, traced_preset
-    from ascend_parallel.training.degrees.search import Found, search_traced
+    from ascend_parallel.training.degrees.search import SearchResult, search_traced
     from ascend_parallel.training.loss import mean_loss
 
     preset = find_model(name)
     length = seq or preset.sequence or SEQUENCE
     size = batch or default_batch(ranks, length)
 
-    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[Found, Planned]:
+    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[SearchResult, ConfirmedCandidate]:
         dtype = amp or find_hardware(hardware).dtype
         traced = traced_preset(preset, length, size, dtype)
         found = search_traced(traced, ranks=ranks, memory=limit, hardware=hardware, progress=progress)

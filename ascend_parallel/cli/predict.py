@@ -27,6 +27,7 @@ from ascend_parallel.tuning.cost_model.report import predict as predicted
 from ascend_parallel.tuning.cost_model.report import show, show_sources
 from ascend_parallel.tuning.cost_model.step import Layout
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.published.report import compare_runs, show_runs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 WIDTH = 150
@@ -42,6 +43,8 @@ Examples:
   ascend-parallel predict --model llama2-7b --tp 2 --hardware cpu-gloo --link 1gbit --seq 1024
 
   ascend-parallel predict --published
+
+  ascend-parallel predict --gains
 
   ascend-parallel predict --list
 
@@ -83,9 +86,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; s
 ListAll = Annotated[bool, typer.Option("--list", help="List models and hardware.")]
 Sources = Annotated[bool, typer.Option("--sources", help="Print every number of the hardware with its source.")]
 Published = Annotated[
+    bool, typer.Option("--published", help="Compare published trainings with predictions, by source.")
+]
+Gains = Annotated[
     bool,
     typer.Option(
-        "--published",
+        "--gains",
         help=f"Compare the gains that MindSpeed publishes with predictions; hardware by default: {PUBLISHED_HARDWARE}.",
     ),
 ]
@@ -111,12 +117,17 @@ def predict(
     list_all: ListAll = False,
     sources: Sources = False,
     published: Published = False,
+    gains: Gains = False,
 ) -> None:
     """Run the command; the help text is `EXAMPLES`."""
     out = console(WIDTH)
     with errors("predict", ArithmeticError):  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
         if published:
-            _refuse_beside_published(model, model_file, list_all, sources)
+            _refuse_beside("--published", "published trainings", model, model_file, list_all, sources)
+            _show_published(out, as_json)
+            return
+        if gains:
+            _refuse_beside("--gains", ", ".join(PUBLISHED), model, model_file, list_all, sources)
             hardware = PUBLISHED_HARDWARE if hardware is None and hardware_file is None else hardware
         if list_all:
             _list(out, as_json)
@@ -135,10 +146,10 @@ def predict(
             sequence_parallel=sequence_parallel,
         )
         with progress_console(as_json).status("predicting"):
-            result = compare(work) if published else _predicted(_model(model, model_file), work)
+            result = compare(work) if gains else _predicted(_model(model, model_file), work)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
-    elif published:
+    elif gains:
         show_published(result, out)
     else:
         show(result, out)
@@ -149,11 +160,22 @@ def _predicted(model: Model, work: Assumptions) -> dict[str, Any]:
     return predicted(model, batch, work.layout, work.hardware)
 
 
-def _refuse_beside_published(model: str | None, model_file: Path | None, list_all: bool, sources: bool) -> None:
+def _refuse_beside(
+    option: str, what: str, model: str | None, model_file: Path | None, list_all: bool, sources: bool
+) -> None:
     others = {"--model": model, "--model-file": model_file, "--list": list_all, "--sources": sources}
-    for option, value in others.items():
+    for other, value in others.items():
         if value:
-            raise PlanningError(f"{option} is not allowed with --published, which predicts {', '.join(PUBLISHED)}")
+            raise PlanningError(f"{other} is not allowed with {option}, which predicts {what}")
+
+
+def _show_published(out: Console, as_json: bool) -> None:
+    with progress_console(as_json).status("predicting"):
+        comparison = compare_runs()
+    if as_json:
+        typer.echo(json.dumps(comparison, indent=2))
+    else:
+        show_runs(comparison, out)
 
 
 def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:

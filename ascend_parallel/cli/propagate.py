@@ -49,7 +49,7 @@ def propagate(
     hardware: Annotated[str, typer.Option(help=HARDWARE)] = DEFAULT_HARDWARE,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the graph, coloured by layout.")] = None,
     advice: Annotated[
-        bool, typer.Option("--advise", help="The fewest operators to configure, with reasons and costs.")
+        bool, typer.Option("--advise", help="A few operators to configure, with reasons and costs.")
     ] = False,
     instructions: Annotated[
         bool,

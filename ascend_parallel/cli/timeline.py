@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from ascend_parallel.cli.output import console, errors, progress_console
-from ascend_parallel.diagnostics.timeline.merge import Merged, cell, clock, columns, merge
+from ascend_parallel.diagnostics.timeline.merge import MergedTimeline, cell, clock, columns, merge
 from ascend_parallel.diagnostics.timeline.table import Row
 
 WIDTH = 130  # of a table written to a file
@@ -52,7 +52,7 @@ def timeline(
         webbrowser.open(written[1].resolve().as_uri())
 
 
-def _plain(merged: Merged, written: Sequence[Path]) -> dict[str, object]:
+def _plain(merged: MergedTimeline, written: Sequence[Path]) -> dict[str, object]:
     return {
         "about": merged.about,
         "layers": [row.as_dict() for row in merged.rows()],
@@ -62,7 +62,7 @@ def _plain(merged: Merged, written: Sequence[Path]) -> dict[str, object]:
     }
 
 
-def _show(merged: Merged, written: Sequence[Path], missing: Sequence[str]) -> None:
+def _show(merged: MergedTimeline, written: Sequence[Path], missing: Sequence[str]) -> None:
     out = console(WIDTH)
     out.print(_table(merged.about, merged.rows()))
     for shift in merged.shifts:

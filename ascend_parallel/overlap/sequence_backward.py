@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -14,8 +15,13 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.probing import ROW_MAJOR
+from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.unfinished import finished, in_backward, may_be_filled_later, postponed, unfinished
 from ascend_parallel.overlap.layer import ParallelLinear
+
+Gathered = Callable[[], torch.Tensor | None]
+"""Returns the whole input of a layer, once its rows are gathered; None if it was not kept."""
 
 
 def column_sequence_backward(
@@ -36,7 +42,8 @@ def column_sequence_backward(
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        started = start_matmul_reduce_scatter(dy, weight, group, settings, after, layout=ROW_MAJOR)
+        scattering = layer.settings_for(REDUCE_SCATTER, dy, weight)
+        started = start_matmul_reduce_scatter(dy, weight, group, scattering, after, layout=ROW_MAJOR, parts=layer.parts)
         return running.enter_context(started)
 
     with ExitStack() as running:
@@ -45,8 +52,31 @@ def column_sequence_backward(
         else:
             pending_x = start_gather()
             pending_dx = start_input_gradient(pending_x)
-        dw = weight_gradient_of(layer, pending_x.wait() if pending_x else kept, dy)
-        return (pending_dx.wait() if pending_dx else None), dw
+        gathered: Gathered = (lambda: kept) if pending_x is None else pending_x.wait
+        if pending_dx is None:
+            return None, weight_gradient_of(layer, gathered(), dy)
+        gradients = gradients_under(layer, pending_dx, gathered, dy, kept)
+        running.pop_all()  # rows that are left are waited for where they are read
+    return gradients
+
+
+def gradients_under(
+    layer: ParallelLinear,
+    pending_dx: Pending,
+    gathered: Gathered,
+    dy: torch.Tensor,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return dx and dw of a column layer, whose weight gradient runs under the collectives of dx.
+
+    kept: x or its rows, None without dw; ``gathered()`` returns whole x. If dx may be unfinished, dw is postponed: it
+    then runs under the collectives that wait for rows of dx, too.
+    """
+    if not layer.may_leave(pending_dx):
+        dw = weight_gradient_of(layer, gathered(), dy)
+        return pending_dx.wait(), dw
+    dx = unfinished(pending_dx, layer.leaves_rows, "region backward")
+    return dx, postponed_weight_gradient(layer, kept, dy, gathered)
 
 
 def row_sequence_backward(
@@ -58,8 +88,8 @@ def row_sequence_backward(
     """
     group, settings = layer.group, layer.settings
     if x is None or not settings.split_weight_gradient:
-        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout)
-        return dx, None if dy_m is None else weight_gradient_of(layer, x, dy_m)
+        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout, parts=layer.parts)
+        return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
     x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()
 
     def add(rank: int, rows: slice, dy_c: torch.Tensor) -> None:
@@ -68,12 +98,37 @@ def row_sequence_backward(
     dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, layout=layout, each=add)
     if parts.begun:
         return dx, parts.total()
-    return dx, None if dy_m is None else weight_gradient_of(layer, x, dy_m)
+    return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
 
 
-def weight_gradient_of(layer: ParallelLinear, x: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+def weight_gradient_of(
+    layer: ParallelLinear, x: torch.Tensor | None, dy: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
     if x is None:
         return None
-    x_m, dy_m = rows_of(x.contiguous()), rows_of(dy.contiguous())
-    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m)
+    x_m, dy_m = rows_of(finished(x).contiguous()), rows_of(finished(dy).contiguous())
+    return compute(MATMUL, "weight gradient", layer.weight_gradient_of, x_m, dy_m, out)
+
+
+def postponed_weight_gradient(
+    layer: ParallelLinear,
+    kept: torch.Tensor | None,
+    dy: torch.Tensor,
+    gathered: Gathered | None = None,
+) -> torch.Tensor | None:
+    """Return dw, in a region postponed: it then runs under the next collectives that are waited for.
+
+    kept: x or its rows, None without dw; ``gathered()`` returns whole x if kept has its rows alone.
+    """
+    if kept is None:
+        return None
+    dy_m = rows_of(finished(dy).contiguous())
+    if not (layer.leaves_rows and in_backward() and may_be_filled_later() and layer.weight_gradient.may_come_later):
+        return weight_gradient_of(layer, kept if gathered is None else gathered(), dy_m)
+    dw = kept.new_empty(dy_m.shape[1], kept.shape[-1])
+
+    def write() -> None:
+        weight_gradient_of(layer, kept if gathered is None else gathered(), dy_m, out=dw)
+
+    return postponed(dw, write, (kept, dy_m), "a weight gradient")

@@ -38,8 +38,7 @@ from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy,
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import register_rule
-from ascend_parallel.sharding.runtime.eager_module import collective_counts
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.parallelize import collective_counts, parallelize
 from ascend_parallel.sharding.runtime.randomness import manual_seed
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tensor_shard import TensorShard

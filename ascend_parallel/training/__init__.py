@@ -3,12 +3,12 @@
 options, strategy    one frozen Strategy that configures the training, from Python or TOML
 training_plan        the strategy applied to a model: graph, sharding plan, stages
 degrees              the search for data, tensor and pipeline parallel sizes; confirm_degrees plans what it finds
-explain              the effect of each option, predicted; held_memory is its table of memory
+explain              the effect of each option, predicted
 train_step           the training step; runners/ run its forward and backward
 step_arguments       checks of its arguments: alone, between ranks, and that nothing changes them later
 to_static            the training step of a model marked by shard_tensor
 loss, graph_passes   the model and its loss as one graph; operators of the graph that are fused
-autocast             casts by operator, inserted into a plan (amp.level O1); autocast_lists has the operators
+autocast             casts by operator, inserted into a plan (amp.level O1)
 recompute            recompute of modules and functions
 batch_checks         checks that the ranks of a replica get the same batch
 masked_means         warnings about means over unequal counts

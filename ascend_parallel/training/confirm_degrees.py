@@ -10,7 +10,7 @@ from torch import nn
 
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
 from ascend_parallel.text import size_of
-from ascend_parallel.training.degrees.search import Found
+from ascend_parallel.training.degrees.search import SearchResult
 from ascend_parallel.training.explain import fullest_rank
 from ascend_parallel.training.loss import Loss
 from ascend_parallel.training.strategy import Strategy
@@ -18,7 +18,7 @@ from ascend_parallel.training.training_plan import plan_training
 
 
 @dataclass(frozen=True)
-class Planned:
+class ConfirmedCandidate:
     """The first of the best candidates whose whole plan keeps the limit.
 
     place
@@ -34,7 +34,7 @@ class Planned:
     too_large: tuple[float, ...]
 
 
-def planned_whole(found: Found, model: nn.Module, batch: Sequence[Any], loss: Loss) -> Planned:
+def planned_whole(found: SearchResult, model: nn.Module, batch: Sequence[Any], loss: Loss) -> ConfirmedCandidate:
     """Plan the best candidates, the fastest first, until one keeps the limit; raises `MemoryLimitError` if none does.
 
     Raises as `plan_training` too.
@@ -44,7 +44,7 @@ def planned_whole(found: Found, model: nn.Module, batch: Sequence[Any], loss: Lo
         strategy = Strategy.from_dict(found.tables(candidate))
         size = fullest_rank(plan_training(strategy, model, batch, loss)).total
         if size <= found.limit:
-            return Planned(place, size, tuple(sizes))
+            return ConfirmedCandidate(place, size, tuple(sizes))
         sizes.append(size)
     raise MemoryLimitError(
         f"memory={size_of(found.limit)}: the whole plans of the {len(sizes)} best need {size_of(min(sizes))} a rank "

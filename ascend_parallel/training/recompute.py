@@ -1,7 +1,7 @@
 """Recompute modules and single functions: forward's tensors are not kept for backward but computed again.
 
 On a plain module `recompute` runs its forward under torch.utils.checkpoint, and sets a mark. A planned model reads the
-mark and recomputes operators instead, by the same patterns (sharding/runtime/recompute_regions.py), also where their
+mark and recomputes operators instead, by the same patterns (sharding/runtime/checkpointed_blocks.py), also where their
 collectives overlap.
 """
 

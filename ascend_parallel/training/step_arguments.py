@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.consistency import DisagreementError, confirm_same
+from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same
 from ascend_parallel.sharding.runtime.sharded_module import is_modal
 from ascend_parallel.text import some_of
 from ascend_parallel.training.batch_checks import BatchComparison, BatchShapes

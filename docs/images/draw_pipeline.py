@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ascend_parallel.training.pipeline.picture import svg
-from ascend_parallel.training.pipeline.timing import simulate
+from ascend_parallel.tuning.step_time.timing import simulate
 
 RANKS, MICRO_BATCHES = 4, 8
 STAGES = {"gpipe": 4, "1f1b": 4, "interleaved_1f1b": 8, "zero_bubble": 4, "zbv": 8}

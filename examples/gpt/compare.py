@@ -25,7 +25,7 @@ from runs import Report, RunFailed, Setup, train
 from showing import VARIABLE, Verdict, predicted_gain, show, sketch, typical_pass
 
 from ascend_parallel.diagnostics.timeline.files import Pass, read_run
-from ascend_parallel.tuning.launch.link import End, shaped_link
+from ascend_parallel.tuning.launch.link import LinkEndpoint, shaped_link
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
 RATE, NO_LINK = "1gbit", "none"
@@ -57,7 +57,7 @@ def main() -> int:
     return 0 if all(verdict["equal"] and verdict["patched"] for verdict in verdicts.values()) else 1
 
 
-def _link(stack: contextlib.ExitStack, args: argparse.Namespace) -> tuple[list[End], str]:
+def _link(stack: contextlib.ExitStack, args: argparse.Namespace) -> tuple[list[LinkEndpoint], str]:
     """Return the ranks' places on the link, or none and why; a link that was asked for by its rate must be built."""
     if args.link == NO_LINK:
         return [], "--link none"

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ascend_parallel.tuning.launch.link import End
+from ascend_parallel.tuning.launch.link import LinkEndpoint
 
 TRAIN = Path(__file__).with_name("train.py")
 OURS = "ascend_parallel: "  # with which begins what the package says
@@ -39,7 +39,7 @@ class Setup:
     ranks: int
     steps: int
     flags: list[str]
-    ends: list[End]
+    ends: list[LinkEndpoint]
 
 
 def train(title: str, variables: dict[str, str], setup: Setup, progress: Progress) -> Report:

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.consistency import SettingsAgreement
-from ascend_parallel.current import current_settings
 from ascend_parallel.ops.operators import (
     rows_of,
     run_all_gather_matmul,
@@ -29,7 +27,8 @@ from ascend_parallel.ops.operators import (
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.patches.symm_mem.devices import GATHER, SCATTER
-from ascend_parallel.settings import Settings
+from ascend_parallel.process_groups.consistency import SettingsAgreement
+from ascend_parallel.settings import Settings, current_settings
 
 REDUCE_OPS = ("sum", "avg")
 

@@ -6,7 +6,12 @@ experts  the replaced call of a module of experts, and which modules it covers
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ascend_parallel.patches.base import Patch, PatchSet, in_range
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
@@ -34,12 +39,12 @@ class TransformersPatches(AppliedPatches):
     def apply(self) -> None:
         """Patch; layers whose forward was installed under earlier patches are overlapped again."""
         super().apply()
-        IN_FORCE.framework = self._framework
+        self._framework.put_in_force()
 
     def revert(self) -> None:
         """Restore the method; layers with an installed forward run the original."""
         super().revert()
-        IN_FORCE.framework = None
+        self._framework.put_out_of_force()
 
 
 def patch_set() -> PatchSet:
@@ -53,6 +58,19 @@ def patch_set() -> PatchSet:
         reason="reduces under a row layer's matmul, and the input gradient under a column layer's weight gradient",
     )
     return PatchSet("transformers", VERSIONS, [patch], newest=NEWEST)
+
+
+def on_one_rank(model: Any) -> Any:
+    """Apply the `tp_plan` of a loaded model on this process alone, and return the model: tensor-parallel degree 1.
+
+    transformers leaves a model as it is with ``tp_size=1``. COC_DETERMINISTIC=tp needs its layers to be tensor-parallel
+    at that degree too. Needs an initialised default group of one rank; raises `ValueError` for another one.
+    """
+    if dist.get_world_size() != 1:
+        raise ValueError(f"on_one_rank: the default group has {dist.get_world_size()} ranks: load with tp_size instead")
+    styles = importlib.import_module(MODULE)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (1,), mesh_dim_names=("tp",))
+    return styles.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(dict(model.tp_plan)))
 
 
 def experts_patch_set() -> PatchSet:

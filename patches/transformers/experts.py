@@ -25,13 +25,13 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import EXPERTS
 from ascend_parallel.patches.dtensor_linear import INSTALLED, Installed, InstalledLayers
 from ascend_parallel.patches.transformers.layers import IN_FORCE
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.expert_groups import without_trace
 
 MODULE = "transformers.distributed.expert_parallel"
 VERSIONS = ">=5.23,<5.24"
@@ -212,13 +212,7 @@ def _pass_on_copies(
     sent: torch.Tensor, counts: RowCounts, local: LocalExperts, group: dist.ProcessGroup, settings: Settings
 ) -> None:
     """Run a forward and backward that leave no trace in the run's graph, gradients or random states."""
-    devices = [] if sent.device.type == "cpu" else [sent.device.index]
-    with (
-        torch.random.fork_rng(devices, device_type=sent.device.type if devices else "cuda"),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
-        hide_from_selective_checkpoint(),
-    ):
+    with without_trace(sent.device):
         copies = [x.detach().requires_grad_(x.requires_grad) for x in local.weights]
         rows = sent.detach().requires_grad_()
         made, _ = run_experts(rows, counts, replace(local, weights=copies), group=group, settings=settings)

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
 from ascend_parallel.cli.propagate import build_model
-from ascend_parallel.folded_rows import fold
 from ascend_parallel.sharding import ProcessMesh, explain, propagate, to_html, trace
 from ascend_parallel.sharding.planner.operator_strategy import path_matches
+from ascend_parallel.text.folded_rows import fold
 from ascend_parallel.training.checkpoint import save
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "sharding"

@@ -18,7 +18,7 @@ from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.diagnostics.timeline.picture import picture
 from ascend_parallel.diagnostics.timeline.table import length, table, union, within, without
 from ascend_parallel.diagnostics.timeline.trace import trace, tracks
-from ascend_parallel.templates import render
+from ascend_parallel.text.templates import render
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from torch.distributed import distributed_c10d as c10d
 
 import ascend_parallel
 from ascend_parallel import Settings, ops, timeline
-from ascend_parallel.current import current_settings
 from ascend_parallel.diagnostics.timeline import session
 from ascend_parallel.diagnostics.timeline.files import TimelineError, read_run
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.environment import read_settings
 from ascend_parallel.ops.clocks import DeviceClock
 from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.settings import current_settings
 
 
 def many(group, folder):

@@ -6,8 +6,8 @@ import types
 
 import pytest
 import torch
+from layer_verification import lines, planted, run, verifying, with_and_without
 from layers import same
-from verified import lines, planted, run, verifying, with_and_without
 
 
 def every_path(group):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from verified import planted, run, verifying
+from layer_verification import planted, run, verifying
 
 
 def caught(group, where, sequence_parallel, kind, dtype):

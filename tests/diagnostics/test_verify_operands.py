@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from layer_verification import verifying
 from layers import same
 from torch.autograd.graph import saved_tensors_hooks
-from verified import verifying
 
 
 def swapped_weight(layer, x):

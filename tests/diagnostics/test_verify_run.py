@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from allocations import _Watch
+from gpt_training import train
 from launch import launch
 from test_verify import verifying
-from trained import train
 
 from ascend_parallel import Settings, SettingsError, Verification
 from ascend_parallel.diagnostics.verify import difference, worst_place

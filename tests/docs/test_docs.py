@@ -70,7 +70,7 @@ def test_every_promise_names_a_test_that_is_there():
             "ascend-parallel propagate examples/sharding/mlp.py:small --mesh mp=2"
             " --config examples/sharding/mlp.toml --instructions",
         ),
-        ("predict.md", "ascend-parallel predict --published"),
+        ("predict.md", "ascend-parallel predict --gains"),
     ],
 )
 def test_a_listing_is_what_the_command_prints(monkeypatch, page, command):

@@ -8,7 +8,7 @@ import torch
 from int8 import fitting
 from test_npu import DTYPES
 from test_npu_wheel import as_if_on_an_npu, on_meta, operands
-from truth import close
+from tolerances import close
 
 from ascend_parallel import QuantisedWeight, Settings, int8_column_linear, int8_row_linear, quantise_weight
 from ascend_parallel.ops import npu

@@ -11,7 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ascend_parallel.ops.unfinished import LazyRows, Rows, UnfinishedTensor, finished, whole
+from ascend_parallel.ops.unfinished import (
+    LazyRows,
+    Rows,
+    UnfinishedTensor,
+    at_end_of_backward,
+    finished,
+    postponed,
+    whole,
+)
 
 SIZES = {1: (16, 32, 16), 2: (8, 16, 8), 4: (4, 8, 4)}
 
@@ -299,3 +307,196 @@ def test_finished_rows_let_go_of_what_they_are_made_of():
     assert held() is not None
     finished(y)
     assert held() is None
+
+
+class LateGradient(torch.autograd.Function):
+    """Stands for a column layer, whose input gradient comes by rows: x [16, 4, N]; `asked` notes the chunks."""
+
+    @staticmethod
+    def forward(ctx, x, asked):
+        ctx.asked = asked
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        if ctx.asked is None:
+            return dy, None
+        y, asked = sent(dy.reshape(64, -1).clone())
+        at_end_of_backward(y._rows.progress.settle)
+        ctx.asked.append(asked)
+        return y.view(dy.shape), None
+
+
+class Seen(torch.autograd.Function):
+    """Notes which chunks were asked for when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx, x, asked, seen):
+        ctx.asked, ctx.seen = asked, seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.seen.append([list(each) for each in ctx.asked or []])
+        return dy, None, None
+
+
+BACKWARDS = {
+    "norm": lambda x, w: F.layer_norm(x, x.shape[-1:], w[0], w[1]),
+    "rms norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w[0]),
+    "rms norm in operators": lambda x, w: rms(x) * w[0],
+    "residual, bias": lambda x, w: F.layer_norm(x + w[0] + drawn(16, 4, 64, seed=3), (64,)),
+    "dropout": lambda x, w: F.layer_norm(x * w[0] + F.dropout(x, 0.5, True), (64,), w[1]),
+    "casts": lambda x, w: F.layer_norm(x.double(), (64,)).float() + w[0],
+    "activation": lambda x, w: F.silu(F.gelu(x + w[0])),
+}
+
+
+@pytest.mark.parametrize("chain", BACKWARDS)
+def test_gradients_pass_by_rows_up_to_the_next_matmul(chain):
+    found, seen = [], []
+    for asked in (None, []):
+        torch.manual_seed(7)
+        v, x, *w = (drawn(*size, seed=len(size)).requires_grad_() for size in [(64, 64)] * 2 + [(64,)] * 2)
+        rows = (x @ v).view(16, 4, 64)
+        y = LateGradient.apply(BACKWARDS[chain](Seen.apply(rows, asked, seen), w), asked)
+        (y.sin().sum() + rows.square().sum()).backward()
+        found.append([each.grad for each in (v, x, *w) if each.grad is not None])
+    assert seen == [[], [[]]]  # nothing was asked for before the matmul
+    for plain, mine in zip(*found, strict=True):
+        assert type(mine) is torch.Tensor
+        assert torch.equal(plain, mine)
+
+
+def norm_and_loss(asked, w, b, x):
+    n = F.layer_norm(x * 1, (64,), w, b)
+    return n, LateGradient.apply(n, asked).sin().sum()
+
+
+def by_hook(register):
+    def run(asked, w, b, x):
+        read = []
+        getattr(w, register)(lambda value: read.append(value if value.grad is None else value.grad))
+        norm_and_loss(asked, w, b, x)[1].backward()
+        return [*map(finished, read), w.grad, b.grad, x.grad]
+
+    return run
+
+
+def by_autograd_grad(asked, w, b, x):
+    n, loss = norm_and_loss(asked, w, b, x)
+    return [finished(each) for each in torch.autograd.grad(loss, [w, b, x, n])]
+
+
+def retained(asked, w, b, x):
+    n, loss = norm_and_loss(asked, w, b, x)
+    n.retain_grad()
+    loss.backward()
+    return [n.grad, w.grad, b.grad, x.grad]
+
+
+def accumulated(asked, w, b, x):
+    for _ in range(2):
+        norm_and_loss(asked, w, b, x)[1].backward()
+    return [w.grad, b.grad, x.grad]
+
+
+def optimizer_in_backward(asked, w, b, x):
+    for parameter in (w, b):
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, optimizer=optimizer: optimizer.step() or optimizer.zero_grad()
+        )
+    norm_and_loss(asked, w, b, x)[1].backward()
+    return [w.detach(), b.detach(), x.grad]
+
+
+def doubled(asked, w, b, x):
+    w.register_hook(lambda gradient: gradient * 2)
+    norm_and_loss(asked, w, b, x)[1].backward()
+    return [w.grad, b.grad, x.grad]
+
+
+def anomalous(asked, w, b, x):
+    with pytest.warns(UserWarning), torch.autograd.detect_anomaly():
+        norm_and_loss(asked, w, b, x)[1].backward()
+    return [w.grad, b.grad, x.grad]
+
+
+def failed(asked, w, b, x):
+    """An exception in the middle: what had come to ``.grad`` is finished by then, or for the optimizer."""
+
+    def fail(gradient):
+        raise ValueError("planted")
+
+    handle = x.register_hook(fail)
+    with pytest.raises(ValueError, match="planted"):
+        norm_and_loss(asked, w, b, x)[1].backward()
+    handle.remove()
+    torch.optim.SGD([w, b], lr=0.1).step()
+    return [w.grad, b.grad, w.detach(), b.detach()]
+
+
+def twice(asked, w, b, x):
+    loss = norm_and_loss(asked, w, b, x)[1]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [w.grad, b.grad, x.grad]
+
+
+def compiled(asked, w, b, x):
+    torch._dynamo.reset()
+    norm = torch.compile(lambda x, w, b: F.layer_norm(x * 1, (64,), w, b), backend="aot_eager")
+    LateGradient.apply(norm(x, w, b), asked).sin().sum().backward()
+    return [w.grad, b.grad, x.grad]
+
+
+USERS = {
+    "compiled": compiled,
+    "hook": by_hook("register_hook"),
+    "hook after accumulation": by_hook("register_post_accumulate_grad_hook"),
+    "autograd.grad": by_autograd_grad,
+    "retained gradient": retained,
+    "accumulation": accumulated,
+    "optimizer in backward": optimizer_in_backward,
+    "a hook that changes": doubled,
+    "anomaly mode": anomalous,
+    "an exception": failed,
+    "two backwards": twice,
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_whoever_gets_a_gradient_gets_a_plain_finished_one(user):
+    found = []
+    for asked in (None, []):
+        w, b, x = (drawn(*shape, seed=seed).requires_grad_() for seed, shape in enumerate([(64,), (64,), (16, 4, 64)]))
+        found.append(USERS[user](asked, w, b, x))
+    assert asked and len(found[0]) == len(found[1])
+    for plain, mine in zip(*found, strict=True):
+        assert type(mine) is torch.Tensor
+        assert torch.equal(plain, mine)
+
+
+def test_a_postponed_gradient_is_computed_in_an_idle_wait():
+    from ascend_parallel.ops.pending import IDLE_WORK, Pending
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, dy):
+            dw, written = torch.full((4,), torch.nan), []
+            made = postponed(dw, lambda: written.append(dw.fill_(3)), (), "a test")
+            assert not written
+            IDLE_WORK[0]()  # as a wait does
+            assert len(written) == 1
+            return made
+
+    assert Pending  # whose waits run it
+    w = torch.ones(4, requires_grad=True)
+    Function.apply(w).backward()
+    assert type(w.grad) is torch.Tensor and torch.equal(w.grad, torch.full((4,), 3.0))
+    IDLE_WORK.clear()

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 from layers import Layers
+from tolerances import close
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from truth import close
 
 aten = torch.ops.aten
 POLICIES = {

@@ -18,15 +18,15 @@ from ascend_parallel.tuning.measured import pass_times, tuner
 @contextlib.contextmanager
 def every_cut_loses(path):
     """Make every cut look slower, and the cache of auto empty."""
-    kept = pass_times.Layer.time_sizes, tuner.cached_plan
-    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
+    kept = pass_times.TimedLinear.time_sizes, tuner.cached_plan
+    pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [float(len(sizes))] * rounds for sizes in candidates
     }
     tuner.cached_plan = lambda machine: Path(path)
     try:
         yield
     finally:
-        pass_times.Layer.time_sizes, tuner.cached_plan = kept
+        pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
 
 
 def calls_of(counts):

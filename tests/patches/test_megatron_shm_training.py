@@ -1,7 +1,7 @@
 """A GPT trained with the fused kernel of CPU ranks: the same losses for every chunk count and in every run."""
 
 import pytest
-from trained import both, train
+from gpt_training import both, train
 
 from ascend_parallel.ops import shm
 

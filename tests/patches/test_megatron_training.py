@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trained import both
+from gpt_training import both
 
 OPTIONS = {
     "all-reduce": {},

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from trained import REGION, megatron, pipeline_step
+from gpt_training import REGION, megatron, pipeline_step
 
 from ascend_parallel.patches.region_choice import TURNS
 

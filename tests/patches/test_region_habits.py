@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
-from late import late_collectives
+from delayed_collectives import delayed_collectives
+from gpt_training import LLAMA, REGION, megatron
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from trained import LLAMA, REGION, megatron
 
 
 def tokens(seed):
@@ -123,7 +123,7 @@ def compared(group, habit, options):
         for settings in ({"num_chunks": 1}, REGION):
             ascend_parallel.configure(**settings)
             ascend_parallel.ops.COUNTS.clear()
-            with late_collectives() if runs and "compiled" not in habit else contextlib.nullcontext():
+            with delayed_collectives() if runs and "compiled" not in habit else contextlib.nullcontext():
                 runs.append(HABITS[habit](small_gpt(**options)))
         counts = ascend_parallel.ops.COUNTS.as_dict()
     unlike = [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
@@ -137,4 +137,4 @@ def test_habits_keep_the_bits(ranks, habit, sequence_parallel):
     if sequence_parallel and habit == "evaluated, inference":
         pytest.skip("Megatron-core itself cannot train after it: its buffer of gathered rows is an inference tensor")
     options = {"sequence_parallel": sequence_parallel, **(LLAMA if habit == "functional call" else {})}
-    assert ranks(2).run(compared, habit, options) == [(["region"], [])] * 2
+    assert ranks(2).run(compared, habit, options) == [(["region", "region backward"], [])] * 2

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from trained import REGION, megatron, train
+from gpt_training import REGION, megatron, train
 
 from ascend_parallel.tuning.measured import pass_times, tuner
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
@@ -26,7 +26,7 @@ def tuned(group, clock, settings, path, options):
     """Return whether a run with regions has plain's bits, and its counts; shapes are tuned by a planted clock."""
     with (
         megatron(group.size()),
-        mock.patch.object(pass_times.Layer, "time_sizes", clock),
+        mock.patch.object(pass_times.TimedLinear, "time_sizes", clock),
         mock.patch.object(tuner, "cached_plan", lambda machine: Path(path)),
     ):
         plain = train({**options, "steps": 1}, overlap=False)
@@ -57,7 +57,7 @@ def test_tuning_leaves_regions_their_chunks(ranks, tmp_path, asked, clock, chunk
 
 def planned(group, path, num_chunks):
     """Tune without regions into a plan in which every matmul is whole; return the counts of a run with this plan."""
-    with megatron(group.size()), mock.patch.object(pass_times.Layer, "time_sizes", whole):
+    with megatron(group.size()), mock.patch.object(pass_times.TimedLinear, "time_sizes", whole):
         train({"steps": 1, "settings": {"tune": path}}, overlap=True)
         torch.distributed.barrier()
         settings = {**REGION, "num_chunks": num_chunks, "plan": path}

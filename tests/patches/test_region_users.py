@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from late import LateWork, late_collectives
+from delayed_collectives import DelayedWork, delayed_collectives
+from gpt_training import REGION, megatron
 from torch.nn.modules import module as modules
-from trained import REGION, megatron
 
 SCALE = 1.01
 
@@ -167,6 +167,7 @@ def trained(model, habit, seen):
     with habit(model, seen):
         loss = next_token_loss(model, tokens())
         loss.backward()
+    assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
     return [loss, *(parameter.grad for parameter in model.parameters())]
 
 
@@ -181,10 +182,10 @@ def compared(group, habit, options):
         for settings in ({"num_chunks": 1}, REGION):
             ascend_parallel.configure(**settings)
             seen.append([])
-            with late_collectives() if runs else contextlib.nullcontext():
+            with delayed_collectives() if runs else contextlib.nullcontext():
                 runs.append(trained(small_gpt(**options), HABITS[habit], seen[-1]))
     unlike = [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
-    return unlike, seen[0] == seen[1], LateWork.unfinished
+    return unlike, seen[0] == seen[1], DelayedWork.unfinished
 
 
 @pytest.mark.sample(16)
@@ -236,6 +237,21 @@ def saved_on_cpu(model):
         yield
 
 
+@contextlib.contextmanager
+def read_gradients(model, register):
+    """Read every parameter's gradient when it comes, as DDP and monitors do."""
+    seen = []
+
+    def read(value):
+        seen.append((value if value.grad is None else value.grad).double().norm().item())
+
+    handles = [getattr(parameter, register)(read) for parameter in model.parameters()]
+    yield
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == len(handles)
+
+
 ON_ONE_RANK = {
     **{
         f"hook on {part}": functools.partial(logging_hook, part=part, register="register_forward_hook")
@@ -243,6 +259,9 @@ ON_ONE_RANK = {
     },
     "pre-hook on fc2": functools.partial(logging_hook, part="fc2", register="register_forward_pre_hook"),
     "backward hook": functools.partial(logging_hook, part="mlp", register="register_full_backward_hook"),
+    "backward hook on a norm": functools.partial(logging_hook, part="norm", register="register_full_backward_hook"),
+    "hooks on gradients": functools.partial(read_gradients, register="register_hook"),
+    "hooks after accumulation": functools.partial(read_gradients, register="register_post_accumulate_grad_hook"),
     "global hook": global_hook,
     "own forward": own_forward,
     "save_on_cpu": saved_on_cpu,
@@ -269,7 +288,7 @@ def one_rank(group, habit, options):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.sample(14)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("habit", ON_ONE_RANK)
 def test_a_habit_of_one_rank_costs_time_and_nothing_else(ranks, habit, sequence_parallel):

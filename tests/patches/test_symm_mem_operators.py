@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
-from truth import close
+from tolerances import close
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS

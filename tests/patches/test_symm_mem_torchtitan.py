@@ -5,7 +5,7 @@ Needs torchtitan==0.3.0 with spmd_types==0.2.3, tyro and docstring_parser; not i
 
 import pytest
 import torch
-from truth import close
+from tolerances import close
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS

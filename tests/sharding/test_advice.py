@@ -4,7 +4,6 @@ import html
 import importlib.util
 import itertools
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.advice import advise, step_seconds
 from ascend_parallel.sharding.visualize.page import to_html
 from ascend_parallel.sharding.visualize.proposals import in_strategy, proposals
-from ascend_parallel.sharding.visualize.smallest_set import smallest_set
 
 FILE = Path(__file__).parents[2] / "examples" / "sharding" / "published.py"
 SPEC = importlib.util.spec_from_file_location("published_examples", FILE)
@@ -190,7 +188,7 @@ SEARCHED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SEARCHED)
-def test_no_smaller_set_of_operators_reaches_the_least_time(case):
+def test_the_greedy_set_is_a_smallest_one_for_these_models(case):
     """Compare with all smaller sets, of the strategies of the plan of least time."""
     make, ids, data, size = SEARCHED[case]
     mesh = ProcessMesh(ids, ["dp", "mp"] if isinstance(ids[0], list) else ["mp"])
@@ -205,7 +203,6 @@ def test_no_smaller_set_of_operators_reaches_the_least_time(case):
 
     assert advice.least == pytest.approx(step_seconds(automatic), rel=1e-12)
     assert seconds(advice.advised) == pytest.approx(advice.least, rel=1e-6)
-    assert advice.smallest
     assert size in (None, len(advice.advised))
     candidates = [each.advised for each in proposals(automatic)]
     for fewer in range(len(advice.advised)):
@@ -251,7 +248,7 @@ def test_advice_reads_as_a_table_and_its_json_and_page_say_the_same():
     advice = advise(model, args, ProcessMesh([0, 1], ["mp"]))
     time, redistribution, head, *rows = str(advice).splitlines()
     assert time.startswith("objective time: nothing needs configuring, propagation alone reaches ")
-    assert redistribution.endswith("ms, and no fewer reach it")
+    assert redistribution.endswith("ms, and each is needed")
     assert head.split() == ["configure", "operators", "proposed", "strategy", "left", "out"]
     assert len(rows) == 2 * len(advice.advised)
     (only,) = advice.advised
@@ -266,26 +263,6 @@ def test_advice_reads_as_a_table_and_its_json_and_page_say_the_same():
     assert redistribution in page
     assert f"<td>{only.strategy}</td>" in page
     assert f"{1e3 * only.seconds:+.3f}</td>" in page
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_search_finds_the_lightest_of_random_sets(seed):
-    """Goals with known answers: those that some of a few drawn sets reach, and every set that holds one of them."""
-    draw = random.Random(seed)
-    count = draw.randint(3, 9)
-    answers = [frozenset(draw.sample(range(count), draw.randint(1, 4 if count > 4 else 2))) for _ in range(3)]
-    weights = [draw.choice((1.0, 1.01)) for _ in range(count)]
-
-    def attempt(chosen):
-        return None if any(answer <= chosen for answer in answers) else chosen
-
-    found, smallest = smallest_set(weights, attempt, 10_000)
-    assert smallest
-    assert sum(weights[each] for each in found) == min(sum(weights[each] for each in answer) for answer in answers)
-    cut, proven = smallest_set(weights, attempt, 1)
-    assert not proven
-    assert attempt(cut) is None
-    assert all(attempt(cut - {each}) is not None for each in cut)
 
 
 def test_numbers_of_layers_can_be_named():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from sharded import EXACT, gradients, made, step
+from sharded_models import EXACT, gradients, made, step
 from torch import nn
 from torch.nn import functional as F
 

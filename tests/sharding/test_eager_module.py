@@ -8,15 +8,33 @@ import small_models
 import torch
 import torch.distributed.checkpoint as checkpoint
 from plans import by_hand, planned_collectives
-from sharded import BATCHES, EXACT, MLP, S0, S1, made, mesh_of, planned, sequence_parallel, tensor_parallel
+from pool import on_ranks
+from sharded_models import (
+    BATCHES,
+    CHUNKS,
+    EXACT,
+    MLP,
+    PARTIAL,
+    S0,
+    S1,
+    S2,
+    C,
+    R,
+    made,
+    mesh_of,
+    planned,
+    sequence_parallel,
+    step,
+    tensor_parallel,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding import propagate, unshard
-from ascend_parallel.sharding.runtime.eager_module import collective_counts
-from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.parallelize import collective_counts, parallelize
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
@@ -100,6 +118,60 @@ def test_training_equals_the_graph_and_the_unsharded_model(ranks, name, mesh_sha
         assert found[-1] < found[0]
 
 
+class Branches(nn.Module):
+    """Two matmuls of one input, one of a computed weight, and a row layer; optionally a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(24, 48), nn.Linear(24, 48), nn.Linear(48, 24)
+        self.mixed, self.checkpointed = nn.Parameter(torch.randn(48, 24) / 5), False
+
+    def branches(self, x):
+        return torch.tanh(self.up(x)) * self.gate(x)
+
+    def forward(self, x):
+        h = x.tanh()
+        y = recompute(self.branches, h, use_reentrant=False) if self.checkpointed else self.branches(h)
+        return h + self.down(y + nn.functional.linear(h, self.mixed * 2))
+
+
+def overlapped(group, rows, checkpointed):
+    """Run a step eagerly with overlapped matmuls, unsharded, and as a graph; return the fused operators."""
+    whole, x = made(Branches), torch.randn(96, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    wide, narrow = ([C, S0, S0], S2), ([S2, S1, C], PARTIAL)
+    calls = {"linear": wide, "linear_1": wide, "linear_2": ([C, S0], S2), "linear_3": narrow, "mul_1": ([S0], S0)}
+    calls |= {name: ([S2, S2], S2) for name in ("tanh_1", "mul", "add")}
+    calls |= {"tanh": ([rows], rows), "add_1": ([rows, rows], rows)}
+    given = {"up.weight": S0, "up.bias": S0, "gate.weight": S0, "gate.bias": S0, "mixed": S0, "down.weight": S1}
+    graph = trace(whole, (x.clone().requires_grad_(),))
+    plan = by_hand(graph, mesh_of((group.size(),)), {**given, "x": rows}, calls, inputs_have_gradients=True)
+    static, eager = ShardedModule(whole, plan, settings=Settings(**CHUNKS)), copy.deepcopy(whole)
+    parallelize(eager, plan, overlap=True, settings=Settings(**CHUNKS))
+    whole.checkpointed = eager.checkpointed = checkpointed
+    (truth, of_inputs), (of_graph, _), (found, gradients) = (step(model, x) for model in (whole, static, eager))
+    torch.testing.assert_close((found, gradients), (truth, of_inputs), **EXACT)
+    assert torch.equal(found, of_graph)
+    expected = {name: param.grad for name, param in whole.named_parameters()}
+    torch.testing.assert_close(whole_gradients(eager), expected, **EXACT)
+    outside = {event.value.node for event in collective_counts(eager)}  # of the overlapped operators
+    assert "linear_3" not in outside
+    assert "tanh" not in outside
+    with torch.no_grad():
+        torch.testing.assert_close(eager(x), truth, **EXACT)
+    return [fusion.operator for fusion in static.fused]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("rows", [R, S0], ids=["replicated", "rows"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_overlapped_matmuls_are_those_of_the_graph(ranks, count, rows, checkpointed):
+    columns = "all_gather_matmul" if rows == S0 else "matmul_all_reduce"
+    row = "matmul_reduce_scatter" if rows == S0 else "matmul_all_reduce"
+    for operators in ranks(count).run(overlapped, rows, checkpointed):
+        assert operators == [row, columns, columns, columns]
+
+
 class Normed(nn.Module):
     """In-place operators, running statistics, a tensor created in the forward."""
 
@@ -158,7 +230,8 @@ class Checkpointed(MLP):
         return recompute(super().forward, x, use_reentrant=False)
 
 
-def recomputed(group):
+@on_ranks(2)
+def test_torchs_checkpoint_reruns_the_calls(group):
     whole, x = (
         made(Checkpointed),
         torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
@@ -173,11 +246,8 @@ def recomputed(group):
     assert len(shapes) == 2  # in forward, and in backward
 
 
-def test_torchs_checkpoint_reruns_the_calls(ranks):
-    ranks(2).run(recomputed)
-
-
-def hooked(group):
+@on_ranks(2)
+def test_hooks_see_whole_shapes(group):
     model, x = made(MLP), torch.ones(4, 2, 12, dtype=torch.float64)
     truth = model(x).detach()
     parallelize(model, tensor_parallel(trace(model, (x,)), mesh_of((2,))))
@@ -205,10 +275,6 @@ def hooked(group):
     # torch gives the forward a copy of its input, made without gradients: no tensor that was traced
     with pytest.raises(ValueError, match=r"up: the forward calls torch.nn.functional.linear\(a tensor of shape"):
         model(x)
-
-
-def test_hooks_see_whole_shapes(ranks):
-    ranks(2).run(hooked)
 
 
 def saved(group, folder):
@@ -282,7 +348,8 @@ class Nested(nn.Module):
         }
 
 
-def nested(group):
+@on_ranks(2)
+def test_tied_parameters_buffers_and_nested_outputs(group):
     whole, tokens = made(Nested), torch.arange(8).reshape(4, 2)
     scale = torch.tensor(1.5, dtype=torch.float64)
     graph = trace(whole, (tokens,), {"scale": scale})
@@ -309,18 +376,11 @@ def nested(group):
         model(tokens[:2], scale=scale)
 
 
-def test_tied_parameters_buffers_and_nested_outputs(ranks):
-    ranks(2).run(nested)
-
-
-def local_inputs(group):
+@on_ranks(2)
+def test_local_inputs(group):
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     truth = model(x).detach()
     parallelize(model, sequence_parallel(trace(model, (x,)), mesh_of((2,))), local_inputs=True)
     torch.testing.assert_close(model(x.chunk(2)[group.rank()]).detach(), truth, **EXACT)
     with pytest.raises(ValueError, match=r"the plan is for \[2, 2, 12\]"):
         model(x)
-
-
-def test_local_inputs(ranks):
-    ranks(2).run(local_inputs)

@@ -6,7 +6,7 @@ import pytest
 import small_models
 import torch
 from plans import by_hand, planned_collectives
-from sharded import (
+from sharded_models import (
     CHUNKS,
     EXACT,
     FORMS,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_models import Drawn, models
-from sharded import mesh_of
+from sharded_models import mesh_of
 
 from ascend_parallel import Settings
 from ascend_parallel.sharding import propagate, unshard

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from layout_definition import STATES, gradient_layout, join_all, split_all
 from links import link_costs
-from states import STATES, of_gradient, parts_of, together
 
 from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import recorded
-from ascend_parallel.sharding.runtime.redistribute_autograd import convert
+from ascend_parallel.sharding.redistribute.edges import convert
 
 S0, S1 = shard(0), shard(1)
 
@@ -30,9 +30,9 @@ def converted(group, mesh_shape, shape, pairs):
     found = []
     for source, target in pairs:
         whole, gradient = wholes(shape)
-        local = parts_of(whole, source, mesh_shape)[place].clone().requires_grad_()
-        back_layout, factor = of_gradient(target, mesh_shape)
-        arriving = parts_of(gradient * factor, back_layout, mesh_shape, seed=1)[place].clone()
+        generator = torch.Generator().manual_seed(0)
+        local = split_all(whole, source, mesh_shape, generator)[place].clone().requires_grad_()
+        arriving = split_all(gradient, gradient_layout(target), mesh_shape, generator)[place].clone()
         kept = local.detach().clone(), arriving.clone()
         with recorded() as ahead:
             result = convert(local, shape, mesh, source, target, costs)
@@ -53,12 +53,11 @@ def check(results, mesh_shape, shape, pairs):
     whole, gradient = wholes(shape)
     for index, (source, target) in enumerate(pairs):
         pair = f"{' '.join(map(str, source))} -> {' '.join(map(str, target))}"
-        moved = together({place: found[index][0] for place, found in results}, target)
-        layout, factor = of_gradient(source, mesh_shape)
-        back = together({place: found[index][1] for place, found in results}, layout)
+        moved = join_all({place: found[index][0] for place, found in results}, target, mesh_shape)
+        back = join_all({place: found[index][1] for place, found in results}, gradient_layout(source), mesh_shape)
         torch.testing.assert_close(moved, whole, rtol=1e-12, atol=1e-12, msg=lambda text, pair=pair: f"{pair}: {text}")
         torch.testing.assert_close(
-            back, gradient * factor, rtol=1e-12, atol=1e-12, msg=lambda text, pair=pair: f"gradient of {pair}: {text}"
+            back, gradient, rtol=1e-12, atol=1e-12, msg=lambda text, pair=pair: f"gradient of {pair}: {text}"
         )
 
 

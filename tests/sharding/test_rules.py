@@ -1,4 +1,4 @@
-"""Tests every strategy of every rule against the whole operator, on simulated ranks (tests/support/brute.py)."""
+"""Tests every strategy of every rule against the whole operator, on simulated ranks (tests/support/brute_force.py)."""
 
 import random
 
@@ -7,7 +7,7 @@ import rule_cases
 import rule_cases_along
 import rule_cases_of_samples
 import torch
-from brute import call_of, check, check_all, describe, fits, whole_outputs
+from brute_force import call_of, check, check_all, describe, fits, whole_outputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rule_drawing import CASES, Drawing
@@ -150,7 +150,7 @@ def test_a_wrong_rule_is_caught(name):
 
 def test_a_bias_added_by_every_rank_of_a_row_parallel_linear_is_caught(monkeypatch):
     linear = registry.ENTRIES["aten.linear"]
-    monkeypatch.setitem(registry.ENTRIES, "aten.linear", registry.Entry(linear.rule))
+    monkeypatch.setitem(registry.ENTRIES, "aten.linear", registry.RegisteredRule(linear.rule))
     drawn = [torch.randn(*shape, dtype=torch.float64) for shape in ((4, 6), (2, 6), (2,))]
     with pytest.raises(AssertionError, match="output 0"):
         check_all(*call_of(aten.linear.default, *drawn), (2,))
@@ -210,6 +210,7 @@ def test_uneven_combinations_are_not_checked():
 
 
 def test_rules_are_of_operators_that_there_are():
+    pytest.importorskip("transformers.integrations.moe")  # registers operators of its own
     missing = []
     for name in registry.ENTRIES:
         library, packet, *overload = name.split(".")

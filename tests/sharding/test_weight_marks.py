@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sharded import compare, made, mesh_of
+from sharded_models import compare, made, mesh_of
 from torch import nn
 from torch.nn import functional as F
 

@@ -17,7 +17,7 @@ def launch(code, environs, timeout=120, fresh=False):
     """Run `code` on one process per entry of `environs` (variables of that rank); return them finished.
 
     Each process has joined nothing yet; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. It begins with torch and
-    megatron-core imported (zygote.py), and nothing of ascend_parallel; with `fresh` with nothing imported, for
+    megatron-core imported (fork_server.py), and nothing of ascend_parallel; with `fresh` with nothing imported, for
     variables that Python or torch look at as they start.
     """
     with socket.socket() as probe:
@@ -29,7 +29,7 @@ def launch(code, environs, timeout=120, fresh=False):
     with tempfile.TemporaryDirectory() as folder:
         files = [[Path(folder) / f"{what}{rank}" for what in ("out", "err")] for rank in range(len(environs))]
         calls = [{**base, "RANK": str(rank), **environ} for rank, environ in enumerate(environs)]
-        parent = _Fresh() if fresh else _zygote()
+        parent = _Fresh() if fresh else _fork_server()
         started = [parent.start(code, call, *pair) for call, pair in zip(calls, files, strict=True)]
         ended = parent.wait(started, timeout)
         texts = [[one.read_text() for one in pair] for pair in files]
@@ -55,11 +55,11 @@ class _Fresh:
         return found
 
 
-class _Zygote:
+class _ForkServer:
     def __init__(self):
         environ = {name: value for name, value in os.environ.items() if "COC" not in name}
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -105,5 +105,5 @@ class _Zygote:
 
 
 @functools.cache
-def _zygote():
-    return _Zygote()
+def _fork_server():
+    return _ForkServer()

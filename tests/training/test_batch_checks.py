@@ -8,7 +8,7 @@ import torch.distributed as dist
 from test_train_step import MEGATRON, check
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.training import PipelineOptions, Strategy, StrategyOptionError, train_step
 
 GRID = {"mesh": {"dp": 2, "tp": 2}}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from allocations import _Watch
 
-from ascend_parallel.current import current_settings
+from ascend_parallel.settings import current_settings
 from ascend_parallel.training import Strategy, train_step
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.folding import fold

@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from brute_degrees import step_of_whole_plan
+from brute_force_degrees import step_of_whole_plan
 
-from ascend_parallel.current import current_settings
+from ascend_parallel.settings import current_settings
 from ascend_parallel.sharding import shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.training import Strategy, StrategyOptionError, recompute, search_degrees
 from ascend_parallel.training.degrees import search as searching
-from ascend_parallel.training.degrees.folding import Folded, fold
-from ascend_parallel.training.degrees.inputs import rows_part
-from ascend_parallel.training.degrees.rescaling import Growth, Rescaled, UnevenError, rescaled
+from ascend_parallel.training.degrees.folding import FoldedGraph, fold
+from ascend_parallel.training.degrees.rescaling import GraphFamily, LinearFit, UnevenError, rescaled
+from ascend_parallel.training.degrees.search import rows_part
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
-from ascend_parallel.training.pipeline.schedule import check
-from ascend_parallel.training.pipeline.timing import StageTimes, live, simulate, step_seconds
 from ascend_parallel.tuning.cost_model.tables import PlanningError
+from ascend_parallel.tuning.step_time.schedule import check
+from ascend_parallel.tuning.step_time.timing import StageTimes, live, rank_ends, simulate
 
 for folder in ("strategy", "sharding"):
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / folder))
@@ -57,7 +57,7 @@ def traced(make, rows=8):
     def trace(count):
         return fold(trace_with_loss(model, mean_loss, [rows_part(value, count, None) for value in batch]))
 
-    return searching.Traced(rows, functools.cache(trace), None, False)
+    return searching.ModelByBatchSize(rows, functools.cache(trace), None, False)
 
 
 def every(make, ranks, limit, rows=8):
@@ -115,7 +115,7 @@ def test_a_folded_graph_costs_what_the_whole_costs(make, tp):
     calls = sum(node.kind == "call" for node in graph.nodes.values())
     assert (folded.depth, folded.layers, len(folded.sequence)) == (7, ("layers.*",), calls)
     assert len(folded.graph.nodes) < len(graph.nodes) * 4 / 7
-    whole = Folded(graph, np.arange(calls), folded.layers, 7)
+    whole = FoldedGraph(graph, np.arange(calls), folded.layers, 7)
     mesh = ProcessMesh(list(range(tp)), ["tp"])
     few, many = (
         work_of(each, propagate(each.graph, mesh, objective="time"), current_settings()) for each in (folded, whole)
@@ -145,7 +145,7 @@ def test_a_rescaled_graph_is_the_traced_one(make):
         sizes.append(count)
         return traced(make, 24).trace(count)
 
-    made = Rescaled(trace).at(24)
+    made = GraphFamily(trace).at(24)
     assert sizes == [2, 4, 8]
     there = trace(24)
     assert list(made.graph.nodes) == list(there.graph.nodes)
@@ -175,11 +175,11 @@ def test_a_model_that_depends_on_its_rows_is_traced_at_each_size():
         sizes.append(count)
         return fold(trace_with_loss(model, mean_loss, (torch.zeros(count, 8),)))
 
-    graph = Rescaled(trace).at(16).graph
+    graph = GraphFamily(trace).at(16).graph
     assert sizes == [2, 4, 8, 16]
     assert any("relu" in name for name in graph.nodes)
     with pytest.raises(UnevenError, match="other operators"):
-        rescaled(trace(2).graph, trace(8).graph, Growth(2, 8, 16))
+        rescaled(trace(2).graph, trace(8).graph, LinearFit(2, 8, 16))
 
 
 @pytest.mark.sample(4)
@@ -198,7 +198,7 @@ def test_a_timed_schedule_is_the_simulated_one(name, several, ranks):
         measured |= {("B", stage): time for stage, time in enumerate(backward)}
         measured |= {(half, stage): time / 2 for half in "IW" for stage, time in enumerate(backward)}
         expected = simulate(name, ranks, len(forward), count, StageTimes(send=0.1, measured=measured))
-        found = step_seconds(name, ranks, count, forward, backward, 0.1)
+        found = max(rank_ends(name, ranks, count, forward, backward, 0.1))
         few = count <= 64
         assert found == pytest.approx(expected.seconds, rel=1e-12 if few else 0.01), count
         assert live(name, ranks, len(forward), count) == expected.live

@@ -4,7 +4,7 @@ import pytest
 import small_models
 import torch
 from allocations import _Watch
-from sharded import BATCHES, CHUNKS, made, mesh_of, planned, tokens_of
+from sharded_models import BATCHES, CHUNKS, made, mesh_of, planned, tokens_of
 from torch import nn
 
 from ascend_parallel import Settings

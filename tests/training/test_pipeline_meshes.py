@@ -5,11 +5,11 @@ import copy
 import gpt
 import pytest
 import torch
+from crossing_model import STAGES, Crossing, crossing_batch
 from mesh_stages import ACROSS, LINE, SMALL, SQUARE, Two, pipeline, rows_of, semi_auto
-from staged import STAGES, Crossing, crossing_batch
 from torch import nn
 
-from ascend_parallel.consistency import DisagreementError
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.training import (
     OverlapOptions,
     Recompute,
@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpt_on_8_ranks(ranks, case):
     """The embedding is tied to the head, on the other mesh."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ascend_parallel.training.pipeline.picture import svg, text
-from ascend_parallel.training.pipeline.schedule import SCHEDULES, Action, closed_bubble, order, stages_of
-from ascend_parallel.training.pipeline.timing import StageTimes, simulate
+from ascend_parallel.tuning.step_time.schedule import SCHEDULES, Action, closed_bubble, order, stages_of
+from ascend_parallel.tuning.step_time.timing import StageTimes, simulate
 
 DRAWN = Path(__file__).parents[2] / "docs" / "images" / "pipeline.svg"
 SIZES = [

@@ -3,9 +3,9 @@
 import pytest
 import small_models
 import torch
+from crossing_model import STAGES, Crossing, crossing_batch, lines
 from plans import by_hand
-from sharded import S0, C, made, planned, tokens_of
-from staged import STAGES, Crossing, crossing_batch, lines
+from sharded_models import S0, C, made, planned, tokens_of
 from torch import nn
 
 from ascend_parallel.sharding.graph import INPUT, Value

@@ -7,7 +7,7 @@ import pytest
 import small_models
 import torch
 from allocations import alive_bytes
-from sharded import BATCHES, made, mesh_of, planned
+from sharded_models import BATCHES, made, mesh_of, planned
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,7 +180,8 @@ def marked(group):
         sharded = ShardedModule(model, plan, recompute=recomputed)
         manual_seed(sharded, 3)
         sharded(*batch).backward()
-        found.append((sharded.full_gradients(), [region.module for region in sharded.rank_plan.regions.values()]))
+        blocks = sharded.rank_plan.checkpointed_blocks.values()
+        found.append((sharded.full_gradients(), [block.module for block in blocks]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
     recompute(model.layers[0])
     with pytest.raises(ValueError, match="give the same option on all modules"):

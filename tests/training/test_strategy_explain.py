@@ -27,11 +27,11 @@ from ascend_parallel.training import (
     plan_training,
 )
 from ascend_parallel.training.confirm_degrees import planned_whole
-from ascend_parallel.training.degrees.search import Candidate, Found
+from ascend_parallel.training.degrees.search import Candidate, SearchResult
 from ascend_parallel.training.degrees.space import SCHEDULES, Degrees
 from ascend_parallel.training.explain import as_dict, fullest_rank
 from ascend_parallel.training.loss import mean_loss
-from ascend_parallel.training.pipeline.schedule import order
+from ascend_parallel.tuning.step_time.schedule import order
 
 COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
 MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}
@@ -204,7 +204,7 @@ def test_a_rank_with_several_stages_holds_the_sum_of_them():
 def test_the_search_confirms_the_bytes_of_the_strategy(schedule, virtual_stages):
     """plan-training's last check keeps the rank that `strategy` shows as the fullest, counted here action by action."""
     degrees = Degrees(dp=1, tp=1, pp=2, rows=1, micro_batches=4, schedule=schedule, virtual_stages=virtual_stages)
-    found = Found(
+    found = SearchResult(
         ranks=2,
         rows=4,
         limit=0.0,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import Task, call_tasks, length, pipeline_tasks, simulate
+from simulation import Task, call_tasks, length, simulate
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE, split_rows
@@ -19,7 +19,6 @@ from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardwa
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, layer_linears
 from ascend_parallel.tuning.cost_model.published import with_fixed_cost
-from ascend_parallel.tuning.cost_model.step import pipeline_time
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 SECONDS = st.floats(min_value=0, max_value=1, allow_nan=False)
@@ -154,22 +153,6 @@ def test_the_simulation_refuses_tasks_that_wait_for_each_other():
         simulate([Task("a", "x", 1.0, ("b",)), Task("b", "x", 1.0)])
     with pytest.raises(ValueError, match="which is not a task"):
         simulate([Task("a", "x", 1.0, ("z",))])
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 20), SECONDS, SECONDS)
-def test_one_forward_one_backward_takes_what_the_simulation_finds(stages, micro_batches, forward, backward):
-    equal = [(forward, backward)] * stages
-    found = length(simulate(pipeline_tasks(equal, micro_batches)))
-    assert found == pytest.approx(pipeline_time(equal, micro_batches, 0.0), rel=1e-9, abs=1e-12)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 8), st.integers(0, 30), st.floats(0.01, 1), st.floats(1, 1.5))
-def test_a_longer_last_stage_takes_nearly_the_closed_form(stages, more, forward, longer):
-    unequal = [(forward, 2 * forward)] * (stages - 1) + [(forward * longer, 2 * forward * longer)]
-    found = length(simulate(pipeline_tasks(unequal, stages + more)))
-    assert pipeline_time(unequal, stages + more, 0.0) == pytest.approx(found, rel=0.03)
 
 
 # Costs

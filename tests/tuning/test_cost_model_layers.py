@@ -10,10 +10,11 @@ from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware, read_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, Schedule
-from ascend_parallel.tuning.cost_model.layers import Layer
+from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, find_model, layer_linears, read_model
-from ascend_parallel.tuning.cost_model.step import Layout, pipeline_time, spread, step_time
+from ascend_parallel.tuning.cost_model.step import Layout, spread, stage_parameters, step_time
 from ascend_parallel.tuning.cost_model.tables import PlanningError
+from ascend_parallel.tuning.step_time.timing import rank_ends
 
 COSTS = {name: CostModel(hardware) for name, hardware in all_hardware().items()}
 
@@ -22,7 +23,7 @@ COSTS = {name: CostModel(hardware) for name, hardware in all_hardware().items()}
 @pytest.mark.parametrize("name", sorted(all_models()))
 def test_schedules_of_a_layer_stand_in_their_order(name, sequence_parallel):
     batch = Batch(sequence=4096, micro_batch=1, tp=8, sequence_parallel=sequence_parallel)
-    layer = Layer(COSTS["ascend-910b2"], find_model(name), batch)
+    layer = TransformerLayerTime(COSTS["ascend-910b2"], find_model(name), batch)
     order = [layer.forward(schedule) + layer.backward(schedule) for schedule in (BOUND, BEST, EQUAL, MEGATRON, IN_TURN)]
     assert order == sorted(order) and order[0] < order[-1]
     four = Schedule(name="4")
@@ -45,7 +46,9 @@ def test_operators_of_a_layer_are_those_of_the_overlap_page():
 
 
 def test_one_rank_communicates_nothing():
-    layer = Layer(COSTS["ascend-910b2"], find_model("llama2-7b"), Batch(sequence=1024, micro_batch=1, tp=1))
+    layer = TransformerLayerTime(
+        COSTS["ascend-910b2"], find_model("llama2-7b"), Batch(sequence=1024, micro_batch=1, tp=1)
+    )
     assert layer.forward(BEST) == layer.forward(MEGATRON) == layer.forward(IN_TURN)
 
 
@@ -70,18 +73,20 @@ def test_replicas_and_stages_that_share_a_server_use_its_links(tp, dp, pp, insid
     costs, model = COSTS["ascend-910b2"], find_model("llama2-7b")
     batch, layout = Batch(sequence=4096, micro_batch=1, tp=tp), Layout(dp=dp, pp=pp, micro_batches=8)
     step = step_time(costs, model, batch, layout, MEGATRON)
-    nbytes = 4 * model.count_parameters() / tp / pp
+    nbytes = 4 * max(stage_parameters(model, batch, layout))
     network = costs.network(ALL_REDUCE, nbytes / inside, dp // inside)
-    assert step.gradients == pytest.approx(costs.collective(ALL_REDUCE, nbytes, inside) + network, rel=1e-12)
+    alone = costs.collective(ALL_REDUCE, nbytes, inside) + network
+    assert step.gradients <= alone * (1 + 1e-12) and (pp > 1 or step.gradients == pytest.approx(alone, rel=1e-12))
     ranks = [[replica * tp + rank for rank in range(tp)] for replica in range(dp)]
     planned = MeshCosts.of(ProcessMesh(ranks, ["dp", "tp"]), costs.hardware)
-    assert step.gradients == pytest.approx(planned.seconds("all_reduce", nbytes, 0), rel=1e-12)
+    assert alone == pytest.approx(planned.seconds("all_reduce", nbytes, 0), rel=1e-12)
     sent = batch.own_rows * model.hidden * 2
     in_server = costs.collective("all_gather", 2 * sent, 2)
     over_network = costs.hardware.network.latency + sent / costs.hardware.network.bandwidth
     assert over_network != pytest.approx(in_server, rel=0.1)
     hop = 0.0 if pp == 1 else in_server if tp * dp * pp <= 8 else over_network
-    assert step.pipeline == pytest.approx(pipeline_time(list(step.stages), 8, hop), rel=1e-12)
+    ends = rank_ends("1f1b", pp, 8, [f for f, _ in step.stages], [b for _, b in step.stages], hop)
+    assert step.pipeline == pytest.approx(max(ends), rel=1e-12)
 
 
 @pytest.mark.parametrize("tp", [3, 8, 16, 64, 1000])

@@ -11,7 +11,7 @@ from ascend_parallel.cli.app import app
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, IN_TURN, Schedule
-from ascend_parallel.tuning.cost_model.layers import Layer
+from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.region import Lanes
 
@@ -22,7 +22,9 @@ NPU = find_hardware("910b2").with_launch(0)
 def layer(hardware, name="llama2-7b", tp=8, sequence_parallel=False):
     dtype = torch.float32 if hardware.device == "cpu" else torch.bfloat16
     options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": hardware.device}
-    return Layer(CostModel(hardware), find_model(name), Batch(sequence=1024, micro_batch=1, tp=tp, **options))
+    return TransformerLayerTime(
+        CostModel(hardware), find_model(name), Batch(sequence=1024, micro_batch=1, tp=tp, **options)
+    )
 
 
 def in_regions(count):

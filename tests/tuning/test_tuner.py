@@ -12,9 +12,9 @@ from layers import Layers
 import ascend_parallel
 from ascend_parallel import Settings
 from ascend_parallel.tuning.measured import chunk_plan, pass_times, tuner
-from ascend_parallel.tuning.measured.pass_parts import Parts, rates, repeats, seconds
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, rates, repeats, seconds
 from ascend_parallel.tuning.measured.pass_times import Case
-from ascend_parallel.tuning.measured.tuner import Tuner, decide, predicted
+from ascend_parallel.tuning.measured.tuner import MeasuredParts, Tuner, clear, decide, predicted, scaled
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,20 @@ def test_overlap_has_to_win_in_all_rounds_but_one(ours, sizes):
     assert found.serial == 1.0
 
 
+@pytest.mark.parametrize(
+    ("ours", "is_clear"),
+    [([0.9, 0.95, 0.9], True), ([1.0, 1.2, 1.1], True), ([0.9, 0.97, 0.9], False), ([0.9, 1.1, 0.9], False)],
+)
+def test_further_rounds_follow_unless_the_first_are_clear(ours, is_clear):
+    assert clear({(64,): [1.0] * 3, (32, 32): ours}, (64,), (32, 32)) is is_clear
+
+
 CASE = Case(kind="row", rows=1024, n=64, k=64, dtype=torch.float32, device="cpu", sequence_parallel=False)
 
 
 def parts(matmul, collective, latency):
     """Return parts with consistent times."""
-    return Parts(
+    return PassBreakdown(
         rows=1024,
         count=8,
         matmul=matmul,
@@ -93,6 +101,38 @@ def test_rates_are_found_from_what_was_timed(piece, pieces, compute, collective)
     assert rates(alone, whole, beside, until) == pytest.approx((compute, collective))
 
 
+def test_the_parts_of_a_pass_follow_from_those_of_a_pass_alike():
+    """A matmul has a time per operation, a collective one per byte beside its latency."""
+    (measured,) = CASE.passes(2)
+    wide, thin = (replace(measured, k=k, n=n) for k, n in ((128, 64), (64, 16)))
+    known = parts(10e-3, 4e-3, 1e-3)
+    assert scaled(known, measured, wide).matmul == pytest.approx(20e-3)
+    assert scaled(known, measured, wide).collective == pytest.approx(4e-3)
+    assert scaled(known, measured, thin).matmul_piece == pytest.approx(10e-3 / 32)
+    assert scaled(known, measured, thin).collective == pytest.approx(1.75e-3)
+    assert scaled(known, measured, thin).gather == 0
+    assert scaled(known, measured, replace(measured, k=64 * 9)) is None
+    assert scaled(known, measured, replace(measured, m=2048)) is None
+
+
+def test_one_pass_of_each_kind_is_measured():
+    class Timed:
+        def __init__(self, kind):
+            self.case, self.asked = replace(CASE, kind=kind), []
+
+        def parts(self, operator, rounds):
+            self.asked.append((operator.operator, rounds))
+            return parts(10e-3, 4e-3, 1e-3)
+
+    (operator,) = CASE.passes(2)
+    known, row, column = MeasuredParts(), Timed("row"), Timed("column")
+    for each in (operator, replace(operator, n=128), replace(operator, n=64 * 9), replace(operator, n=1024)):
+        known.of(row, each)
+    known.of(column, operator)
+    assert row.asked == [("matmul_all_reduce", tuner.FIRST_ROUNDS)] * 2
+    assert len(column.asked) == 1
+
+
 def cases(group):
     """Return the sizes for every kind of layer, measured and predicted; equal on every rank."""
     found = {}
@@ -135,8 +175,8 @@ def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
 
 def decided(group, path, seconds):
     """Return the log and the sizes of a shape, if a cut takes `seconds(chunks)` in each round."""
-    kept = pass_times.Layer.time_sizes, tuner.cached_plan
-    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
+    kept = pass_times.TimedLinear.time_sizes, tuner.cached_plan
+    pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
     }
     tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
@@ -149,7 +189,7 @@ def decided(group, path, seconds):
             found = Tuner(settings).settings_for(CASE, group, backward=False)
             sizes.append(found.plan.entries[0].sizes)
     finally:
-        pass_times.Layer.time_sizes, tuner.cached_plan = kept
+        pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
         logging.getLogger("ascend_parallel").removeHandler(handler)
     return lines, sizes
 
@@ -184,8 +224,8 @@ def test_what_was_found_is_said_in_words_once_and_on_rank_0(ranks, tmp_path, sec
 
 def overlap_always_wins(group, path):
     """Run a real layer with COC_TUNE; a planted clock makes every chunked call faster."""
-    kept = pass_times.Layer.time_sizes
-    pass_times.Layer.time_sizes = lambda self, operator, candidates, rounds: {
+    kept = pass_times.TimedLinear.time_sizes
+    pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
     }
     lines = []
@@ -208,7 +248,7 @@ def overlap_always_wins(group, path):
             ascend_parallel.configure(num_chunks=1)
             plain = layer(x)[0]
     finally:
-        pass_times.Layer.time_sizes = kept
+        pass_times.TimedLinear.time_sizes = kept
         logging.getLogger("ascend_parallel").removeHandler(handler)
     return tuned, planned, torch.equal(y, again) and torch.equal(y, plain)
 

@@ -41,7 +41,7 @@ REBUILD = (
 )
 
 
-class Control(Protocol):
+class PatchState(Protocol):
     """The part of `PatchControl` that doctor uses: the settings and patches of this process."""
 
     @property
@@ -93,7 +93,7 @@ class Report:
         return {"healthy": self.healthy, "verdict": self.verdict, "findings": found}
 
 
-def examine(control: Control, ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Report:
+def examine(control: PatchState, ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Report:
     """Return all findings; with `ranks` of 2 or more, also try every kernel on that many local processes.
 
     control
@@ -116,7 +116,7 @@ def examine(control: Control, ranks: int = 0, say: Callable[[str], None] = lambd
     return Report(findings, control.status().settings)
 
 
-def examine_request(control: Control) -> Iterator[Finding]:
+def examine_request(control: PatchState) -> Iterator[Finding]:
     """Yield findings on the variables and on whether they take effect in a training; `status` uses them too."""
     yield from _settings(control)
     yield from _patches(control)
@@ -217,7 +217,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding(section, "backends", ", ".join(backends) or "none", GOOD if backends else BAD)
 
 
-def _settings(control: Control) -> Iterator[Finding]:
+def _settings(control: PatchState) -> Iterator[Finding]:
     section = "settings"
     status = control.status()
     if control.refused is not None:
@@ -232,7 +232,7 @@ def _settings(control: Control) -> Iterator[Finding]:
         yield Finding(section, "TORCH_DEVICE_BACKEND_AUTOLOAD", "0: variables alone do not patch", BAD, advice)
 
 
-def _patches(control: Control) -> Iterator[Finding]:
+def _patches(control: PatchState) -> Iterator[Finding]:
     section = "patches"
     status = control.status()
     if status.settings.enabled:
@@ -251,7 +251,7 @@ def _patches(control: Control) -> Iterator[Finding]:
             yield Finding(section, package, "installed", NOTE, why)
 
 
-def _kernels(control: Control) -> Iterator[Finding]:
+def _kernels(control: PatchState) -> Iterator[Finding]:
     for name, state in control.status().kernels.items():
         advice = REBUILD if "C++ extension" in state else ""
         yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)

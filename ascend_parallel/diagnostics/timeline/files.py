@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ FORMAT, VERSION = "ascend_parallel timeline", 1
 PATTERN = "timeline-*-rank*.jsonl"
 MOST_LISTED = 64
 SPAN_KINDS = ("matmul", "beside", "comm", "wait", "fused", "clocks")
+COMPUTING = ("matmul", "beside", "fused")
 
 
 MOST_RANKS, MOST_WORKERS = 1 << 20, 4096
@@ -50,7 +52,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward or backward of a layer, or one direct call of an operator; unfinished if a span has no end."""
+    """One forward or backward of a layer, or one direct call of an operator; unfinished if a span has no end.
+
+    elsewhere
+        When the rank computed in other passes while collectives of this pass ran, or it waited for them: in a region
+        they run on under the next layers.
+    """
 
     layer: str
     kind: str
@@ -61,6 +68,7 @@ class Pass:
     calls: tuple[dict[str, Any], ...]
     spans: tuple[Span, ...]
     finished: bool
+    elsewhere: tuple[tuple[int, int], ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -231,7 +239,24 @@ def _read(path: Path) -> RankFile:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise TimelineError(f"{path}, line {number}, is damaged ({reason}); move the file away") from error
+    file.passes = _with_computation_elsewhere(file.passes)
     return file
+
+
+def _with_computation_elsewhere(passes: Sequence[Pass]) -> list[Pass]:
+    computed = sorted((s.begin, s.end, place) for place, p in enumerate(passes) for s in p.spans if s.kind in COMPUTING)
+    reached = list(accumulate((end for _, end, _ in computed), max))
+    found = []
+    for place, layer_pass in enumerate(passes):
+        open_spans = [span for span in layer_pass.spans if span.kind in ("comm", "wait")]
+        if not open_spans:
+            found.append(layer_pass)
+            continue
+        first = bisect_right(reached, min(span.begin for span in open_spans))
+        last = bisect_left(computed, (max(span.end for span in open_spans),))
+        others = tuple((begin, end) for begin, end, of in computed[first:last] if of != place)
+        found.append(replace(layer_pass, elsewhere=others))
+    return found
 
 
 def _pass(line: dict[str, Any]) -> Pass:

@@ -13,7 +13,7 @@ from ascend_parallel.diagnostics.timeline.files import RankFile, TimelineError, 
 from ascend_parallel.diagnostics.timeline.picture import COLOURS, MEANING, Picture, draw, picture
 from ascend_parallel.diagnostics.timeline.table import Row, alone, kernel_of, table
 from ascend_parallel.diagnostics.timeline.trace import trace
-from ascend_parallel.templates import render
+from ascend_parallel.text.templates import render
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
@@ -81,7 +81,7 @@ def cell(value: float | None, form: str) -> str:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedTimeline:
     """One run of a folder with all ranks on one clock, and optionally a serial run to compare with."""
 
     folder: Path
@@ -116,7 +116,7 @@ class Merged:
         return written, [] if png is False else ["no timeline.png: it needs pip install 'ascend_parallel[plot]'"]
 
 
-def merge(folder: Path, run: str | None = None, against: Path | None = None) -> Merged:
+def merge(folder: Path, run: str | None = None, against: Path | None = None) -> MergedTimeline:
     """Read all ranks' records of a run in `folder`, align their clocks, and return the merged run.
 
     `against`: the folder of a serial run to compare with. Raises `TimelineError` if a folder is unusable.
@@ -126,11 +126,11 @@ def merge(folder: Path, run: str | None = None, against: Path | None = None) -> 
     if not any(file.passes for file in aligned):
         raise TimelineError(f"{folder}: its files have no pass of a layer")
     if against is None:
-        return Merged(folder, aligned, shifts, notes, None)
+        return MergedTimeline(folder, aligned, shifts, notes, None)
     serial_files, serial_notes = read_run(against)
     serial, _ = align(serial_files)
     comparison = _compare(table(aligned, serial), serial, against)
-    return Merged(folder, aligned, shifts, [*notes, *serial_notes, *comparison], serial)
+    return MergedTimeline(folder, aligned, shifts, [*notes, *serial_notes, *comparison], serial)
 
 
 def _compare(rows: Sequence[Row], serial: Sequence[RankFile], folder: Path) -> list[str]:

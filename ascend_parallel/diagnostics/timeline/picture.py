@@ -54,7 +54,7 @@ class Bar:
 
 
 @dataclass
-class Lanes:
+class RankLanes:
     """The lanes of one rank: names of passes, computation and waits, and communication.
 
     Waits stand first in `compute`: drawn in this order, computation covers them.
@@ -71,7 +71,7 @@ class Picture:
     """One step of one run; `share` is the exposed share of its communication, or None without communication."""
 
     title: str
-    ranks: list[Lanes]
+    ranks: list[RankLanes]
     milliseconds: float
     share: float | None
 
@@ -117,8 +117,8 @@ def _steps(passes: Sequence[Pass]) -> list[list[Pass]]:
     return complete or steps
 
 
-def _lanes(rank: int, passes: Sequence[Pass], zero: int) -> Lanes:
-    lanes = Lanes(rank)
+def _lanes(rank: int, passes: Sequence[Pass], zero: int) -> RankLanes:
+    lanes = RankLanes(rank)
     for layer_pass in passes:
         name = f"{layer_pass.title} {layer_pass.direction}".strip()
         lanes.passes.append(_bar("pass", name, layer_pass.begin, layer_pass.end, zero))
@@ -188,7 +188,7 @@ def _panel(plot: Any, picture: Picture) -> None:
         _rank(plot, lanes, -2 * number)
 
 
-def _rank(plot: Any, lanes: Lanes, row: int) -> None:
+def _rank(plot: Any, lanes: RankLanes, row: int) -> None:
     for place, bars in ((row, lanes.compute), (row - 1, lanes.comm)):
         for bar in bars:
             low, high = place + 0.4 - 0.8 * bar.high, place + 0.4 - 0.8 * bar.low

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
+from ascend_parallel.diagnostics.timeline.files import COMPUTING, Pass, RankFile
 from ascend_parallel.ops.registry import FUSED
 from ascend_parallel.tuning.e_bound import e_bound
 
@@ -61,7 +61,7 @@ LEAST_LOSS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class PassTimes:
     """Times of a pass on a rank, or medians of several, in ns; `hidden` is the part of `comm` beside computation."""
 
     total: float
@@ -108,8 +108,9 @@ class Row:
 
 
 def busy(layer_pass: Pass) -> Intervals:
-    """Return when the rank computed."""
-    return union((span.begin, span.end) for span in layer_pass.spans if span.kind in ("matmul", "beside", "fused"))
+    """Return when the rank computed, in this pass or, while its collectives ran, in others."""
+    own = ((span.begin, span.end) for span in layer_pass.spans if span.kind in COMPUTING)
+    return union([*own, *layer_pass.elsewhere])
 
 
 def communicating(layer_pass: Pass) -> Intervals:
@@ -123,11 +124,11 @@ def exposed(layer_pass: Pass) -> Intervals:
     return without(union([*communicating(layer_pass), *waits]), busy(layer_pass))
 
 
-def times(layer_pass: Pass) -> Times:
+def times(layer_pass: Pass) -> PassTimes:
     """Return the times of one pass, without the clock comparison of a group's first call."""
     spent = {kind: sum(s.end - s.begin for s in layer_pass.spans if s.kind == kind) for kind in ("matmul", "clocks")}
     comm = communicating(layer_pass)
-    return Times(
+    return PassTimes(
         total=layer_pass.end - layer_pass.begin - spent["clocks"],
         matmul=spent["matmul"],
         comm=length(comm),
@@ -161,18 +162,20 @@ def _by_key(files: Iterable[RankFile]) -> dict[tuple[str, str], dict[int, list[P
     return passes
 
 
-def _slowest(by_rank: dict[int, list[Pass]]) -> tuple[int, Times]:
+def _slowest(by_rank: dict[int, list[Pass]]) -> tuple[int, PassTimes]:
     """Return the rank with the longest median pass, and its medians."""
     medians = {rank: _medians([times(layer_pass) for layer_pass in passes]) for rank, passes in by_rank.items()}
     rank = max(medians, key=lambda rank: medians[rank].total)
     return rank, medians[rank]
 
 
-def _medians(measured: list[Times]) -> Times:
-    return Times(**{name: median(getattr(each, name) for each in measured) for name in Times.__dataclass_fields__})
+def _medians(measured: list[PassTimes]) -> PassTimes:
+    return PassTimes(
+        **{name: median(getattr(each, name) for each in measured) for name in PassTimes.__dataclass_fields__}
+    )
 
 
-def _serial_times(last: Pass, serial_passes: dict[int, list[Pass]] | None) -> Times | None:
+def _serial_times(last: Pass, serial_passes: dict[int, list[Pass]] | None) -> PassTimes | None:
     """Return the serial run's times of the pass `last`; None unless it ran there serially with the same shapes."""
     if not serial_passes:
         return None
@@ -196,7 +199,7 @@ def _shape(layer_pass: Pass) -> str:
 
 
 def _row(
-    key: tuple[str, str], passes: list[Pass], rank: int, medians: Times, serial: Times | None, estimated: bool
+    key: tuple[str, str], passes: list[Pass], rank: int, medians: PassTimes, serial: PassTimes | None, estimated: bool
 ) -> Row:
     last = passes[-1]
     fused = any(span.kind == "fused" for span in last.spans)

@@ -13,10 +13,9 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor, Replicate
 
-from ascend_parallel.sharding.marked.borders import leaf
-from ascend_parallel.sharding.marked.plain_tensors import as_replicated
+from ascend_parallel.sharding.marked.torch_call import as_replicated
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import layout_of, spec_of
+from ascend_parallel.sharding.redistribute.edges import layout_of, leaf, spec_of
 
 
 def tensor_backward(

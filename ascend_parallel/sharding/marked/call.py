@@ -23,16 +23,35 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ascend_parallel.sharding.graph import Ref, TensorMeta, Value
 from ascend_parallel.sharding.marked import autograd_calls
-from ascend_parallel.sharding.marked.borders import from_part, leaf, local_part, take_over
-from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan
-from ascend_parallel.sharding.marked.function_planner import plan_function
+from ascend_parallel.sharding.marked.function_plan import Argument, FunctionPlan, plan_function
 from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins
-from ascend_parallel.sharding.marked.own_functions import GATHERING, OWN
-from ascend_parallel.sharding.marked.plain_tensors import as_replicated
-from ascend_parallel.sharding.marked.whole_call import first_rank_draws, on_whole_tensors, runs_whole
+from ascend_parallel.sharding.marked.torch_call import TorchCall, as_replicated
+from ascend_parallel.sharding.marked.unsharded_call import first_rank_draws, on_whole_tensors, runs_whole
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, layout_of, reshard
+from ascend_parallel.sharding.redistribute.edges import from_part, layout_of, leaf, local_part, take_over
+from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, reshard
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS
 from ascend_parallel.sharding.tracing.trace import TraceError
+
+_METHODS = """register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ untyped_storage storage_offset
+    data_ptr __reduce_ex__ __setstate__ share_memory_ is_shared _is_view"""
+_READ = "grad _grad _version output_nr retains_grad _backward_hooks _base"
+_WRITTEN = "grad _grad requires_grad _backward_hooks"
+OWN = METADATA_FUNCTIONS | {
+    *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+    *(getattr(torch.Tensor, name).__get__ for name in _READ.split()),
+    *(getattr(torch.Tensor, name).__set__ for name in _WRITTEN.split()),
+    torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
+}
+"""Run by torch: they read and write the tensor object, not its elements."""
+
+_VALUES = """item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ equal allclose
+    __array_wrap__ is_nonzero __dlpack__"""
+GATHERING = frozenset(
+    (*(getattr(torch.Tensor, name) for name in _VALUES.split()), torch.equal, torch.allclose, torch.is_nonzero)
+)
+"""Run on whole tensors, without a gradient: they read values."""
+
 
 Function = Callable[..., Any]
 AUTOGRAD: dict[Function, Function] = {
@@ -100,7 +119,7 @@ def run_function(function: Function, args: tuple[Any, ...], kwargs: Mapping[str,
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     if function not in GATHERING:
         leaves = [torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-    call = _Call.of(function, leaves, spec)
+    call = _DTensorCall.of(function, leaves, spec)
     if function in GATHERING:
         with torch.no_grad():
             return call.on_whole_tensors(draws=False)
@@ -113,40 +132,31 @@ def run_function(function: Function, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A function and its arguments: `leaves` with a `Ref` for each of `tensors`; `plain` are those that were plain."""
+class _DTensorCall:
+    """A call and its tensors; `plain` are the places of those that were plain."""
 
-    function: Function
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    torch_call: TorchCall
     tensors: tuple[DTensor, ...]
     plain: frozenset[int]
     mesh: ProcessMesh
 
     @classmethod
-    def of(cls, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> _Call:
+    def of(cls, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> _DTensorCall:
         """Compare plain tensors among ranks, and complete partial extremes."""
         given, refs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], count()
         dtensors = [leaf for leaf in given if isinstance(leaf, DTensor)]
         mesh = _mesh_of(dtensors, function)
+        by_place = tuple(Ref(next(refs)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(
-            function,
-            tuple(Ref(next(refs)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
-            spec,
+            TorchCall(function, by_place, spec),
             tuple(_sums_only(as_replicated(tensor, dtensors[0].device_mesh, function)) for tensor in given),
             frozenset(index for index, tensor in enumerate(given) if not isinstance(tensor, DTensor)),
             mesh,
         )
 
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return resolve_name(self.function) or str(self.function)
-
     def on_whole_tensors(self, *, draws: bool) -> Any:
         """Run the function on whole tensors."""
-        tensors, mesh = self.tensors, self.mesh
-        return on_whole_tensors(PropagatedDTensor, self.function, self.leaves, self.spec, tensors, mesh, draws=draws)
+        return on_whole_tensors(PropagatedDTensor, self.torch_call, self.tensors, self.mesh, draws=draws)
 
     def plan(self) -> FunctionPlan | str:
         """Return the plan of the call, made at its first run; or why it runs on whole tensors."""
@@ -160,30 +170,29 @@ class _Call:
             )
             for tensor in self.tensors
         )
-        key = self.function, tuple(map(_key, self.leaves)), self.spec, arguments, mesh, dist.get_rank()
+        call = self.torch_call
+        key = call.function, tuple(map(_key, call.leaves)), call.spec, arguments, mesh, dist.get_rank()
         if key not in _plans:
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             place = mesh.coordinate(dist.get_rank()) or (0,) * mesh.ndim
             try:
-                _plans[key] = plan_function(
-                    self.function, self.leaves, self.spec, arguments, mesh, place, hardware_of(mesh)
-                )
+                _plans[key] = plan_function(call, arguments, mesh, place, hardware_of(mesh))
             except TraceError as error:
                 _plans[key] = str(error)
         return _plans[key]
 
     def run(self, plan: FunctionPlan) -> Any:
         """Run the function by its plan."""
-        values = _run(self, plan) | dict(zip(plan.names, self.tensors, strict=True))
+        values = _run(self, plan) | dict(zip(plan.arguments, self.tensors, strict=True))
         for index, value in plan.updates.items():
             if index in self.plain:
                 raise ValueError(
-                    f"{self.name} of DTensors writes to a plain tensor: make it a DTensor, by shard_tensor, or use the "
-                    "function that returns a new tensor"
+                    f"{self.torch_call.name} of DTensors writes to a plain tensor: make it a DTensor, by shard_tensor, "
+                    "or use the function that returns a new tensor"
                 )
             saved = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
-            _write(self.name, self.tensors[index], values[value], saved)
+            _write(self.torch_call.name, self.tensors[index], values[value], saved)
             values[value] = self.tensors[index]
         for value in plan.results:
             base = self.tensors[plan.views[value]] if isinstance(value, Value) and value in plan.views else None
@@ -193,36 +202,28 @@ class _Call:
         return pytree.tree_unflatten(results, plan.results_spec)
 
 
-def _run(call: _Call, plan: FunctionPlan) -> dict[Value, DTensor]:
+def _run(call: _DTensorCall, plan: FunctionPlan) -> dict[Value, DTensor]:
     """Return the DTensors that a call returns and writes."""
-    wanted = {value for value in (*plan.results, *plan.updates.values()) if isinstance(value, Value)}
-    wanted -= set(plan.names)
     tensors, mesh = call.tensors, call.mesh
     if is_outside(mesh):
+        stand_ins = _stand_ins(call, plan)
         return {
-            value: from_stand_in(PropagatedDTensor, stand_in, plan.layouts[value], mesh)
-            for value, stand_in in _stand_ins(call, plan).items()
-            if value in wanted
+            value: from_stand_in(PropagatedDTensor, stand_ins[value], plan.layouts[value], mesh) for value in plan.made
         }
-    costs = costs_of(mesh)
-    locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, plan.inputs, strict=True)]
+    costs, layouts = costs_of(mesh), plan.arguments.values()
+    locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
     parts = plan.run(locals_, first_rank_draws(mesh) if plan.draws else "")
     return {
         value: from_part(
-            PropagatedDTensor,
-            parts[value],
-            TensorMeta(plan.metas[value].shape, parts[value].dtype),
-            plan.layouts[value],
-            mesh,
-            costs,
+            PropagatedDTensor, part, TensorMeta(plan.shapes[value], part.dtype), plan.layouts[value], mesh, costs
         )
-        for value in wanted
+        for value, part in parts.items()
     }
 
 
-def _stand_ins(call: _Call, plan: FunctionPlan) -> dict[Value, torch.Tensor]:
+def _stand_ins(call: _DTensorCall, plan: FunctionPlan) -> dict[Value, torch.Tensor]:
     """Return what a rank outside of the mesh has of a call's results, and of what the call writes."""
-    returned, given = on_stand_ins(call.function, call.leaves, call.spec, call.tensors, plan.inputs, call.mesh)
+    returned, given = on_stand_ins(call.torch_call, call.tensors, tuple(plan.arguments.values()), call.mesh)
     results = zip(plan.results, pytree.tree_leaves(returned), strict=True)
     written = {value: given[index] for index, value in plan.updates.items()}
     return {value: result for value, result in results if isinstance(value, Value)} | written

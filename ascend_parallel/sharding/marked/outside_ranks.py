@@ -5,7 +5,7 @@ The rank's backward then goes where that of the mesh's ranks goes, and takes par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.overrides import resolve_name
-from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Ref
 from ascend_parallel.sharding.layout import Layout, backward, forward
-from ascend_parallel.sharding.marked.borders import Kind, leaf
+from ascend_parallel.sharding.marked.torch_call import TorchCall
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.reshard import layout_of, spec_of
+from ascend_parallel.sharding.redistribute.edges import Kind, layout_of, leaf, spec_of
 
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -35,14 +32,9 @@ def is_outside(mesh: ProcessMesh) -> bool:
 
 
 def on_stand_ins(
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    spec: pytree.TreeSpec,
-    tensors: Sequence[DTensor],
-    layouts: Sequence[Layout],
-    mesh: ProcessMesh,
+    call: TorchCall, tensors: Sequence[DTensor], layouts: Sequence[Layout], mesh: ProcessMesh
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Return what the function returns for stand-ins of `tensors`, and these stand-ins after it.
+    """Return what a function returns for stand-ins of `tensors`, and these stand-ins after it.
 
     layouts
         In which the mesh's ranks read the tensors; gradients are laid out accordingly.
@@ -53,14 +45,12 @@ def on_stand_ins(
         _StandIn.apply(tensor, layout, mesh)  # type: ignore[no-untyped-call]
         for tensor, layout in zip(tensors, layouts, strict=True)
     ]
-    filled = [given[each.index] if isinstance(each, Ref) else each for each in leaves]
-    args, kwargs = pytree.tree_unflatten(filled, spec)
     try:
         with _MODE:
-            return function(*args, **kwargs), given
+            return call.on(given), given
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"{resolve_name(function) or function} of a DTensor on {mesh}: its result depends on values that rank "
+            f"{call.name} of a DTensor on {mesh}: its result depends on values that rank "
             f"{dist.get_rank()}, outside of the mesh, does not have; reshard to a mesh of all ranks before"
         ) from error
 

@@ -9,11 +9,50 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from ascend_parallel.sharding.marked.call import run_function
 from ascend_parallel.sharding.marked.dtensors import shard_tensor
-from ascend_parallel.sharding.marked.marked_forward import propagate_functions
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.reshard import Mesh, reshard
+
+
+class PropagatedFunctions(TorchFunctionMode):
+    """Runs functions of DTensors by `run_function`."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function."""
+        if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return run_function(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def propagate_functions(layer: nn.Module) -> None:
+    """Run the forwards of `layer` under `PropagatedFunctions`, while its parameters are DTensors."""
+    running: list[PropagatedFunctions | None] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        marked = any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
+        mode = PropagatedFunctions() if marked and not any(running) else None
+        running.append(mode)
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        mode = running.pop() if running else None
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    layer.register_forward_pre_hook(enter, prepend=True)
+    layer.register_forward_hook(leave, always_call=True)
+
 
 STAGE = "_ascend_parallel_stage"
 ShardLayer = Callable[[str, nn.Module, ProcessMesh], None]

@@ -10,10 +10,10 @@ from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, Shape,
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.rules import own_reductions
+from ascend_parallel.sharding.rules import npu, own_reductions
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
-MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum")
+MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "npu_linear", "npu_bmmV2")
 # Backward of a matmul is two more matmuls of the same size; of a memory-bound operator, about two more passes.
 PASSES = 3
 
@@ -48,6 +48,8 @@ def _matmuls(call: OpCall, inputs: list[Shape], outputs: list[Shape]) -> tuple[i
     if name == "scaled_dot_product_attention":
         query, key = inputs[0], inputs[1]
         return 2, (prod(query[:-1]), query[-1], key[-2])
+    if name.startswith(npu.ATTENTION):
+        return 2, npu.attention_matmuls(call, inputs)
     if name == "conv2d":
         return 1, (prod(outputs[0]) // outputs[0][1], prod(inputs[1][1:]), outputs[0][1])
     return 0, None

@@ -9,8 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ascend_parallel.sharding.collector import collector_paused
-from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, collector_paused
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.batch_norms import with_batch_norms

@@ -28,7 +28,7 @@ SMALL = 30_000_000
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PartialSolution:
     """A solution and a lower bound of all; equal if it is proven to be best, else the problem that remains.
 
     options
@@ -41,7 +41,7 @@ class Pruned:
     options: Mapping[str, npt.NDArray[np.int64]]
 
 
-def solved_by_pruning(problem: AssignmentProblem) -> Pruned:
+def solved_by_pruning(problem: AssignmentProblem) -> PartialSolution:
     """Return the best solution, or one with a lower bound: what pruning leaves open goes to HiGHS.
 
     Raises `TimeoutError` if neither finds a solution.
@@ -50,7 +50,7 @@ def solved_by_pruning(problem: AssignmentProblem) -> Pruned:
         found = pruned(problem)
     except TooWideError:
         whole = optimum(problem)
-        return Pruned(whole.chosen, whole.cost, whole.bound, {})
+        return PartialSolution(whole.chosen, whole.cost, whole.bound, {})
     if found.bound == found.cost:
         return found
     try:
@@ -62,7 +62,7 @@ def solved_by_pruning(problem: AssignmentProblem) -> Pruned:
     return replace(found, chosen=best, cost=cost, bound=min(cost, max(found.bound, rest.bound)))
 
 
-def pruned(problem: AssignmentProblem) -> Pruned:
+def pruned(problem: AssignmentProblem) -> PartialSolution:
     """Return the best solution that was found, and what may be better.
 
     Raises `TooWideError` if even few options for each choice are too many for elimination.
@@ -81,7 +81,7 @@ def pruned(problem: AssignmentProblem) -> Pruned:
             chosen, cost = found
         slack = ROUNDING * abs(cost)
         if cost <= bound + slack:
-            return Pruned(chosen, cost, cost, remaining)
+            return PartialSolution(chosen, cost, cost, remaining)
         keep = {name: _kept(bound, numbers, cost, slack) for name, numbers in excess.items()}
         remaining = {name: options[keep[name]] for name, options in remaining.items()}
         messages.restrict(keep)
@@ -90,8 +90,8 @@ def pruned(problem: AssignmentProblem) -> Pruned:
         except TooWideError:
             continue
         chosen, cost = min((chosen, cost), exact, key=lambda pair: pair[1])
-        return Pruned(chosen, cost, cost, remaining)
-    return Pruned(chosen, cost, bound, remaining)
+        return PartialSolution(chosen, cost, cost, remaining)
+    return PartialSolution(chosen, cost, bound, remaining)
 
 
 def _finite(problem: AssignmentProblem) -> AssignmentProblem:

@@ -8,19 +8,18 @@ own, and from there for each reader.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, product
+from typing import TypeVar
 
 import numpy as np
 
-from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, backward, forward, is_even, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
-from ascend_parallel.sharding.planner.interning import Interned
-from ascend_parallel.sharding.planner.marked_weights import readers_of_marked_weights
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
@@ -35,11 +34,111 @@ from ascend_parallel.sharding.planner.options import (
     without_partials,
 )
 from ascend_parallel.sharding.planner.pruning import solved_by_pruning
-from ascend_parallel.sharding.planner.redistribution_cost import conversion_costs
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
+
+Layouts = tuple[Layout, ...]
+
+
+def conversion_costs(
+    mesh_shape: tuple[int, ...], costs: MeshCosts
+) -> Callable[[TensorMeta, Layouts, Layouts, bool], Costs]:
+    """Return a cached function of the seconds of conversions on a mesh of this shape.
+
+    ``matrix(meta, sources, targets, differentiable)[i, j]`` is the time from ``sources[i]`` to ``targets[j]``, with the
+    gradient's if differentiable.
+    """
+
+    @cache
+    def between_all(meta: TensorMeta) -> tuple[dict[Layout, int], Costs]:
+        placements = [REPLICATE, SUM, AVERAGE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
+        layouts = product(placements, repeat=len(mesh_shape))
+        even = [layout for layout in layouts if is_even(meta.shape, layout, mesh_shape)]
+        seconds = all_pairs(meta.shape, meta.dtype.itemsize, mesh_shape, even, costs)
+        return {layout: place for place, layout in enumerate(even)}, seconds
+
+    @cache
+    def matrix(meta: TensorMeta, sources: Layouts, targets: Layouts, differentiable: bool) -> Costs:
+        index, seconds = between_all(meta)
+        rows, columns = ([index[forward(layout)] for layout in layouts] for layouts in (sources, targets))
+        chosen = seconds[np.ix_(rows, columns)]
+        if differentiable:
+            rows, columns = ([index[backward(layout)] for layout in layouts] for layouts in (targets, sources))
+            chosen = chosen + seconds[np.ix_(rows, columns)].T
+        return chosen
+
+    return matrix
+
+
+Result = TypeVar("Result")
+
+
+class Interned:
+    """Equal sequences of options as one object: layers share them, so results are looked up by identity.
+
+    Options are compared by their objects (`Options.of` returns the same for operators with the same signature, and
+    restrictions only leave some out), which costs far less than to hash hundreds of layouts for each operator.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._options: dict[tuple[int, ...], tuple[Option, ...]] = {}
+        # Values hold what their keys name by identity, so that nothing else gets the same identity.
+        self._results: dict[Hashable, tuple[object, tuple[object, ...]]] = {}
+
+    def options(self, options: Sequence[Option]) -> tuple[Option, ...]:
+        """Return the one tuple of these options."""
+        key = tuple(map(id, options))
+        known = self._options.get(key)
+        if known is None:
+            self._options[key] = known = tuple(options)
+        return known
+
+    def outputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
+        """Return the layouts of an output in each option."""
+        return self.result(("outputs", index), (options,), lambda: tuple(option.outputs[index] for option in options))
+
+    def inputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
+        """Return the layouts of an input in each option."""
+        return self.result(("inputs", index), (options,), lambda: tuple(option.inputs[index] for option in options))
+
+    def result(self, kind: Hashable, of: tuple[object, ...], compute: Callable[[], Result]) -> Result:
+        """Return what `compute` returns for the objects `of`, computed once.
+
+        kind: what is computed, with all arguments that are compared by value.
+        """
+        key = (kind, *map(id, of))
+        if key not in self._results:
+            self._results[key] = compute(), of
+        return self._results[key][0]  # type: ignore[return-value]
+
+
+def readers_of_marked_weights(
+    graph: Graph, options: Mapping[str, Sequence[Option]], configured: Collection[str]
+) -> set[str]:
+    """Return the operators whose computing time counts with any objective: they read a weight that is marked.
+
+    The weight lies in slices because the user wants it there. Gathering it, to compute the operator in full on every
+    rank, has to be worth that time. Operators that read the weight alone (a transpose, a cast) pass it on.
+    """
+    weights = (node.name for node in graph.nodes.values() if node.kind == PARAMETER and node.name in configured)
+    waiting = [name for name in weights if all(map(_shards, options[name]))]
+    found, readers = set[str](), graph.readers()
+    while waiting:
+        for value in graph.nodes[waiting.pop()].values:
+            for reader, _ in readers.get(value, ()):
+                alone = len(graph.nodes[reader].inputs) == 1 and reader not in found
+                found.add(reader)
+                waiting += [reader] if alone else []
+    return found
+
+
+def _shards(option: Option) -> bool:
+    return any(placement.kind == "shard" for layout in option.outputs for placement in layout)
+
 
 # Seconds per byte that a rank holds: decides only between equal costs.
 TIE_BREAK = 1e-21

@@ -12,9 +12,9 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node,
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
-from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 
 # Bytes of optimizer state per parameter: Adam's two moments in fp32.
 ADAM = 8
@@ -73,7 +73,7 @@ class ShardingPlan:
     returned
         The layout in which the caller gets an output; other outputs are whole on every rank.
     regathered
-        Parameters that backward gathers again instead of keeping them, outside of recomputed regions. No conversion
+        Parameters that backward gathers again instead of keeping them, outside of checkpointed blocks. No conversion
         contains these collectives.
     """
 

@@ -32,7 +32,7 @@ RequestGenerator = Generator[Request, None, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Line:
+class MeshDimStep:
     """A step of a redistribution on this rank: its line along the step's mesh dimension, and its local shapes.
 
     place
@@ -104,23 +104,23 @@ def finish_redistribute(requests: RequestGenerator) -> torch.Tensor:
         request.start().wait()
 
 
-def lines_of(shape: Shape, mesh: ProcessMesh, redistribution: Redistribution) -> tuple[Line, ...]:
+def lines_of(shape: Shape, mesh: ProcessMesh, redistribution: Redistribution) -> tuple[MeshDimStep, ...]:
     """Return a line for each step of a redistribution of a tensor of global `shape`; none outside of the mesh."""
     place = mesh.coordinate(dist.get_rank())
-    lines: list[Line] = []
+    lines: list[MeshDimStep] = []
     layout = redistribution.source
     for step in redistribution.steps if place is not None else ():
         assert place is not None
         dim = step.mesh_dim
         after = (*layout[:dim], step.target, *layout[dim + 1 :])
         shapes = [local_shape(shape, ends, mesh.shape, place) for ends in (layout, after)]
-        lines.append(Line(mesh, step, place[dim], mesh.places_in_group(dim, place), shapes[0], shapes[1]))
+        lines.append(MeshDimStep(mesh, step, place[dim], mesh.places_in_group(dim, place), shapes[0], shapes[1]))
         layout = after
     return tuple(lines)
 
 
 def redistribute_requests(
-    local: torch.Tensor, lines: Sequence[Line], observer: Observer | None = None
+    local: torch.Tensor, lines: Sequence[MeshDimStep], observer: Observer | None = None
 ) -> RequestGenerator:
     """Run `redistribute_local` as a generator of its collectives; `observer` is called with each step at its start."""
     for line in lines:
@@ -131,7 +131,7 @@ def redistribute_requests(
     return local
 
 
-def _all_gather(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+def _all_gather(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
     step = line.step
     dim = step.source.dim
     size = line.after[dim]
@@ -144,7 +144,7 @@ def _all_gather(local: torch.Tensor, line: Line, observer: Observer | None) -> R
     return whole[:size].movedim(0, dim)
 
 
-def _all_reduce(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+def _all_reduce(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
     step = line.step
     if local.numel() and line.ranks > 1:
         request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, observer)
@@ -155,7 +155,7 @@ def _all_reduce(local: torch.Tensor, line: Line, observer: Observer | None) -> R
     return _averaged(total, line)
 
 
-def _reduce_scatter(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+def _reduce_scatter(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
     step = line.step
     dim = step.target.dim
     piece = line.piece(line.before[dim])
@@ -170,7 +170,7 @@ def _reduce_scatter(local: torch.Tensor, line: Line, observer: Observer | None) 
     return _averaged(own[: line.after[dim]].movedim(0, dim), line)
 
 
-def _all_to_all(local: torch.Tensor, line: Line, observer: Observer | None) -> RequestGenerator:
+def _all_to_all(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
     step = line.step
     joined, cut = step.source.dim, step.target.dim
     size, piece = line.after[joined], line.piece(line.before[cut])
@@ -186,17 +186,17 @@ def _all_to_all(local: torch.Tensor, line: Line, observer: Observer | None) -> R
     return whole[: line.after[cut], :size].movedim((0, 1), (cut, joined))
 
 
-def _slice(local: torch.Tensor, line: Line) -> torch.Tensor:
+def _slice(local: torch.Tensor, line: MeshDimStep) -> torch.Tensor:
     dim = line.step.target.dim
     size = line.before[dim]
     return local.narrow(dim, min(line.place * line.piece(size), size), line.after[dim])
 
 
-def _hold(local: torch.Tensor, line: Line) -> torch.Tensor:
+def _hold(local: torch.Tensor, line: MeshDimStep) -> torch.Tensor:
     return torch.zeros_like(local) if line.step.target.op == "sum" and line.place else local
 
 
-def _pad(local: torch.Tensor, line: Line) -> torch.Tensor:
+def _pad(local: torch.Tensor, line: MeshDimStep) -> torch.Tensor:
     dim, op = line.step.source.dim, line.step.target.op
     whole = local.new_full(line.after, neutral_element(op, local.dtype))
     start = min(line.place * line.piece(line.after[dim]), line.after[dim])
@@ -204,17 +204,17 @@ def _pad(local: torch.Tensor, line: Line) -> torch.Tensor:
     return whole
 
 
-def _scale(local: torch.Tensor, line: Line) -> torch.Tensor:
+def _scale(local: torch.Tensor, line: MeshDimStep) -> torch.Tensor:
     return local * line.ranks if line.step.target.op == "avg" else local / line.ranks
 
 
-COLLECTIVE_STEPS: dict[str, Callable[[torch.Tensor, Line, Observer | None], RequestGenerator]] = {
+COLLECTIVE_STEPS: dict[str, Callable[[torch.Tensor, MeshDimStep, Observer | None], RequestGenerator]] = {
     ALL_GATHER: _all_gather,
     ALL_REDUCE: _all_reduce,
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
 }
-LOCAL_STEPS: dict[str, Callable[[torch.Tensor, Line], torch.Tensor]] = {
+LOCAL_STEPS: dict[str, Callable[[torch.Tensor, MeshDimStep], torch.Tensor]] = {
     SLICE: _slice,
     HOLD: _hold,
     PAD: _pad,
@@ -240,5 +240,5 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
-def _averaged(total: torch.Tensor, line: Line) -> torch.Tensor:
+def _averaged(total: torch.Tensor, line: MeshDimStep) -> torch.Tensor:
     return total / line.ranks if line.step.source.op == "avg" else total

@@ -23,19 +23,18 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor, Replicate
 
-from ascend_parallel.sharding.layout import REPLICATE, SUM, Layout, Placement, shard
+from ascend_parallel.sharding.layout import SUM, Layout
 from ascend_parallel.sharding.layout import backward as gradient_layout
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.across_meshes import empty_local, exchange
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.redistribute.edges import layout_of, leaf, spec_of
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
 
 Mesh = ProcessMesh | DeviceMesh
-OPS = ("sum", "avg", "max", "min")
 # The hardware whose costs plan the collectives of a device type.
 HARDWARE = {"cpu": "cpu-gloo", "cuda": "h100-nvlink"}
 
@@ -71,17 +70,6 @@ def reshard(
     return cast(DTensor, _Reshard.apply(dtensor, redistribution))  # type: ignore[no-untyped-call]
 
 
-def layout_of(placements: Sequence[dtensor.Placement], mesh: ProcessMesh, dims: int) -> Layout:
-    """Return the layout of torch placements; raises `ValueError` if they do not fit a tensor of `dims` dimensions."""
-    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
-        raise TypeError(f"placements={placements!r}: give a list with one for each mesh dimension, such as [Shard(0)]")
-    if len(placements) != mesh.ndim:
-        raise ValueError(
-            f"{list(placements)}: give one placement for each mesh dimension ({', '.join(mesh.dim_names)})"
-        )
-    return tuple(_placement_of(placement, dims) for placement in placements)
-
-
 def sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[dtensor.Placement]) -> DTensor:
     """Return the DTensor of a tensor that is the same on every rank; see `shard_tensor`."""
     device_mesh, layout = mesh.device_mesh(), layout_of(placements, mesh, whole.ndim)
@@ -90,18 +78,6 @@ def sharded(whole: torch.Tensor, mesh: ProcessMesh, placements: Sequence[dtensor
         return cast(DTensor, _wrapped(held, whole.shape, mesh, layout).requires_grad_(whole.requires_grad))
     replicated = DTensor.from_local(whole, device_mesh, [Replicate()] * mesh.ndim, run_check=False)
     return reshard(replicated, mesh, placements)
-
-
-def _placement_of(placement: dtensor.Placement, dims: int) -> Placement:
-    if type(placement) is Replicate:
-        return REPLICATE
-    if type(placement) is Shard and -dims <= placement.dim < dims:
-        return shard(placement.dim % dims)
-    if type(placement) is Partial and placement.reduce_op in OPS:
-        return Placement("partial", op=str(placement.reduce_op))
-    ops = ", ".join(repr(op) for op in OPS)
-    cut = f"Shard({-dims}) to Shard({dims - 1})" if dims else "no Shard for a scalar"
-    raise ValueError(f"{placement!r}: give Replicate(), {cut}, or Partial with one of {ops}")
 
 
 @dataclass(frozen=True)
@@ -178,17 +154,9 @@ def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
     return prod(size for placement, size in zip(layout, mesh.shape, strict=True) if placement.op == "avg")
 
 
-def spec_of(mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """Return torch's description of a contiguous tensor in a layout."""
-    strides = tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-    placements = tuple(placement.placement for placement in layout)
-    return DTensorSpec(mesh.device_mesh(), placements, tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
-
-
 def _wrapped(local: torch.Tensor, shape: torch.Size, mesh: ProcessMesh, layout: Layout) -> DTensor:
     # not from_local: it gives a rank outside the mesh a local tensor through which to_local cannot differentiate
-    spec = spec_of(mesh, layout, shape, local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return leaf(DTensor, local, spec_of(mesh, layout, shape, local.dtype))
 
 
 def hardware_of(mesh: ProcessMesh) -> str:

@@ -8,9 +8,10 @@ matmul.py         products: linear, matmul, einsum, convolutions, scaled_dot_pro
 views.py          reshape, transpose, slice, split, cat, repeat; arange, zeros, full
 reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling; layer, RMS and group norm
 batch_norm.py     batch norm, with the statistics of all ranks or of each
-samples.py        recurrent layers, Fourier transforms, resampling, distances
+per_sample.py     recurrent layers, Fourier transforms, resampling, distances
 indexing.py       embedding, gather, index
 loss.py           cross-entropy, also of logits sharded along the classes; elementwise losses
+npu.py            torch_npu's fused operators
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from ascend_parallel.sharding.rules import (
     indexing,
     loss,
     matmul,
+    npu,
+    per_sample,
     pointwise,
     reductions,
-    samples,
     views,
 )
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, everywhere, linear_in
@@ -50,7 +52,7 @@ __all__ = [
     "strategies",
 ]
 
-for _rules in (pointwise, matmul, views, reductions, batch_norm, samples, indexing, loss):
+for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss, npu):
     _rules.register()
 
 

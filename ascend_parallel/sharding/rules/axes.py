@@ -47,7 +47,9 @@ def draws(call: OpCall) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
         return False
     named = arguments(call)
-    return named.get("dropout_p", 1.0) != 0.0 and named.get("train", True) is not False
+    if named.get("dropout_p", 1.0) == 0.0 or named.get("keep_prob", 0.0) == 1.0:
+        return False
+    return named.get("train", True) is not False
 
 
 def place(argument: Any) -> int | None:

@@ -51,7 +51,7 @@ OpCollectives = Callable[[OpCall, Sequence[Layout], Sequence[int]], list[Reducti
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegisteredRule:
     """A rule; how a rank runs its part (None: the operator on the local tensors); the operator's own collectives."""
 
     rule: Rule
@@ -59,7 +59,7 @@ class Entry:
     op_collectives: OpCollectives | None = None
 
 
-ENTRIES: dict[str, Entry] = {}
+ENTRIES: dict[str, RegisteredRule] = {}
 
 
 @overload
@@ -94,7 +94,7 @@ def register_rule(
         raise ValueError(f"target is {name!r}; give an operator of torch.ops or its name, such as 'aten.linear'")
 
     def register(new_rule: Rule) -> Rule:
-        ENTRIES[name] = Entry(new_rule, run, inside)
+        ENTRIES[name] = RegisteredRule(new_rule, run, inside)
         return new_rule
 
     return register if rule is None else register(rule)
@@ -106,7 +106,7 @@ def register_all(names: str, rule: Rule, run: Run | None = None) -> None:
         register_rule(f"aten.{name}", rule, run)
 
 
-def find(call: OpCall) -> Entry | None:
+def find(call: OpCall) -> RegisteredRule | None:
     """Return the entry of a call's overload, else of its operator, else of the out-of-place operator, or None."""
     packet = call.name.rpartition(".")[0]
     for name in (call.name, packet, packet.removesuffix("_")):

@@ -1,11 +1,10 @@
 """A rank's part of a planned model: what it runs is decided and compiled once, then run in every step.
 
-parallelize            the public function: a `ShardedModule` (static), or the model's own Python on DTensors
-rank_plan              the decisions: overlap_pass (kernels), gradient_plan (buckets), recompute_regions, prefetch
+rank_plan              the decisions: overlap_pass (kernels), gradient_plan (buckets), checkpointed_blocks, prefetch
 compiler               the decisions as a list of `instructions` and `compute_instructions`; `segments` of torch.compile
 sharded_module         holds the rank's slices and runs the list
-eager_module           drives the same compiled operators from the model's own Python: eager_state, eager_forward
-redistribute_autograd  redistributions with their gradients; async_redistribute starts them early
+parallelize            the model's own Python drives the same compiled operators: eager_state, eager_forward
+async_redistribute     starts redistributions early; their gradients are in redistribute/edges
 overlapped_linear      matmuls with their collective; gradient_reduction sums parameter gradients in buckets
 recompute_autograd     runs a part a second time in backward; regather gathers parameters a second time
 activation_memory      the bytes that backward needs, estimated from the plan

@@ -2,18 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall, Value
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall, Ref, Value
 from ascend_parallel.sharding.layout import Layout, cuts, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
-from ascend_parallel.sharding.runtime.autograd_saves import ATTENTION, AutogradSaves, attention_saves, autograd_saves
+from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS, CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
-from ascend_parallel.sharding.runtime.recompute_regions import VIEWS, Region, regions
+
+
+@dataclass(frozen=True)
+class AutogradSaves:
+    """What the backward of a call reads.
+
+    inputs, outputs
+        Indices of `OpCall.inputs` and `OpCall.outputs` that are saved, or views of them.
+    inside
+        Bytes of the tensors that the operator makes for its backward alone: the steps of an LSTM, the statistics of a
+        norm, a mask. Of the whole tensors, before sharding.
+    """
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+    inside: int
+
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+def attention_saves(call: OpCall) -> AutogradSaves:
+    """Return what a fused attention kernel saves, which devices have: queries, keys, values, the result, and its sums.
+
+    torch's own choice of a kernel depends on the device, and its unfused one saves the scores too.
+    """
+    (result,) = call.outputs
+    return AutogradSaves(frozenset({0, 1, 2}), frozenset({0}), 4 * prod(result.shape[:-1]))
+
+
+def autograd_saves(call: OpCall, requires_grad: Sequence[bool]) -> AutogradSaves | None:
+    """Return what autograd saves of a call; None for an operator that cannot run on fake tensors.
+
+    requires_grad: of each tensor of `call.inputs`. Not counted: the workspace of oneDNN's LSTM and GRU, fp32 on CPUs.
+    """
+    key = call.target, repr((call.args, call.kwargs)), call.inputs, tuple(requires_grad)
+    if key not in _KNOWN:
+        try:
+            _KNOWN[key] = _ask(call, requires_grad)
+        except Exception:  # noqa: BLE001 - any operator's own: it has no fake kernel, or reads values
+            _KNOWN[key] = None
+    return _KNOWN[key]
+
+
+_KNOWN: dict[Any, AutogradSaves | None] = {}
+
+
+def _ask(call: OpCall, requires_grad: Sequence[bool]) -> AutogradSaves:
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with _torch_kernels(), FakeTensorMode(), torch.enable_grad():
+        inputs = [
+            torch.empty(meta.shape, dtype=meta.dtype).requires_grad_(needs)
+            for meta, needs in zip(call.inputs, requires_grad, strict=True)
+        ]
+
+        def filled(leaf: Any) -> Any:
+            return inputs[leaf.index] if isinstance(leaf, Ref) else leaf
+
+        args, kwargs = pytree.tree_map(filled, (tuple(call.args), dict(call.kwargs)))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = call.target(*args, **kwargs)
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        read = frozenset(place for place, tensor in enumerate(inputs) if _storage(tensor) in saved)
+        made = frozenset(place for place, tensor in enumerate(outputs) if _storage(tensor) in saved)
+        known = {_storage(tensor) for tensor in (*inputs, *outputs)}
+        inside = sum(nbytes for storage, nbytes in saved.items() if storage not in known)
+    return AutogradSaves(read, made, inside)
+
+
+@contextmanager
+def _torch_kernels() -> Iterator[None]:
+    """Inside, torch's own kernels run: the workspace of oneDNN's LSTM is empty among fake tensors."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
 
 # Of a key: what an operator makes for its backward alone. No layout of a tensor is empty.
 INSIDE: Layout = ()
@@ -25,10 +119,10 @@ def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *,
     """Estimate the bytes of activations that a rank keeps from forward to backward.
 
     The estimate counts what autograd saves of each operator (`autograd_saves`), as laid out on a rank, once. For a
-    recompute region it counts the tensors that the region reads and its kept results. It leaves out views, parameters
-    and the model's inputs. `part` and errors: see `regions`.
+    checkpointed block it counts the tensors that the block reads and its kept results. It leaves out views, parameters
+    and the model's inputs. `part` and errors: see `checkpointed_blocks`.
     """
-    saved, found = SavedTensors(plan, schedule), regions(plan, schedule, recompute, part=part)
+    saved, found = SavedTensors(plan, schedule), checkpointed_blocks(plan, schedule, recompute, part=part)
     return sum(saved.kept(found.values()).values())
 
 
@@ -39,13 +133,13 @@ class SavedTensors:
         """Take a plan and its schedule."""
         self._plan, self._graph, self._schedule = plan, plan.graph, schedule
 
-    def kept(self, found: Iterable[Region]) -> _Tensors:
+    def kept(self, found: Iterable[CheckpointedBlock]) -> _Tensors:
         """Return the tensors kept from forward to backward."""
         found = list(found)
-        inside = {name for region in found for name in region.nodes}
+        inside = {name for block in found for name in block.nodes}
         kept = self.by_all(node for node in calls(self._graph) if node.name not in inside)
-        for region in found:
-            kept |= self.by_region(region)
+        for block in found:
+            kept |= self.by_block(block)
         return kept
 
     def by_all(self, nodes: Iterable[Node]) -> _Tensors:
@@ -68,21 +162,21 @@ class SavedTensors:
             found[Value(node.name), INSIDE] = saves.inside * self._share(node)
         return found
 
-    def by_region(self, region: Region) -> _Tensors:
-        """Return the tensors that a recompute region keeps."""
+    def by_block(self, block: CheckpointedBlock) -> _Tensors:
+        """Return the tensors that a checkpointed block keeps."""
         found: _Tensors = {}
-        for value in region.reads:
+        for value in block.reads:
             found |= self._tensor(value, self._schedule.layouts[value])
-        for value in region.read_shared:
+        for value in block.read_shared:
             found |= self._tensor(value, self._schedule.shared_layouts[value])
-        for name in region.nodes:
+        for name in block.nodes:
             node, kernel = self._graph.nodes[name], self._schedule.kernels.get(name)
-            communicates = kernel is not None and kernel.communicates and not region.recompute_collectives
-            if name in region.kept or (communicates and name in region.read_inside):
+            communicates = kernel is not None and kernel.communicates and not block.recompute_collectives
+            if name in block.kept or (communicates and name in block.read_inside):
                 for value in node.values:
                     found |= self._tensor(value, self._schedule.layouts[value])
             for value, layout in zip(node.inputs, self._schedule.inputs[name], strict=True):
-                if not region.recompute_collectives and self._is_sent(value, layout):
+                if not block.recompute_collectives and self._is_sent(value, layout):
                     found |= self._tensor(value, layout)
         return found
 

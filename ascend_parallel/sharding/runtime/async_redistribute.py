@@ -15,8 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.redistribute.collectives import CoalescedCollective, Request
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.redistribute.redistribute_local import RequestGenerator, finish_redistribute
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 
 
 class InFlight:

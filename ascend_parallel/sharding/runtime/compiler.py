@@ -5,11 +5,19 @@ Compiling runs no collective and makes no process group, so a plan for thousands
 
 from __future__ import annotations
 
-from dataclasses import replace
+import torch
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.redistribute.edges import Observer
+from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
+from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.rules import local_call, own_reductions
+from ascend_parallel.sharding.rules.local import AllReduce
+from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.collective_event import Counting
 from ascend_parallel.sharding.runtime.compute_instructions import Gather, Recompute, Run, RunKernel, SyncBoundary
 from ascend_parallel.sharding.runtime.instructions import (
@@ -25,8 +33,6 @@ from ascend_parallel.sharding.runtime.instructions import (
 )
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
-from ascend_parallel.sharding.runtime.recompute_regions import Region
-from ascend_parallel.sharding.runtime.redistribute_autograd import all_reducer
 from ascend_parallel.sharding.runtime.segments import with_segments
 
 Conversions = dict[tuple[Value, Layout], int]
@@ -40,32 +46,36 @@ def compile_plan(rank_plan: RankPlan, graph: Graph, *, gradients: bool, segments
     gradients
         Whether autograd records the forward. If not, nothing is recomputed or gathered again.
     segments
-        Run the operators between two collectives as one function of torch.compile, outside of recompute regions.
+        Run the operators between two collectives as one function of torch.compile, outside of checkpointed blocks.
     """
     return _Compiler(rank_plan, graph, gradients, segments=segments).forward()
 
 
-def operator_of(rank_plan: RankPlan, node: Node, inputs: tuple[int, ...] = (), outputs: tuple[int, ...] = ()) -> Run:
-    """Return the instruction that runs the rank's part of an operator, on these registers."""
-    call, plan, schedule = node.call, rank_plan.plan, rank_plan.schedule
-    assert call is not None
-    mesh_shape, reads = tuple(plan.mesh.shape), schedule.inputs[node.name]
-    layouts = [schedule.layouts[value] for value in node.values]
-    local = local_call(call, reads, layouts, mesh_shape, rank_plan.coordinate)
-    all_reduce = None
-    if own_reductions(call, reads, mesh_shape):
-        count = Counting(rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
-        all_reduce = all_reducer(plan.mesh, plan.costs, count)
-    return Run(inputs, outputs, node, local, all_reduce)
+def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllReduce:
+    """Return the all-reduce that a rule's `run` calls: ``all_reduce(tensor, mesh_dim, op, direction)``."""
+    whole = (REPLICATE,) * mesh.ndim
+
+    def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
+        step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
+        observer(direction, step)
+        source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
+        return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
+
+    return all_reduce
 
 
 class _Compiler:
-    """Compiles a forward, or the body of a recompute region."""
+    """Compiles a forward, or the body of a checkpointed block."""
 
     def __init__(
-        self, rank_plan: RankPlan, graph: Graph, gradients: bool, region: Region | None = None, segments: bool = False
+        self,
+        rank_plan: RankPlan,
+        graph: Graph,
+        gradients: bool,
+        block: CheckpointedBlock | None = None,
+        segments: bool = False,
     ) -> None:
-        self._rank_plan, self._graph, self._gradients, self._region = rank_plan, graph, gradients, region
+        self._rank_plan, self._graph, self._gradients, self._block = rank_plan, graph, gradients, block
         self._plan, self._schedule = rank_plan.plan, rank_plan.schedule
         self._segments = segments
         self._instructions: list[Instruction] = []
@@ -85,7 +95,7 @@ class _Compiler:
             for name, value in inputs.items()
         }
         self._own |= {value: given[name] for name, value in inputs.items()}
-        recomputed = {name for region in rank_plan.regions.values() for name in region.nodes}
+        recomputed = {name for block in rank_plan.checkpointed_blocks.values() for name in block.nodes}
         done: set[str] = set()
         for node in nodes:
             for group in rank_plan.prefetches.get(node.name, ()):
@@ -93,27 +103,27 @@ class _Compiler:
             if node.kind == INPUT and not rank_plan.local_inputs:
                 value = inputs[node.name]
                 self._own[value] = self._redistribute(given[node.name], value, node.name, "", whole, layouts[value])
-            elif self._gradients and node.name in rank_plan.regions:
-                self._recompute(rank_plan.regions[node.name])
+            elif self._gradients and node.name in rank_plan.checkpointed_blocks:
+                self._recompute(rank_plan.checkpointed_blocks[node.name])
             elif node.kind == CALL and node.name not in done and not (self._gradients and node.name in recomputed):
                 done |= self._unit(node)
         return self._program(list(given.values()), self._outputs())
 
     def body(self) -> Program:
-        """Compile the body of the region: its inputs are what the region reads, its outputs what it gives."""
-        region = self._region
-        assert region is not None
-        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in region.reads}
+        """Compile the body of the block: its inputs are what the block reads, its outputs what it gives."""
+        block = self._block
+        assert block is not None
+        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in block.reads}
         self._shared |= {
-            value: self._register(value, self._schedule.shared_layouts[value]) for value in region.read_shared
+            value: self._register(value, self._schedule.shared_layouts[value]) for value in block.read_shared
         }
         inputs = [*self._own.values(), *self._shared.values()]
         done: set[str] = set()
-        for name in region.nodes:
+        for name in block.nodes:
             if name not in done:
                 done |= self._unit(self._graph.nodes[name])
-        outputs = [self._own[value] for value in region.gives]
-        return self._program(inputs, [*outputs, *(self._shared[value] for value in region.given_shared)])
+        outputs = [self._own[value] for value in block.gives]
+        return self._program(inputs, [*outputs, *(self._shared[value] for value in block.given_shared)])
 
     def _program(self, inputs: list[int], outputs: list[int]) -> Program:
         listed = self._instructions
@@ -196,37 +206,48 @@ class _Compiler:
             targets.append(self._started[value, prefetch.reader, target])
         self._instructions.append(Start(sources, tuple(targets), tuple(found)))
 
-    def _recompute(self, region: Region) -> None:
-        reads = (*map(self._value, region.reads), *(self._shared_value(value)[0] for value in region.read_shared))
-        body = _Compiler(self._rank_plan, self._graph, self._gradients, region).body()
+    def _recompute(self, block: CheckpointedBlock) -> None:
+        reads = (*map(self._value, block.reads), *(self._shared_value(value)[0] for value in block.read_shared))
+        body = _Compiler(self._rank_plan, self._graph, self._gradients, block).body()
         layouts, shared_layouts = self._schedule.layouts, self._schedule.shared_layouts
-        self._own |= {value: self._register(value, layouts[value]) for value in region.gives}
-        self._shared |= {value: self._register(value, shared_layouts[value]) for value in region.given_shared}
-        writes = [*(self._own[value] for value in region.gives), *map(self._shared.__getitem__, region.given_shared)]
-        keep = not region.recompute_collectives
-        self._instructions.append(Recompute(reads, tuple(writes), region.module, body, keep))
+        self._own |= {value: self._register(value, layouts[value]) for value in block.gives}
+        self._shared |= {value: self._register(value, shared_layouts[value]) for value in block.given_shared}
+        writes = [*(self._own[value] for value in block.gives), *map(self._shared.__getitem__, block.given_shared)]
+        keep = not block.recompute_collectives
+        self._instructions.append(Recompute(reads, tuple(writes), block.module, body, keep))
 
     def _unit(self, node: Node) -> set[str]:
         """Compile a node, together with the other nodes of its kernel; return their names."""
-        kernel, region = self._schedule.kernels.get(node.name), self._region
+        kernel, block = self._schedule.kernels.get(node.name), self._block
         names = (node.name,) if kernel is None else tuple(kernel.nodes)
         nodes = [self._graph.nodes[name] for name in names]
         known: Conversions = {}  # the nodes of a kernel convert a tensor that they all read once
         inputs = [self._read(member, known) for member in nodes]
-        if region is not None and region.sync_boundary and node.name == region.last:
+        if block is not None and block.sync_boundary and node.name == block.last:
             inputs[0] = self._bounded(inputs[0])
         gathers = [(place, gather) for place, member in enumerate(nodes) for gather in self._gathers(member)]
         reads = tuple(register for of_node in inputs for register in of_node)
         reads += tuple(gather.source for _, gather in gathers)
-        keep = region is not None and not region.kept.isdisjoint(names)
+        keep = block is not None and not block.kept.isdisjoint(names)
         if kernel is None:
-            run = operator_of(self._rank_plan, node, reads, self._given(node))
-            self._instructions.append(replace(run, keep=keep, gathers=tuple(gather for _, gather in gathers)))
+            self._instructions.append(self._run(node, reads, keep, tuple(gather for _, gather in gathers)))
         else:
-            read = region is None or not region.read_inside.isdisjoint(names)
+            read = block is None or not block.read_inside.isdisjoint(names)
             outputs = tuple(register for member in nodes for register in self._given(member))
             self._instructions.append(RunKernel(reads, outputs, kernel, tuple(inputs), keep, read, tuple(gathers)))
         return set(names)
+
+    def _run(self, node: Node, reads: tuple[int, ...], keep: bool, gathers: tuple[Gather, ...]) -> Run:
+        """Return the instruction that runs the rank's part of an operator."""
+        call, plan, layouts = node.call, self._plan, self._schedule.inputs[node.name]
+        assert call is not None
+        mesh_shape, given = tuple(plan.mesh.shape), [self._schedule.layouts[value] for value in node.values]
+        local = local_call(call, layouts, given, mesh_shape, self._rank_plan.coordinate)
+        all_reduce = None
+        if own_reductions(call, layouts, mesh_shape):
+            count = Counting(self._rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
+            all_reduce = all_reducer(plan.mesh, plan.costs, count)
+        return Run(reads, self._given(node), node, local, all_reduce, keep, gathers)
 
     def _given(self, node: Node) -> tuple[int, ...]:
         """Return new registers for a node's outputs."""
@@ -248,9 +269,9 @@ class _Compiler:
         return marked
 
     def _gathers(self, node: Node) -> list[Gather]:
-        """Return the inputs that backward gathers again. The second run of a region gathers its own."""
+        """Return the inputs that backward gathers again. The second run of a block gathers its own."""
         plan, layouts = self._plan, self._schedule.layouts
-        if not self._gradients or self._region is not None:
+        if not self._gradients or self._block is not None:
             return []
         found = []
         for place, (value, target) in enumerate(zip(node.inputs, self._schedule.inputs[node.name], strict=True)):

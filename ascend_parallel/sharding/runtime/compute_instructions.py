@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
 from ascend_parallel.sharding.graph import Node
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.rules import LocalCall
 from ascend_parallel.sharding.rules.local import AllReduce
 from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
 from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.recompute_autograd import (
-    Results,
+    SavedResults,
     Tensors,
     recompute_in_backward,
     sync_boundary,
 )
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.regather import regather_in_backward
 
 
@@ -51,7 +51,7 @@ class Run(Instruction):
     """Run the rank's part of an operator. It reads its inputs, then the parameters that backward gathers again.
 
     keep
-        In a recompute region: keep the results for the second run.
+        In a checkpointed block: keep the results for the second run.
     gathers
         The inputs that backward gathers again.
     """
@@ -66,7 +66,7 @@ class Run(Instruction):
         """Run the operator."""
         inputs = [registers[register] for register in self._inputs]
         if step.results is not None:
-            outputs = self._in_region(inputs, step.results, step.stream)
+            outputs = self._checkpointed(inputs, step.results, step.stream)
         elif self.gathers:
             with regather_in_backward([(inputs[each.place], each.again(registers)) for each in self.gathers]):
                 outputs = self.compute(inputs, step.stream)
@@ -88,7 +88,7 @@ class Run(Instruction):
             raise AssertionError(f"{self.node.name} gave {len(outputs)} of {len(self.node.outputs)} outputs")
         return outputs
 
-    def _in_region(self, inputs: list[torch.Tensor], results: Results, stream: str) -> Tensors:
+    def _checkpointed(self, inputs: list[torch.Tensor], results: SavedResults, stream: str) -> Tensors:
         all_reduce = None if self.all_reduce is None else results.reducing(self.all_reduce, keep=self.keep)
         run = partial(self.compute, inputs, stream, all_reduce)
         return results.operator(run) if self.keep and self.all_reduce is None else run()
@@ -101,7 +101,7 @@ class RunKernel(Instruction):
     inputs
         The registers of each matmul's inputs.
     keep, read
-        In a recompute region: whether to keep the results, and whether the region reads them.
+        In a checkpointed block: whether to keep the results, and whether the block reads them.
     """
 
     kernel: Kernel
@@ -146,10 +146,10 @@ class Recompute(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the part for the first time."""
-        body, holder, stream = self.body, step.holder, step.stream
+        body, first = self.body, step
 
-        def run(results: Results, tensors: Tensors) -> Tensors:
-            return tuple(body.run(tensors, Step(holder, stream, results)))
+        def run(results: SavedResults, tensors: Tensors) -> Tensors:
+            return tuple(body.run(tensors, replace(first, results=results)))
 
         inputs = tuple(registers[register] for register in self.reads)
         outputs = recompute_in_backward(run, inputs, keep_collectives=self.keep_collectives)

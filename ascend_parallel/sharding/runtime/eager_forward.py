@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, FunctionCall, ParameterRef, Value
-from ascend_parallel.sharding.layout import REPLICATE, Layout
-from ascend_parallel.sharding.runtime.eager_state import Conversion, EagerState
-from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS, Local, PlannedDTensor
-from ascend_parallel.sharding.tracing.function_calls import name_of
+from ascend_parallel.sharding.graph import CONSTANT, FunctionCall, ParameterRef, Value
+from ascend_parallel.sharding.runtime.compute_instructions import RunKernel
+from ascend_parallel.sharding.runtime.eager_program import CallRegisters, Parts
+from ascend_parallel.sharding.runtime.eager_state import EagerState
+from ascend_parallel.sharding.runtime.instructions import Step
+from ascend_parallel.sharding.runtime.planned_dtensor import LocalActivation, PlannedDTensor
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS, name_of
+from ascend_parallel.sharding.tracing.model_files import calling_line
 
 RETRACE_HINT = "control flow and arguments have to be as traced: trace the model again as it is to run"
 
@@ -25,20 +29,29 @@ class EagerForward(TorchFunctionMode):
     It compares each call with the traced call and runs the traced call's operators on local tensors.
     """
 
-    def __init__(self, eager: EagerState, held: Mapping[ParameterRef, torch.Tensor]) -> None:
-        """Take parameters and buffers; a tied tensor by the first of its names."""
+    def __init__(self, eager: EagerState, model: torch.nn.Module) -> None:
+        """Take the model's parameters and buffers; a tied tensor by the first of its names."""
         super().__init__()
-        self._eager, self._plan, self._held = eager, eager.plan, held
+        held = eager.held(model)
+        self._eager, self._model, self._plan, self._held = eager, model, eager.plan, held
         self._names = {id(tensor): ref for ref, tensor in held.items()}
-        self._parameters: dict[str, Local] = {}  # parameters, buffers and constants read so far, by node
-        self._updates: dict[Value, torch.Tensor] = {}
+        self._program, self._step = eager.program, Step(self, eager.randomness.begin())
+        self._read: dict[Value, Parts] = {}  # parameters, buffers and constants read so far
+        self._updates: dict[Value, Parts] = {}  # the new values of buffers
+        self._ahead: dict[Value, Parts] = {}  # what a kernel computed for the calls to come
+        self._handles: WeakValueDictionary[Value, PlannedDTensor] = WeakValueDictionary()  # the model's own tensors
         self._next = 0
         self._rerun = -1  # the call that ran a second time last
-        self._stream = eager.randomness.begin()
 
     def inputs(self, tensors: Mapping[str, torch.Tensor]) -> list[PlannedDTensor]:
         """Return the arguments of the model's forward for the tensors of the input nodes."""
-        return [self._planned_dtensor(self._input(name, tensor)) for name, tensor in tensors.items()]
+        found = []
+        for (name, tensor), register in zip(tensors.items(), self._program.inputs, strict=True):
+            value, registers = Value(name), self._registers({})
+            registers[register] = tensor
+            assert registers[self._program.own[value]] is not None
+            found.append(self._planned_dtensor(value, registers.parts[value]))
+        return found
 
     def outputs(self, returned: Any) -> Any:
         """Convert the tensors that the forward returned to the layouts that the caller gets."""
@@ -49,11 +62,27 @@ class EagerForward(TorchFunctionMode):
         traced = self._plan.graph.returned
         if len(tensors) != len(traced) or not all(map(self._is_same, tensors, traced)):
             raise ValueError(f"the forward returns other tensors than when it was traced; {RETRACE_HINT}")
-        return pytree.tree_unflatten([self._returned(leaf) for leaf in leaves], spec)
+        registers = iter(self._program.outputs)
+        given = [self._returned(leaf, next(registers)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(given, spec)
 
-    def updates(self) -> dict[Value, torch.Tensor]:
-        """Return the new values of buffers that the forward wrote."""
-        return self._updates
+    def store_updates(self) -> None:
+        """Write the values that the forward computed for buffers, such as running statistics."""
+        registers = self._registers(self._updates)
+        for store in self._program.stores:
+            store.run(registers, self._step)
+
+    def local_tensor(self, name: str) -> torch.Tensor:
+        """Return the rank's part of a parameter, buffer or constant by its node; its readers add their gradients."""
+        node = self._plan.graph.nodes[name]
+        return self._eager.constants[name] if node.kind == CONSTANT else self._eager.part(node, self._held)
+
+    def write_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Write a buffer: a new tensor, because autograd may have saved the old one for backward."""
+        path, _, leaf = name.rpartition(".")
+        owner = self._model.get_submodule(path)
+        old = getattr(owner, leaf)
+        setattr(owner, leaf, DTensor(value.clone(), old._spec, requires_grad=False))  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -69,15 +98,15 @@ class EagerForward(TorchFunctionMode):
         matching = None if call is None else self._matching(call, function, args, kwargs or {})
         if call is not None and matching is not None:
             self._next += 1
-            return self._run(call, matching)
+            return self._run(self._next - 1, matching)
         leaves = pytree.tree_leaves((args, kwargs or {}))
         if not any(isinstance(leaf, PlannedDTensor) or id(leaf) in self._names for leaf in leaves):
             return function(*args, **(kwargs or {}))  # no tensor of the model: a hook's own computation
         if not torch.is_grad_enabled():
             return self.inspect(function, args, kwargs or {})
         raise ValueError(
-            f"{self._place()}: the forward calls {_call_text(function, leaves)}; when it was traced there was "
-            f"{self._traced()}. {RETRACE_HINT}"
+            f"{calling_line(2)}: {self._place()}: the forward calls {_call_text(function, leaves)}; when it was traced "
+            f"there was {self._traced()}. {RETRACE_HINT}"
         )
 
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -86,12 +115,12 @@ class EagerForward(TorchFunctionMode):
         values = tuple(leaf.local.value for leaf in leaves if isinstance(leaf, PlannedDTensor))
         same = self._eager.by_values.get((function, values), ())
         places = [place for place in same if self._matching(calls[place], function, args, kwargs) is not None]
-        places = [place for place in places if not calls[place].changed]
+        places = [place for place in places if not calls[place].changed and not calls[place].moved]
         if len(places) > 1 and self._rerun + 1 in places:
             places = [self._rerun + 1]
         if len(places) == 1:
             (self._rerun,) = places
-            return self._run(calls[self._rerun], leaves)
+            return self._run(self._rerun, leaves)
         if places:
             raise ValueError(
                 f"{_call_text(function, leaves)}: the forward calls this {len(places)} times, and which call "
@@ -127,12 +156,11 @@ class EagerForward(TorchFunctionMode):
             )
         return result
 
-    def gathered(self, local: Local) -> torch.Tensor:
+    def gathered(self, local: LocalActivation) -> torch.Tensor:
         """Return a copy of the whole tensor of an activation, without a gradient; every rank calls it."""
-        whole = (REPLICATE,) * self._plan.mesh.ndim
+        gather, tensor = self._eager.gathering(local.value), local.tensor.detach()
         with torch.no_grad():
-            tensor = local.tensor.detach()
-            return self._redistributed(tensor, local.value, self._plan.layouts[local.value], whole).clone()
+            return (tensor if gather is None else gather(tensor)).clone()
 
     def _matching(
         self, call: FunctionCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -159,67 +187,59 @@ class EagerForward(TorchFunctionMode):
             return False
         return bool(argument == traced or (argument != argument and traced != traced))  # NaN equals NaN
 
-    def _run(self, call: FunctionCall, leaves: list[Any]) -> Any:
+    def _registers(self, parts: Mapping[Value, Parts]) -> CallRegisters:
+        return CallRegisters(self._program, self._step, parts, self._read)
+
+    def _run(self, number: int, leaves: list[Any]) -> Any:
+        """Run a call's instructions on its arguments; a call that runs a second time has registers of its own."""
+        call = self._eager.calls[number]
         planned = {leaf.local.value: leaf for leaf in leaves if isinstance(leaf, PlannedDTensor)}
-        locals_ = {value: leaf.local for value, leaf in planned.items()}
-        for node in call.nodes:
-            operator = self._eager.operator(node)
-            inputs = [self._read(each, locals_.get(each.value)) for each in operator.conversions]
-            for value, output in zip(operator.values, operator.run.compute(inputs, self._stream), strict=True):
-                locals_[value] = Local(value, output)
-                if value in self._eager.updated:
-                    self._updates[value] = output
-        results = [self._result(leaf, planned, locals_) for leaf in call.results]
+        moved = {value: self._handles[value] for value in call.moved if value in self._handles}
+        registers = self._registers({value: each.local.tensors for value, each in (planned | moved).items()})
+        for instruction in self._program.calls[number]:
+            if isinstance(instruction, RunKernel):
+                self._run_kernel(instruction, registers, call)
+            else:
+                instruction.run(registers, self._step)
+        if self._eager.updated:
+            self._updates |= {value: registers.parts[value] for value in self._eager.updated & registers.parts.keys()}
+        results = [self._result(leaf, planned, registers.parts) for leaf in call.results]
         for result, argument in call.changed.items():
             results[result] = leaves[argument].become(results[result])
+            self._handles[results[result].local.value] = results[result]
+        for before, after in call.moved.items():
+            if (handle := self._handles.get(before)) is not None:
+                self._handles[after] = handle.become(self._planned_dtensor(after, registers.parts[after]))
         return results[0] if call.has_single_result else pytree.tree_unflatten(results, call.results_spec)
 
-    def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], locals_: Mapping[Value, Local]) -> Any:
+    def _run_kernel(self, kernel: RunKernel, registers: CallRegisters, call: FunctionCall) -> None:
+        """Run the matmuls of one or several calls at the first of them; the others take what it computed for them."""
+        values = [self._program.registers[register].value for register in kernel.writes]
+        nodes = {node.name for node in call.nodes}
+        mine = [value for value in values if value.node in nodes]
+        if all(value in self._ahead for value in mine):
+            registers.parts |= {value: self._ahead.pop(value) for value in mine}
+            return
+        kernel.run(registers, self._step)
+        self._ahead |= {value: registers.parts[value] for value in values if value not in mine}
+
+    def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], parts: Mapping[Value, Parts]) -> Any:
         if isinstance(leaf, ParameterRef):
             return self._held[leaf]
         if not isinstance(leaf, Value):
             return leaf
-        return planned[leaf] if leaf in planned else self._planned_dtensor(locals_[leaf])
+        return planned[leaf] if leaf in planned else self._planned_dtensor(leaf, parts[leaf])
 
-    def _read(self, conversion: Conversion, local: Local | None) -> torch.Tensor:
-        """Return a tensor in the layout in which an operator reads it, through its shared layout if it has one."""
-        local = local or self._parameter(conversion.value)
-        tensor = local.tensor
-        if conversion.shared is not None:
-            if local.shared is None:
-                local.shared = conversion.shared(tensor)
-            tensor = local.shared
-        return tensor if conversion.own is None else conversion.own(tensor)
+    def _planned_dtensor(self, value: Value, parts: Parts) -> PlannedDTensor:
+        local = LocalActivation(value, self._program.own[value], parts)
+        handle = self._handles[value] = PlannedDTensor.of(self, local, self._eager.spec(value))
+        return handle
 
-    def _parameter(self, value: Value) -> Local:
-        """Return the rank's part of a parameter, buffer or constant; all readers share it and add their gradients."""
-        node = self._plan.graph.nodes[value.node]
-        assert node.kind not in (CALL, INPUT), f"{node.name} has not run"
-        if node.name not in self._parameters:
-            is_constant = node.kind == CONSTANT
-            local = self._eager.constants[node.name] if is_constant else self._eager.part(node, self._held)
-            self._parameters[node.name] = Local(value, local)
-        return self._parameters[node.name]
-
-    def _input(self, name: str, tensor: torch.Tensor) -> Local:
-        value = Value(name)
-        if not self._eager.local_inputs:
-            whole = (REPLICATE,) * self._plan.mesh.ndim
-            tensor = self._redistributed(tensor, value, whole, self._plan.layouts[value])
-        return Local(value, tensor)
-
-    def _planned_dtensor(self, local: Local) -> PlannedDTensor:
-        return PlannedDTensor.of(self, local, self._eager.spec(local.value))
-
-    def _returned(self, leaf: Any) -> Any:
+    def _returned(self, leaf: torch.Tensor, register: int) -> torch.Tensor:
+        """Return a tensor that the forward returned in the layout that the caller gets."""
         if not isinstance(leaf, PlannedDTensor):
             return leaf
-        value, plan = leaf.local.value, self._plan
-        return self._redistributed(leaf.local.tensor, value, plan.layouts[value], plan.returned_layout(value))
-
-    def _redistributed(self, tensor: torch.Tensor, value: Value, source: Layout, target: Layout) -> torch.Tensor:
-        redistribution = self._eager.redistribution(value, source, target)
-        return tensor if redistribution is None else redistribution(tensor)
+        return self._registers({leaf.local.value: leaf.local.tensors})[register]
 
     def _place(self) -> str:
         """Return the path of the module that the next traced call is in."""

@@ -5,45 +5,26 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
-from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, local_part, spec_of
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
-from ascend_parallel.sharding.runtime.compiler import operator_of
-from ascend_parallel.sharding.runtime.compute_instructions import Run
+from ascend_parallel.sharding.runtime.eager_program import EagerProgram
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule
+from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.tracing.function_calls import first_names
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What an operator reads: a tensor, its redistribution for all readers, and its redistribution for this reader."""
-
-    value: Value
-    shared: DifferentiableRedistribution | None
-    own: DifferentiableRedistribution | None
-
-
-@dataclass(frozen=True)
-class EagerOperator:
-    """A rank's part of an operator, the conversions of its inputs, and its outputs."""
-
-    run: Run
-    conversions: tuple[Conversion, ...]
-    values: tuple[Value, ...]
 
 
 class EagerState:
@@ -55,6 +36,8 @@ class EagerState:
         The calls of the traced forward.
     by_values
         Positions in `calls`, by function and the values that the call reads.
+    program
+        What the calls run.
     constants
         This rank's parts of the constants, by node.
     updated
@@ -63,16 +46,23 @@ class EagerState:
         Seeds the random operators.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: ShardingPlan, local_inputs: bool, seed: int) -> None:
-        """Take an unsharded model and its plan; raises `ValueError` if they do not fit."""
+    def __init__(
+        self, model: torch.nn.Module, plan: ShardingPlan, *, local_inputs: bool, overlap: Settings | None, seed: int
+    ) -> None:
+        """Take an unsharded model and its plan; raises `ValueError` if they do not fit.
+
+        overlap: settings of the overlapped operators; None: no operator is overlapped.
+        """
         coordinate = plan.mesh.coordinate(dist.get_rank())
         if coordinate is None:
             raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
         self.plan, self.local_inputs, self.coordinate = plan, local_inputs, coordinate
         self.randomness = Randomness(seed)
         self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
-        self._rank_plan = self._of_rank()
-        self._operators: dict[str, EagerOperator] = {}
+        self._schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
+        if overlap is not None:
+            self._schedule = fuse(plan, replace(overlap, region=False), held_weights=True)
+        self._compile()
         self._specs: dict[Value, DTensorSpec] = {}
         self._owners: list[tuple[torch.nn.Module, str, ParameterRef]] = []
         self._parts: dict[str, tuple[ParameterRef, tuple[Any, ...]]] = {}
@@ -88,7 +78,8 @@ class EagerState:
         """Return the state for a copy of the model."""
         copied = copy.copy(self)
         copied.collective_counts, copied.randomness = Counter(), copy.copy(self.randomness)
-        copied._rank_plan, copied._operators, copied._owners = copied._of_rank(), {}, []
+        copied._owners = []
+        copied._compile()
         return copied
 
     def held(self, model: torch.nn.Module) -> dict[ParameterRef, torch.Tensor]:
@@ -99,71 +90,45 @@ class EagerState:
             self._owners = [(model.get_submodule(path), name, ref) for (path, _, name), ref in paths]
         return {ref: getattr(owner, name) for owner, name, ref in self._owners}
 
-    def operator(self, node: Node) -> EagerOperator:
-        """Return a rank's part of an operator, compiled when it runs first."""
-        if node.name not in self._operators:
-            run, schedule = operator_of(self._rank_plan, node), self._rank_plan.schedule
-            reads = zip(node.inputs, schedule.inputs[node.name], strict=True)
-            conversions = tuple(self._conversion(node, value, target) for value, target in reads)
-            self._operators[node.name] = EagerOperator(run, conversions, node.values)
-        return self._operators[node.name]
-
-    def redistribution(self, value: Value, source: Layout, target: Layout) -> DifferentiableRedistribution | None:
-        """Return the redistribution between the caller's layout of an input or output and the plan's."""
-        reader = value.node if self.plan.graph.nodes[value.node].kind == INPUT else ""
-        return self._rank_plan.redistribution(value, reader, "", source, target)
-
     def spec(self, value: Value) -> DTensorSpec:
         """Return the placements, and the global shape and dtype, of an activation."""
         if value not in self._specs:
-            meta, layout = self.plan.graph.meta(value), self.plan.layouts[value]
-            stride = torch.empty(meta.shape, device="meta").stride()
-            placements = tuple(placement.placement for placement in layout)
-            tensor_meta = TensorMeta(torch.Size(meta.shape), stride, meta.dtype)
-            self._specs[value] = DTensorSpec(self.plan.mesh.device_mesh(), placements, tensor_meta=tensor_meta)
+            meta = self.plan.graph.meta(value)
+            self._specs[value] = spec_of(self.plan.mesh, self._schedule.layouts[value], meta.shape, meta.dtype)
         return self._specs[value]
 
-    def _of_rank(self) -> RankPlan:
-        schedule = Schedule(self.plan.layouts, self.plan.inputs, self.plan.shared_layouts)
-        return RankPlan(plan=self.plan, schedule=schedule, coordinate=self.coordinate, counts=self.collective_counts)
+    def gathering(self, value: Value) -> DifferentiableRedistribution | None:
+        """Return the redistribution of an input or activation to the whole tensor on every rank."""
+        reader = value.node if self.plan.graph.nodes[value.node].kind == INPUT else ""
+        whole = (REPLICATE,) * self.plan.mesh.ndim
+        return self._rank_plan.redistribution(value, reader, "", self._rank_plan.schedule.layouts[value], whole)
 
-    def _conversion(self, node: Node, value: Value, target: Layout) -> Conversion:
-        rank_plan, source, shared = self._rank_plan, self.plan.layouts[value], self.plan.shared_layouts.get(value)
-        if shared is None:
-            return Conversion(value, None, rank_plan.redistribution(value, node.name, node.module, source, target))
-        module = self.plan.graph.nodes[value.node].module
-        first = rank_plan.redistribution(value, "shared", module, source, shared)
-        return Conversion(value, first, rank_plan.redistribution(value, node.name, node.module, shared, target))
+    def _compile(self) -> None:
+        plan, schedule = self.plan, self._schedule
+        self._rank_plan = RankPlan(
+            plan=plan,
+            schedule=schedule,
+            coordinate=self.coordinate,
+            local_inputs=self.local_inputs,
+            counts=self.collective_counts,
+        )
+        self.program = EagerProgram(self._rank_plan, self.calls)
 
     def part(self, node: Node, held: Mapping[ParameterRef, torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of a parameter or buffer, through which the DTensor gets its gradient."""
+        layout = self.plan.layouts[Value(node.name)]
         if node.name not in self._parts:
-            placements = tuple(placement.placement for placement in self.plan.layouts[Value(node.name)])
+            placements = tuple(placement.placement for placement in layout)
             self._parts[node.name] = ParameterRef(self._first[node.source]), placements
         ref, placements = self._parts[node.name]
         tensor = held[ref]
         if not isinstance(tensor, DTensor) or tensor._spec.placements != placements:
             raise ValueError(f"{node.source} is not the DTensor of placements {list(placements)} that parallelize made")
-        part: torch.Tensor = _LocalPart.apply(tensor)  # type: ignore[no-untyped-call]
-        return part
+        return local_part(tensor, layout, self.plan.mesh)
 
     def _constant(self, node: Node) -> torch.Tensor:
         constant, layout = self.plan.graph.constants[node.source], self.plan.layouts[Value(node.name)]
         return local_slice(constant, layout, self.plan.mesh.shape, self.coordinate)
-
-
-class _LocalPart(torch.autograd.Function):
-    """A DTensor's part on this rank; its gradient is a DTensor of the same placements (`DTensor.to_local`)."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: DTensor) -> torch.Tensor:
-        ctx.spec = whole._spec
-        return whole._local_tensor.view_as(whole._local_tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:

@@ -14,12 +14,17 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
 from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.rules.batch_norm import FUNCTIONAL, LOCAL
+from ascend_parallel.sharding.rules.npu import ATTENTION
 
 BATCH_NORM = torch.ops.aten.batch_norm.default
 UPDATING = (FUNCTIONAL, LOCAL)  # batch norms that update running statistics
 DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-# The argument that is 0 or False in evaluation, by operator.
-DROPPING = {**dict.fromkeys(DROPOUT, "train"), "scaled_dot_product_attention": "dropout_p"}
+# The argument that switches dropout off in evaluation, with its value there, by operator.
+DROPPING: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(DROPOUT, ("train", False)),
+    "scaled_dot_product_attention": ("dropout_p", 0.0),
+    **dict.fromkeys((ATTENTION, f"{ATTENTION}_v2"), ("keep_prob", 1.0)),
+}
 
 
 def in_evaluation(graph: Graph) -> Graph:
@@ -69,8 +74,8 @@ def _replaced(node: Node) -> Node:
     if node.call is None:
         return node
     by_name, name = arguments(node.call), node.call.name.split(".")[1]
-    if name in DROPPING and by_name[DROPPING[name]]:
-        return replace(node, call=_with(node.call, DROPPING[name], type(by_name[DROPPING[name]])(0)))
+    if name in DROPPING and by_name[DROPPING[name][0]] != DROPPING[name][1]:
+        return replace(node, call=_with(node.call, *DROPPING[name]))
     if node.call.target in UPDATING:
         tensors = [by_name[tensor] for tensor in ("input", "weight", "bias", "running_mean", "running_var")]
         args = (*tensors, False, by_name["momentum"], by_name["eps"], True)

@@ -21,21 +21,25 @@ import torch
 
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.async_redistribute import start
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
-from ascend_parallel.sharding.runtime.recompute_autograd import Results
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
+from ascend_parallel.sharding.runtime.recompute_autograd import SavedResults
 
-Registers = list[Any]
+
+class Registers(Protocol):
+    """The tensors of a forward by their registers: a list, or those of an eager call (`CallRegisters`)."""
+
+    def __getitem__(self, register: int, /) -> Any:
+        """Return what a register holds."""
+
+    def __setitem__(self, register: int, tensor: Any, /) -> None:
+        """Fill a register."""
 
 
 class Holder(Protocol):
-    """Holds the rank's parameters, buffers and constants (`ShardedModule`)."""
-
-    @property
-    def gradients(self) -> GradientReducer:
-        """Sums the gradients of parameters."""
+    """Holds the rank's parameters, buffers and constants (`ShardedModule`, or an `EagerForward`)."""
 
     def local_tensor(self, name: str) -> torch.Tensor:
         """Return the rank's part of a parameter, buffer or constant by its node."""
@@ -51,12 +55,15 @@ class Step:
     stream
         Names the forward's random numbers.
     results
-        In a recompute region: the results that its first run keeps for its second.
+        In a checkpointed block: the results that its first run keeps for its second.
+    gradients
+        Sums the gradients of parameters; None: autograd adds what each rank has of them.
     """
 
     holder: Holder
     stream: str
-    results: Results | None = None
+    results: SavedResults | None = None
+    gradients: GradientReducer | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Program:
 
     def run(self, tensors: Sequence[torch.Tensor], step: Step) -> list[torch.Tensor]:
         """Run all instructions on the inputs, and return the outputs."""
-        registers: Registers = [None] * len(self.registers)
+        registers: list[Any] = [None] * len(self.registers)
         for register, tensor in zip(self.inputs, tensors, strict=True):
             registers[register] = tensor
         for instruction in self.instructions:
@@ -125,12 +132,13 @@ class Load(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Read the tensor that the rank holds now."""
-        summed, gradients = self.summed, step.holder.gradients
-        if summed is not None and summed.name in gradients.leaves:
+        summed, gradients = self.summed, step.gradients
+        if summed is None or gradients is None:
+            registers[self.writes[0]] = step.holder.local_tensor(self.value.node)
+        elif summed.name in gradients.leaves:
             registers[self.writes[0]] = gradients.leaves[summed.name]
-            return
-        held = step.holder.local_tensor(self.value.node)
-        registers[self.writes[0]] = held if summed is None else gradients.read(summed, held)
+        else:
+            registers[self.writes[0]] = gradients.read(summed, step.holder.local_tensor(self.value.node))
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ class Redistribute(Instruction):
     """Change a tensor's layout.
 
     keep
-        In a recompute region: keep the result if the region keeps the results of collectives.
+        In a checkpointed block: keep the result if the block keeps the results of collectives.
     """
 
     redistribution: DifferentiableRedistribution

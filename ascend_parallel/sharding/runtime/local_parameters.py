@@ -13,7 +13,7 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True)
-class Holding:
+class ParameterLayout:
     """The global shape of a parameter or buffer, and the layout in which ranks hold it."""
 
     shape: Shape
@@ -91,7 +91,7 @@ def hold(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     rest: bool = True,
-) -> dict[str, Holding]:
+) -> dict[str, ParameterLayout]:
     """Register the rank's part of each parameter and buffer of `model` in `target`, in modules nested as the model's.
 
     A tensor without a layout is replicated, or with rest=False left out. Tied tensors stay tied. Returns the global
@@ -105,7 +105,7 @@ def hold(
             raise ValueError(f"{name!r} of the model would hide {type(target).__name__}.{name}: give it another name")
     layout_of = by_tensor(model, layouts)
     held: dict[torch.Tensor, torch.Tensor] = {}
-    found: dict[str, Holding] = {}
+    found: dict[str, ParameterLayout] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, whole in (*module._parameters.items(), *module._buffers.items()):
             if whole is None or not (rest or whole in layout_of):
@@ -113,7 +113,7 @@ def hold(
             layout = layout_of.get(whole, (REPLICATE,) * len(mesh_shape))
             if whole not in held:
                 held[whole] = _held(whole, local_slice(whole, layout, mesh_shape, coordinate))
-            found[f"{path}.{name}" if path else name] = Holding(tuple(whole.shape), layout)
+            found[f"{path}.{name}" if path else name] = ParameterLayout(tuple(whole.shape), layout)
             _register(_nested(target, path), name, held[whole], name not in module._non_persistent_buffers_set)
     return found
 

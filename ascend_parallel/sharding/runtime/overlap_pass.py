@@ -61,13 +61,15 @@ class Schedule:
                 yield unit
 
 
-def fuse(plan: ShardingPlan, settings: Settings) -> Schedule:
+def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) -> Schedule:
     """Return the schedule of a plan in which matmuls overlap with their collectives.
 
     settings
         Settings of the overlapped operators, such as the number of chunks.
+    held_weights
+        Only weights and biases that the model holds may be of one matmul.
     """
-    builder = _ScheduleBuilder(plan, settings)
+    builder = _ScheduleBuilder(plan, settings, held_weights)
     matmuls = [
         (node, found)
         for node in plan.graph.nodes.values()
@@ -88,8 +90,9 @@ _Column = tuple[Node, Matmul]
 class _ScheduleBuilder:
     """A schedule under construction."""
 
-    def __init__(self, plan: ShardingPlan, settings: Settings) -> None:
+    def __init__(self, plan: ShardingPlan, settings: Settings, held_weights: bool) -> None:
         self._graph, self._mesh, self._settings = plan.graph, plan.mesh, settings
+        self._held_weights = held_weights
         self._differentiable = plan.differentiable
         self._readers = plan.graph.readers()
         self._returned = {value: plan.returned_layout(value) for value in plan.graph.returned}
@@ -187,9 +190,10 @@ class _ScheduleBuilder:
             key = (*(_other_dims(layouts, matmul)), matmul.bias is None, dtype)
             first = groups.setdefault(key, [])
             others = [value for index, value in enumerate(node.inputs) if index != matmul.x]
-            late = first and any(self._order[value.node] > self._order[first[0][0].name] for value in others)
+            late = bool(first) and any(self._order[value.node] > self._order[first[0][0].name] for value in others)
+            late |= self._held_weights and any(self._graph.nodes[value.node].kind == CALL for value in others)
             groups.setdefault((key, node.name) if late else key, []).append((node, matmul))
-        return list(groups.values())
+        return [group for group in groups.values() if group]
 
     def _targets(self, value: Value, mesh_dim: int) -> set[Placement]:
         """Return the placements to which a tensor is redistributed on `mesh_dim`; R* counts as R."""

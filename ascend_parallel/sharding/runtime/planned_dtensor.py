@@ -12,21 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Value
-
-_PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn itemsize nbytes is_cpu is_cuda is_meta
-    is_sparse is_quantized is_nested is_mkldnn"""
-_METHODS = """size dim ndimension numel nelement element_size stride is_contiguous get_device is_floating_point
-    is_complex is_signed is_inference __len__ __hash__"""
-# Functions that read a tensor's metadata and none of its elements.
-METADATA_FUNCTIONS = frozenset(
-    (
-        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
-        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    )
-)
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS
 
 
 class ForwardRun(Protocol):
@@ -35,21 +21,28 @@ class ForwardRun(Protocol):
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one of the forward's calls a second time."""
 
-    def gathered(self, local: Local) -> torch.Tensor:
+    def gathered(self, local: LocalActivation) -> torch.Tensor:
         """Return the whole tensor of an activation."""
 
 
 @dataclass(eq=False)
-class Local:
+class LocalActivation:
     """A rank's part of an activation, connected to autograd.
 
-    shared
-        The part in the tensor's shared layout (`ShardingPlan.shared_layouts`); None before the first read.
+    register
+        Of the part as it is produced.
+    tensors
+        The part by register: as it is produced and, from the first read on, in the layout that its readers share.
     """
 
     value: Value
-    tensor: torch.Tensor
-    shared: torch.Tensor | None = None
+    register: int
+    tensors: dict[int, torch.Tensor]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The part as it is produced."""
+        return self.tensors[self.register]
 
 
 class PlannedDTensor(DTensor):
@@ -60,10 +53,10 @@ class PlannedDTensor(DTensor):
     """
 
     run: ForwardRun
-    local: Local
+    local: LocalActivation
 
     @classmethod
-    def of(cls, run: ForwardRun, local: Local, spec: DTensorSpec) -> PlannedDTensor:
+    def of(cls, run: ForwardRun, local: LocalActivation, spec: DTensorSpec) -> PlannedDTensor:
         """Return a rank's part as an activation of `run`."""
         activation = cls(local.tensor.detach(), spec, requires_grad=local.tensor.requires_grad)
         activation.run, activation.local = run, local

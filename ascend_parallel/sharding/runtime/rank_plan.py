@@ -11,13 +11,13 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
+from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
 from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, SummedGradient, with_partial_grads
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.runtime.recompute_regions import Region, regions
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution, plan_differentiable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class RankPlan:
         The rank's index on each mesh dimension.
     local_inputs
         Whether the caller passes the rank's parts of the inputs, not global tensors.
-    regions
-        The recompute regions by their first node.
+    checkpointed_blocks
+        The checkpointed blocks by their first node.
     prefetches
         The redistributions that start early, by the node before which they start.
     summed
@@ -42,7 +42,7 @@ class RankPlan:
     schedule: Schedule
     coordinate: tuple[int, ...]
     local_inputs: bool = False
-    regions: Mapping[str, Region] = field(default_factory=dict)
+    checkpointed_blocks: Mapping[str, CheckpointedBlock] = field(default_factory=dict)
     prefetches: Mapping[str, Sequence[PrefetchGroup]] = field(default_factory=dict)
     summed: tuple[SummedGradient, ...] = ()
     counts: Counter[CollectiveEvent] = field(default_factory=Counter)
@@ -86,22 +86,22 @@ def plan_for_rank(
     part
         The plan is of a part of the model, such as a pipeline stage.
 
-    Raises as `regions`.
+    Raises as `checkpointed_blocks`.
     """
     schedule, summed = Schedule(plan.layouts, plan.inputs, plan.shared_layouts), tuple[SummedGradient, ...]()
     if overlap is not None:
         schedule = fuse(plan, overlap)
     if bucket_bytes:
         schedule, summed = with_partial_grads(schedule, plan)
-    found = regions(plan, schedule, recompute or Recompute(), part=part)
-    recomputed = {name for region in found.values() for name in region.nodes}
+    found = checkpointed_blocks(plan, schedule, recompute or Recompute(), part=part)
+    recomputed = {name for block in found.values() for name in block.nodes}
     starts = prefetch_groups(schedule, plan, recomputed, bucket_bytes) if prefetch and bucket_bytes else {}
     return RankPlan(
         plan=plan,
         schedule=schedule,
         coordinate=coordinate,
         local_inputs=local_inputs,
-        regions=found,
+        checkpointed_blocks=found,
         prefetches=starts,
         summed=summed,
     )

@@ -1,7 +1,7 @@
-"""Runs a region of a forward a second time in backward, and keeps some results from its first run.
+"""Runs a block of a forward a second time in backward, and keeps some results from its first run.
 
-The region runs under torch.utils.checkpoint, which keeps no tensor that autograd saves in the region. When backward
-needs the first of these tensors, the region runs again until the last of them exists. This module adds two things:
+The block runs under torch.utils.checkpoint, which keeps no tensor that autograd saves in the block. When backward
+needs the first of these tensors, the block runs again until the last of them exists. This module adds two things:
 
 - Kept results are not computed twice. Autograd functions and operators still run, because they save tensors.
 - If the second run communicates, a tensor saved before the last operator makes all ranks begin and end the second run
@@ -42,8 +42,8 @@ class _Kept:
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
 
-class Results:
-    """The results that a region's first run keeps for its second run, in the order in which they are computed."""
+class SavedResults:
+    """The results that a block's first run keeps for its second run, in the order in which they are computed."""
 
     def __init__(self, *, keep_collectives: bool) -> None:
         """Begin before the first run."""
@@ -79,7 +79,7 @@ class Results:
         keep
             Keep both. Without `keep` they are kept if the kernel `communicates` and `keep_collectives`.
         read
-            Whether the region reads the output. If not, the second run gets zeros of its shape.
+            Whether the block reads the output. If not, the second run gets zeros of its shape.
         """
         if self._in_backward:
             kept: tuple[_Kept, _Kept | None] | None = self._take()
@@ -121,13 +121,13 @@ class Results:
 
 
 def recompute_in_backward(
-    body: Callable[[Results, Tensors], Tensors], inputs: Tensors, *, keep_collectives: bool
+    body: Callable[[SavedResults, Tensors], Tensors], inputs: Tensors, *, keep_collectives: bool
 ) -> Tensors:
-    """Run `body` and make backward run it again. Only `inputs` and the entries of `Results` are kept.
+    """Run `body` and make backward run it again. Only `inputs` and the entries of `SavedResults` are kept.
 
     Random numbers are the same in both runs. `body` must not write buffers or other state.
     """
-    results = Results(keep_collectives=keep_collectives)
+    results = SavedResults(keep_collectives=keep_collectives)
 
     def run(*tensors: torch.Tensor) -> Tensors:
         results.begin()
@@ -158,7 +158,7 @@ class _SyncBoundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _ = ctx.saved_tensors  # unpacking the saved tensor runs the region again
+        _ = ctx.saved_tensors  # unpacking the saved tensor runs the block again
         return gradient
 
 

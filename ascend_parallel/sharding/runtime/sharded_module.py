@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.current import current_settings
-from ascend_parallel.settings import Settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.edges import convert
 from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.compiler import compile_plan
@@ -30,7 +30,6 @@ from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.runtime.redistribute_autograd import convert
 from ascend_parallel.sharding.runtime.segments import SEGMENTS
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
@@ -187,7 +186,8 @@ class ShardedModule(torch.nn.Module):
         """
         inputs = input_tensors(self.plan, self.coordinate if self.local_inputs else None, args, kwargs)
         program = self.instructions(gradients=torch.is_grad_enabled())
-        outputs = iter(program.run(list(inputs.values()), Step(self, self.randomness.begin())))
+        step = Step(self, self.randomness.begin(), gradients=self.gradients)
+        outputs = iter(program.run(list(inputs.values()), step))
         leaves, spec = self._returned
         return pytree.tree_unflatten([next(outputs) if isinstance(leaf, Value) else leaf for leaf in leaves], spec)
 

@@ -1,4 +1,4 @@
-"""Advises which operators to configure before propagation: the fewest that reach the least step time."""
+"""Advises which operators to configure before propagation: a few that reach the least step time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,13 @@ from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.principles import TITLES
-from ascend_parallel.sharding.visualize.proposals import Advised, Proposal, in_strategy, proposals
-from ascend_parallel.sharding.visualize.smallest_set import smallest_set
+from ascend_parallel.sharding.visualize.proposals import Advised, proposals
 from ascend_parallel.text import some_of
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 
 # Step times that differ by less than this share are equal.
 EQUAL = 1e-6
-# The propagations to make for the smallest set.
-MOST = 300
-# What an operator weighs in the search: of sets of the same size that with the most operators with weights, then that
-# with the most operators that a principle names.
-WITH_WEIGHTS, NAMED, OTHER = 1.0, 1.0001, 1.01
 
 
 class Data(TypedDict):
@@ -43,10 +37,8 @@ class Advice:
     """The operators to configure for the objective "redistribution".
 
     advised
-        The smallest set of operators whose strategies, given to propagation, reach the least step time; empty if
-        nothing needs configuring.
-    smallest
-        Whether no smaller set does; otherwise too many propagations would have been needed to tell.
+        Operators whose strategies, given to propagation, reach the least step time, found greedily: each is needed, and
+        none can be left out. Empty if nothing needs configuring.
     seconds
         Predicted time of a step, computing and communicating, with these strategies.
     least
@@ -65,7 +57,6 @@ class Advice:
     alone: float
     plan: ShardingPlan
     named: tuple[Advised, ...] = ()
-    smallest: bool = True
 
     @property
     def strategies(self) -> dict[str, object]:
@@ -88,11 +79,10 @@ class Advice:
         if not self.advised:
             return [f"nothing needs configuring: propagation alone reaches {least}, the least, with both objectives"]
         count = f"{len(self.advised)} operator{'s' if len(self.advised) > 1 else ''}"
-        no_fewer = "no fewer" if self.smallest else "fewer may"
         return [
             f"objective time: nothing needs configuring, propagation alone reaches {least}, the least",
             f"objective redistribution: propagation alone reaches {1e3 * self.alone:.3f} ms a step; with {count} "
-            f"configured {1e3 * self.seconds:.3f} ms, and {no_fewer} reach it",
+            f"configured {1e3 * self.seconds:.3f} ms, and each is needed",
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +92,6 @@ class Advice:
             "seconds": self.seconds,
             "least_seconds": self.least,
             "alone_seconds": self.alone,
-            "smallest": self.smallest,
             "advised": [_plain(each) for each in self.advised],
             "named": [_plain(each) for each in self.named],
         }
@@ -150,13 +139,13 @@ def advise(
     data_dim: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
-    """Return the fewest operators of ``model(*args, **kwargs)`` to configure so that a step takes the least time.
+    """Return a few operators of ``model(*args, **kwargs)`` to configure so that a step takes the least time.
 
     Propagation with the objective "time" finds the plan of the least step time without any strategy. With the objective
-    "redistribution" it needs strategies. They come from that plan; the smallest set of operators is searched for by
-    propagating with some of them, from a few to hundreds of times. A step time includes all collectives and each rank's
-    computation. Of sets of the same size the search prefers operators with weights, then operators that one of the four
-    published principles names.
+    "redistribution" it needs strategies. They come from that plan. The search is greedy: it adds the operator that
+    shortens the step most until the least time is reached, then leaves out what is not needed; it propagates once for
+    each attempt. A step time includes all collectives and each rank's computation. Of operators that gain the same, the
+    search takes one with weights, then one that one of the four published principles names.
 
     data_dim
         The mesh dimension of data parallelism, as for `propagate`: it alone cuts the batch, and no weight.
@@ -188,21 +177,20 @@ class _Search:
         # The operators that no pattern names alone, and the layouts of results, are free: the least time that can be
         # reached may be above that of the automatic plan.
         goal = max(self.least, self.seconds(self.plan(everything)))
-        weights = [_weight(each.advised) for each in self.proposals]
-        chosen, smallest = smallest_set(weights, lambda some: self.attempt(some, goal), MOST)
+        chosen = self.greedy(goal * (1 + EQUAL))
         plan = self.plan(chosen)
         reached = self.seconds(plan)
         advised = tuple(
             replace(self.proposals[each].advised, seconds=self.seconds(self.plan(chosen - {each})) - reached)
             for each in sorted(chosen)
         )
-        return Advice(advised, reached, self.least, alone, plan, named, smallest)
+        return Advice(advised, reached, self.least, alone, plan, named)
 
     def plan(self, chosen: frozenset[int]) -> ShardingPlan:
         """Return the plan of propagation with the strategies of some proposals."""
         self.tries += 1
         if self.progress is not None:
-            self.progress(f"searching the fewest operators to configure: propagation {self.tries}")
+            self.progress(f"searching operators to configure: propagation {self.tries}")
         advised = [self.proposals[each].advised for each in sorted(chosen)]
         strategies = {each.pattern: (each.in_strategy, None) for each in advised}
         return propagate(
@@ -212,21 +200,27 @@ class _Search:
     def seconds(self, plan: ShardingPlan) -> float:
         return step_seconds(plan, self.hardware)
 
-    def attempt(self, chosen: frozenset[int], goal: float) -> frozenset[int] | None:
-        """Return None if the chosen strategies reach the goal, else the proposals that the plan has anyway."""
-        plan = self.plan(chosen)
-        if self.seconds(plan) <= goal * (1 + EQUAL):
-            return None
-        return chosen | {index for index, each in enumerate(self.proposals) if _has(plan, each)}
+    def greedy(self, goal: float) -> frozenset[int]:
+        """Return proposals with which a step takes at most `goal` seconds, and without any of which it takes longer."""
+        rest = sorted(range(len(self.proposals)), key=lambda each: _rank(self.proposals[each].advised))
+        chosen: list[int] = []
+        reached = False
+        while rest and not reached:
+            gains = [self.seconds(self.plan(frozenset((*chosen, each)))) for each in rest]
+            least = min(gains)
+            best = next(place for place, seconds in enumerate(gains) if seconds <= least * (1 + EQUAL))
+            chosen.append(rest.pop(best))
+            reached = least <= goal
+        for each in chosen[-2::-1]:
+            fewer = [other for other in chosen if other != each]
+            if self.seconds(self.plan(frozenset(fewer))) <= goal:
+                chosen = fewer
+        return frozenset(chosen)
 
 
-def _has(plan: ShardingPlan, proposal: Proposal) -> bool:
-    """Tell whether a plan gives a proposal's operators the proposed strategy."""
-    return all(in_strategy(plan, node) == proposal.advised.in_strategy for node in proposal.nodes)
-
-
-def _weight(advised: Advised) -> float:
-    return WITH_WEIGHTS if 1 in advised.principles else NAMED if advised.principles else OTHER
+def _rank(advised: Advised) -> int:
+    """Return 0 for an operator with weights, 1 for another that a principle names, 2 for the others."""
+    return 0 if 1 in advised.principles else 1 if advised.principles else 2
 
 
 def step_seconds(plan: ShardingPlan, hardware: str = DEFAULT_HARDWARE) -> float:

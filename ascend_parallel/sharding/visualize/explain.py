@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ascend_parallel.folded_rows import fold
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.operator_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
-from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 from ascend_parallel.text import size_of
+from ascend_parallel.text.folded_rows import fold
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 
 WIDTH = 34
 # The share of the work that all ranks may compute redundantly without a warning.

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ascend_parallel.current import current_settings
-from ascend_parallel.settings import Settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.activation_memory import INSIDE, SavedTensors
+from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Recompute, Run, RunKernel, SyncBoundary
 from ascend_parallel.sharding.runtime.instructions import (
@@ -28,8 +29,6 @@ from ascend_parallel.sharding.runtime.instructions import (
 )
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
-from ascend_parallel.sharding.runtime.recompute_regions import VIEWS
-from ascend_parallel.sharding.runtime.redistribute_autograd import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.segments import Segment
 from ascend_parallel.text import size_of
 
@@ -77,7 +76,7 @@ def list_instructions(
     program = compile_plan(rank_plan, plan.graph, gradients=gradients)
     kept: Mapping[tuple[Value, Layout], float] = {}
     if gradients:
-        kept = SavedTensors(plan, rank_plan.schedule).kept(rank_plan.regions.values())
+        kept = SavedTensors(plan, rank_plan.schedule).kept(rank_plan.checkpointed_blocks.values())
     return list(_Listing(rank_plan, program, kept).lines())
 
 
@@ -104,7 +103,7 @@ class _Listing:
         lent: Sequence[int] = (),
         in_use: float = 0.0,
     ) -> None:
-        """Take a program; for the body of a recompute region the inputs, which the caller lends it, too."""
+        """Take a program; for the body of a checkpointed block the inputs, which the caller lends it, too."""
         self._rank_plan, self._program, self._kept, self._lent = rank_plan, program, kept, frozenset(lent)
         self._in_use = in_use
         self._owner: dict[int, int] = {}  # the register whose memory a view holds

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ascend_parallel.folded_rows import FoldedRow, fold
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.visualize.advice import Advice
 from ascend_parallel.sharding.visualize.explain import NodeRow, node_rows, summary, text
 from ascend_parallel.sharding.visualize.graph_drawing import Point, draw
 from ascend_parallel.sharding.visualize.picture import NodeBox, Picture, layout_text, picture, step_texts
 from ascend_parallel.sharding.visualize.repeated_layers import repeated
-from ascend_parallel.templates import render
 from ascend_parallel.text import size_of
+from ascend_parallel.text.folded_rows import FoldedRow, fold
+from ascend_parallel.text.templates import render
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 
 # Paul Tol's light colours: distinct for the colour-blind, behind black text. WHOLE is for replicated tensors.
 WHOLE, OTHERS = "#dddddd", "#f4f4f4"

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ascend_parallel.consistency import differing, exchange
 from ascend_parallel.process_groups import time_limit
+from ascend_parallel.process_groups.consistency import differing, exchange
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import complete, prepare, prune, saving_folder, step_folder
 from ascend_parallel.training.checkpoint.lock import StepLock

@@ -5,37 +5,90 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, prod
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ascend_parallel.sharding.layout import Shape
-from ascend_parallel.sharding.rank_bytes import RankBytes
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
-from ascend_parallel.training.degrees.stages import StageSums, stage_sums
-from ascend_parallel.training.degrees.work import Kept, Numbers, Work
+from ascend_parallel.training.degrees.work import Numbers, OperatorCosts, RecomputeCost
 from ascend_parallel.training.optimizer.partition import optimizer_bytes, zero_bytes
-from ascend_parallel.training.pipeline.schedule import SPLIT, stages_of
-from ascend_parallel.training.pipeline.timing import live, step_seconds
+from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
 from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.gradients import WIDE, accumulated_bytes
 from ascend_parallel.tuning.cost_model.hardware import Hardware
-
-# Bytes of a bucket (`CommFusion`), and how many are in use at a time (docs/optimizer-parallel.md).
-BUCKET, BUCKETS = 25e6, 3
-WIDE = 4
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.schedule import SPLIT, stages_of
+from ascend_parallel.tuning.step_time.step import StepWork, backward_of_rank, exposed, time_step
+from ascend_parallel.tuning.step_time.timing import live
 
 
 @dataclass(frozen=True)
-class Parts:
+class StageSums:
+    """Seconds and bytes by stage.
+
+    runs
+        ``[stages, operators]``: how often each operator runs in each stage.
+    held
+        ``[stages, parameters]``: how many parameters like each are in each stage.
+    received
+        Bytes of a micro-batch's tensors that a stage receives, from both neighbours.
+    sent
+        The most bytes that a rank sends between two stages, per micro-batch.
+    """
+
+    work: OperatorCosts
+    runs: npt.NDArray[np.int64]
+    held: npt.NDArray[np.int64]
+    received: Numbers
+    sent: float
+
+    def sum(self, numbers: Numbers) -> Numbers:
+        """Return, per stage, the sum over its operators."""
+        return np.asarray(self.runs @ numbers)
+
+    def most(self, numbers: Numbers) -> Numbers:
+        """Return, per stage, the largest number of its operators."""
+        return np.asarray(np.where(self.runs > 0, numbers, 0.0).max(axis=1))
+
+
+def stage_sums(work: OperatorCosts, stages: int) -> StageSums:
+    """Cut the model into stages as `balanced` does, and add up each."""
+    sequence = work.sequence
+    cuts = [0]
+    if stages > 1:
+        cuts = balanced_cuts(_list(np.cumsum(work.whole[sequence])), _list(work.crossing[sequence]), stages)
+    runs = np.zeros((stages, len(work.forward)), dtype=np.int64)
+    for stage, (start, stop) in enumerate(zip(cuts, [*cuts[1:], len(sequence)], strict=True)):
+        np.add.at(runs[stage], sequence[start:stop], 1)
+    held = np.array([runs[:, list(parameter.readers)].max(axis=1) for parameter in work.parameters]).T
+    crossing = np.array([0.0, *(work.sent[sequence[cut - 1]] for cut in cuts[1:]), 0.0])
+    return StageSums(work, runs, held.reshape(stages, -1), crossing[:-1] + crossing[1:], float(crossing.max()))
+
+
+def _list(numbers: npt.NDArray[Any]) -> list[float]:
+    return [float(number) for number in numbers]
+
+
+# Bytes of a bucket (`CommFusion`), and how many are in use at a time (docs/optimizer-parallel.md).
+BUCKET, BUCKETS = 25e6, 3
+
+
+@dataclass(frozen=True)
+class StepBreakdown:
     """Seconds of a step on the rank with the most work, by part; their sum is the step.
 
     tensor
         Collectives inside a replica, between tensor-parallel ranks.
+    compute
+        With the sums of micro-batches' gradients in fp32.
     bubble
         Waits of the pipeline, with its sends.
     replicas
-        Sums of gradients over replicas, and gathers of parameters (ZeRO).
+        Sums of gradients as far as no backward hides them, and gathers of parameters (ZeRO).
     """
 
     compute: float
@@ -68,31 +121,51 @@ class Evaluation:
 
     def bound(self, degrees: Degrees) -> float:
         """Return a lower bound of the step's seconds, without timing the schedule."""
-        replicas, optimizer = self._end(_end_key(degrees))
-        return self._least(degrees) + float((replicas + optimizer).max())
+        work, pipeline = self.step_work(degrees), self._least(degrees)
+        summed = max(
+            end + exposed(sums, buckets, backward_of_rank(work, rank) if work.under_backward else 0.0)
+            for rank, (end, sums, buckets) in enumerate(
+                zip(self._least_ends(degrees), work.sums, work.buckets, strict=True)
+            )
+        )
+        return max(pipeline, summed) + max(map(sum, zip(work.gathers, work.optimizer, strict=True)))
 
-    def parts(self, degrees: Degrees) -> Parts:
-        """Return the step's seconds by part."""
-        at, (replicas, optimizer) = self.at(degrees), self._end(_end_key(degrees))
+    def step_work(self, degrees: Degrees) -> StepWork:
+        """Return what the ranks of a pipeline do in a step, for the step model (`tuning/step_time/step.py`)."""
+        at, (sums, buckets, gathers, optimizer) = self.at(degrees), self._end(_end_key(degrees))
         forward, backward = at.times(degrees.recompute)
-        busy, m = at.by_rank(forward + backward), degrees.micro_batches
-        seconds = m * float(busy.max())
-        if degrees.pp > 1:
-            timed = step_seconds(degrees.schedule, degrees.pp, m, list(forward), list(backward), at.hop)
-            seconds = max(timed, self._least(degrees))  # a time that was extended may be too small
-        slowest, last = int(busy.argmax()), int((replicas + optimizer).argmax())
-        work, sums = at.work, at.sums
-        tensor = m * at.by_rank(sums.sum(work.forward_sent + work.backward_sent))[slowest]
-        compute = m * at.by_rank(sums.sum(work.forward + work.backward))[slowest]
+        return StepWork(
+            schedule=degrees.schedule,
+            micro_batches=degrees.micro_batches,
+            forward=forward.tolist(),
+            backward=backward.tolist(),
+            send=at.hop,
+            sums=sums.tolist(),
+            buckets=buckets,
+            under_backward=degrees.sums_under_backward,
+            gathers=gathers.tolist(),
+            optimizer=optimizer.tolist(),
+        )
+
+    def parts(self, degrees: Degrees) -> StepBreakdown:
+        """Return the step's seconds by part."""
+        at, work = self.at(degrees), self.step_work(degrees)
+        times = time_step(work)
+        least = self._least(degrees)  # a time that was extended may be too small
+        seconds, total = max(times.pipeline, least), max(times.total, self.bound(degrees))
+        forward, backward = at.times(degrees.recompute)
+        slowest, m = int(at.by_rank(forward + backward).argmax()), degrees.micro_batches
+        costs, sums = at.work, at.sums
+        tensor = m * at.by_rank(sums.sum(costs.forward_sent + costs.backward_sent))[slowest]
+        compute = m * at.by_rank(sums.sum(costs.forward + costs.backward) + at.accumulated)[slowest]
         recompute = m * at.by_rank(sums.sum(_again(at.kept(degrees.recompute))))[slowest]
-        summed = at.by_rank(sums.sum(work.summed))[last]
-        return Parts(
+        return StepBreakdown(
             compute=float(compute),
-            tensor=float(tensor + summed),
+            tensor=float(tensor),
             recompute=float(recompute),
             bubble=float(seconds - compute - tensor - recompute),
-            replicas=float(replicas[last] - summed),
-            optimizer=float(optimizer[last]),
+            replicas=total - seconds - times.optimizer,
+            optimizer=times.optimizer,
         )
 
     def _least(self, degrees: Degrees) -> float:
@@ -105,6 +178,13 @@ class Evaluation:
         split = degrees.pp > 1 and degrees.schedule in SPLIT
         before = np.concatenate(([0.0], np.cumsum(forward + (0.0 if split else backward))))[: degrees.pp]
         return float((m * at.by_rank(forward + backward) + before).max())
+
+    def _least_ends(self, degrees: Degrees) -> list[float]:
+        """Return a lower bound of the end of each rank's last backward: its first forward waits for earlier stages."""
+        at, m = self.at(degrees), degrees.micro_batches
+        forward, backward = at.times(degrees.recompute)
+        before = np.concatenate(([0.0], np.cumsum(forward)))[: degrees.pp]
+        return [float(end) for end in m * at.by_rank(forward + backward) + before]
 
     def memory(self, degrees: Degrees, in_flight: tuple[float, ...] | None = None) -> RankBytes:
         """Return the bytes of the rank that holds the most.
@@ -161,35 +241,33 @@ class Evaluation:
         """Return the optimizer's bytes for each element of each parameter."""
         return optimizer_bytes(at.itemsizes, np.maximum(at.itemsizes, WIDE) if self._masters else None)
 
-    def _end_of(self, key: tuple[Degrees, int]) -> tuple[Numbers, Numbers]:
-        """Return, by rank, the seconds of sums over ranks and gathers, and of the optimizer, of a step."""
+    def _end_of(self, key: tuple[Degrees, int]) -> tuple[Numbers, list[int], Numbers, Numbers]:
+        """Return, by rank, the seconds of sums over ranks, their buckets, and the seconds of gathers and optimizer."""
         shared, stage = key
         at, m, dp = self._at(shared), shared.micro_batches, shared.dp
         gradient = np.full_like(at.itemsizes, WIDE) if stage == 2 else at.gradient_sizes(shared)
         whole, weights = at.ranks_of(at.elements * gradient), at.ranks_of(at.elements * at.itemsizes)
+        gathers = self._over_replicas(ALL_GATHER, weights, shared)
         if stage <= 1:
-            seconds = self._over_replicas(ALL_REDUCE, whole, shared)
+            sums = self._over_replicas(ALL_REDUCE, whole, shared)
         elif stage == 2:  # each backward sums
-            seconds = m * self._over_replicas(REDUCE_SCATTER, whole, shared)
+            sums = m * self._over_replicas(REDUCE_SCATTER, whole, shared)
         else:  # forward and backward of each micro-batch gather, backward sums
-            gathers = 2 * self._over_replicas(ALL_GATHER, weights, shared)
-            seconds = m * (gathers + self._over_replicas(REDUCE_SCATTER, weights, shared))
-        if stage in (1, 2):
-            seconds = seconds + self._over_replicas(ALL_GATHER, weights, shared)
-        seconds = seconds + at.by_rank(at.sums.sum(at.work.summed))
+            sums = m * (2 * gathers + self._over_replicas(REDUCE_SCATTER, weights, shared))
+        sums = sums + at.by_rank(at.sums.sum(at.work.summed))
         mine = at.own if stage and dp > 1 else at.elements
         touched = 2 * self._optimizer_sizes(at) + gradient + at.itemsizes * (1 if self._masters else 2)
         streamed = at.ranks_of(mine * touched)
-        return seconds, np.array([self.costs.stream(float(each)) for each in streamed])
+        optimizer = np.array([self.costs.stream(float(each)) for each in streamed])
+        return sums, _buckets(whole), gathers if stage in (1, 2) else np.zeros(shared.pp), optimizer
 
     def _over_replicas(self, kind: str, nbytes: Numbers, shared: Degrees) -> Numbers:
         """Return the seconds of a collective over the replicas, in buckets, by rank."""
         costs = self.planner.costs(shared.dp, shared.tp)
-        counts = [max(1, ceil(size / BUCKET)) for size in nbytes]
         return np.array(
             [
                 count * costs.seconds(kind, size / count, 0) if shared.dp > 1 else 0.0
-                for size, count in zip(nbytes, counts, strict=True)
+                for size, count in zip(nbytes, _buckets(nbytes), strict=True)
             ]
         )
 
@@ -199,7 +277,7 @@ class _At:
 
     def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
         self._shared = shared
-        self.work: Work = evaluation.planner.work(shared.rows, shared.tp, shared.dp)
+        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp)
         self.sums: StageSums = evaluation.sums(self.work, shared.stages)
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
@@ -210,13 +288,17 @@ class _At:
         self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
         self.itemsizes = np.array([parameter.itemsize for parameter in parameters], dtype=float)
         self.own = np.array([_slice(parameter.shape, shared.dp) for parameter in parameters], dtype=float)
+        # Several micro-batches: each adds its gradients to their fp32 sums.
+        added = np.array([accumulated_bytes(int(size)) for size in self.itemsizes]) * self.elements
+        moved = self.sums.held @ added if shared.micro_batches > 1 else np.zeros(shared.stages)
+        self.accumulated = np.array([evaluation.costs.stream(float(size)) for size in moved])
         self._times = cache(self._times_of)
 
     def times(self, recompute: str) -> tuple[Numbers, Numbers]:
         """Return the seconds of forward and backward of each stage, with collectives and recompute."""
         return self._times(recompute)
 
-    def kept(self, recompute: str) -> Kept:
+    def kept(self, recompute: str) -> RecomputeCost:
         """Return what backward keeps."""
         return self.work.kept[recompute]
 
@@ -245,11 +327,15 @@ class _At:
         work, kept = self.work, self.kept(recompute)
         return (
             self.sums.sum(work.forward + work.forward_sent),
-            self.sums.sum(work.backward + work.backward_sent + _again(kept)),
+            self.sums.sum(work.backward + work.backward_sent + _again(kept)) + self.accumulated,
         )
 
 
-def _again(kept: Kept) -> Numbers:
+def _buckets(nbytes: Numbers) -> list[int]:
+    return [max(1, ceil(size / BUCKET)) for size in nbytes]
+
+
+def _again(kept: RecomputeCost) -> Numbers:
     return kept.again + kept.again_sent
 
 

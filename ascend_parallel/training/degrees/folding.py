@@ -21,7 +21,7 @@ KEPT = 3
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldedGraph:
     """A graph of few layers, and the operators of the whole model in running order.
 
     graph
@@ -45,7 +45,7 @@ class Folded:
         return self.depth or len(self.sequence)
 
 
-def fold(graph: Graph, layers: int | None = None) -> Folded:
+def fold(graph: Graph, layers: int | None = None) -> FoldedGraph:
     """Fold the longest row of equal layers in `graph`.
 
     layers
@@ -58,12 +58,12 @@ def fold(graph: Graph, layers: int | None = None) -> Folded:
     if layers is not None:
         if len(row) != KEPT:
             raise AssertionError(f"a graph of {KEPT} layers has a row of {len(row)}")
-        return Folded(graph, _sequence(calls, row[1], layers - KEPT), patterns, layers)
+        return FoldedGraph(graph, _sequence(calls, row[1], layers - KEPT), patterns, layers)
     if len(row) <= KEPT or not _foldable(graph, row):
-        return Folded(graph, np.arange(len(calls)), patterns, len(row))
+        return FoldedGraph(graph, np.arange(len(calls)), patterns, len(row))
     shorter = _without(graph, row)
     kept = [node for node in shorter.nodes.values() if node.kind == CALL]
-    return Folded(shorter, _sequence(kept, row[1], len(row) - KEPT), patterns, len(row))
+    return FoldedGraph(shorter, _sequence(kept, row[1], len(row) - KEPT), patterns, len(row))
 
 
 def _rows(graph: Graph, calls: Sequence[Node]) -> list[list[list[Node]]]:

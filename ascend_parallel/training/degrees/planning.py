@@ -20,28 +20,28 @@ from ascend_parallel.sharding.planner.propagate import slice_replicated
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
-from ascend_parallel.training.degrees.folding import Folded
+from ascend_parallel.training.degrees.folding import FoldedGraph
 from ascend_parallel.training.degrees.space import DATA
-from ascend_parallel.training.degrees.work import TENSOR, Work, work_of
+from ascend_parallel.training.degrees.work import TENSOR, OperatorCosts, work_of
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 
 
 class Planner:
     """Plans and their work, cached; equal plans share their work."""
 
-    def __init__(self, folded: Callable[[int], Folded], hardware: Hardware, settings: Settings) -> None:
+    def __init__(self, folded: Callable[[int], FoldedGraph], hardware: Hardware, settings: Settings) -> None:
         """Take the folded graph by rows of a micro-batch."""
         self._folded, self._hardware, self._settings = folded, hardware, settings
         self.costs = cache(self._costs)
         self.work = cache(self._work)
         self._problem = cache(self._problem_of)
-        self._known: dict[tuple[int, int, str], Work] = {}
+        self._known: dict[tuple[int, int, str], OperatorCosts] = {}
 
     def _costs(self, dp: int, tp: int) -> MeshCosts:
         """Return the costs of collectives on a mesh of dp x tp."""
         return MeshCosts.of(ProcessMesh(np.arange(dp * tp).reshape(dp, tp), [DATA, TENSOR]), self._hardware)
 
-    def _work(self, rows: int, tp: int, dp: int) -> Work:
+    def _work(self, rows: int, tp: int, dp: int) -> OperatorCosts:
         """Return the work of a micro-batch of `rows` rows on `tp` ranks, with `dp` replicas."""
         plan = self._plan(rows, tp, dp)
         key = rows, tp, plan.digest

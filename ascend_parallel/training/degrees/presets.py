@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ascend_parallel.training.degrees.folding import KEPT, Folded, fold
-from ascend_parallel.training.degrees.search import Traced
+from ascend_parallel.training.degrees.folding import KEPT, FoldedGraph, fold
+from ascend_parallel.training.degrees.search import ModelByBatchSize
 from ascend_parallel.training.degrees.transformer import Transformer
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
 from ascend_parallel.training.options import StrategyOptionError
@@ -22,7 +22,7 @@ def default_batch(ranks: int, length: int) -> int:
     return ranks * -(-TOKENS // (ranks * length))
 
 
-def traced_preset(model: Model, length: int, batch: int, dtype: str) -> Traced:
+def traced_preset(model: Model, length: int, batch: int, dtype: str) -> ModelByBatchSize:
     """Return a preset for `search_traced`: `batch` sequences of `length` tokens.
 
     dtype: "bfloat16" with fp32 master weights, or "float32". Only three layers are traced; all are equal.
@@ -32,14 +32,14 @@ def traced_preset(model: Model, length: int, batch: int, dtype: str) -> Traced:
     with torch.device("meta"):
         built = Transformer(model, length, min(model.layers, KEPT)).to(getattr(torch, dtype))
 
-    def trace(rows: int) -> Folded:
+    def trace(rows: int) -> FoldedGraph:
         with torch.device("meta"):
             tokens = torch.zeros(rows, length, dtype=torch.long)
         graph = trace_with_loss(built, mean_loss, (tokens, tokens))
         return fold(graph, model.layers if model.layers > KEPT else None)
 
     mixed = dtype != "float32"
-    return Traced(batch, trace, dtype if mixed else None, mixed)
+    return ModelByBatchSize(batch, trace, dtype if mixed else None, mixed)
 
 
 def built_preset(model: Model, length: int, batch: int) -> tuple[Transformer, tuple[torch.Tensor, torch.Tensor]]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ascend_parallel.text import size_of
-from ascend_parallel.training.degrees.evaluation import Parts
-from ascend_parallel.training.degrees.search import Candidate, Found
+from ascend_parallel.training.degrees.evaluation import StepBreakdown
+from ascend_parallel.training.degrees.search import Candidate, SearchResult
 from ascend_parallel.training.degrees.space import Degrees
 
 # The first line of a written file, by which it may be written again.
@@ -26,7 +26,7 @@ WORDS = {
 NAMED = 0.001
 
 
-def text(found: Found) -> str:
+def text(found: SearchResult) -> str:
     """Return the ten best with their reasons, the parts of the best, and what does not fit, in lines."""
     lines = [
         f"{found.ranks} ranks of {found.hardware}, {size_of(found.limit)} each, a batch of {found.rows} rows: "
@@ -44,7 +44,7 @@ def text(found: Found) -> str:
     return "\n".join(lines)
 
 
-def as_dict(found: Found) -> dict[str, Any]:
+def as_dict(found: SearchResult) -> dict[str, Any]:
     """Return the result as plain values, for JSON: seconds and bytes."""
     return {
         "ranks": found.ranks,
@@ -58,7 +58,7 @@ def as_dict(found: Found) -> dict[str, Any]:
     }
 
 
-def toml_of(tables: Mapping[str, Any], found: Found, candidate: Candidate) -> str:
+def toml_of(tables: Mapping[str, Any], found: SearchResult, candidate: Candidate) -> str:
     """Return the TOML text of a strategy's tables, with the prediction as a comment."""
     comment = (
         f"{HEADER}: {found.ranks} ranks of {found.hardware}, {size_of(found.limit)} each, {found.rows} rows\n"
@@ -84,13 +84,13 @@ def why(candidate: Candidate, best: Candidate) -> str:
     return f"+{100 * slower:.1f} %: {parts}"
 
 
-def _longer(parts: Parts, than: Parts) -> list[tuple[str, float]]:
+def _longer(parts: StepBreakdown, than: StepBreakdown) -> list[tuple[str, float]]:
     more = {name: seconds - getattr(than, name) for name, seconds in vars(parts).items()}
     named = [(name, seconds) for name, seconds in more.items() if seconds > NAMED * than.total]
     return sorted(named, key=lambda pair: -pair[1])
 
 
-def _row(place: int, candidate: Candidate, found: Found) -> tuple[str, ...]:
+def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ...]:
     degrees = candidate.degrees
     return (
         str(place),
@@ -114,7 +114,7 @@ def _schedule(degrees: Degrees) -> str:
     return degrees.schedule + (f" x{degrees.virtual_stages}" if degrees.virtual_stages > 1 else "")
 
 
-def _outside(candidate: Candidate, found: Found) -> str:
+def _outside(candidate: Candidate, found: SearchResult) -> str:
     """Say which of those that do not fit looks the fastest, and what it would need."""
     name, size = max(vars(candidate.memory).items(), key=lambda pair: pair[1])
     slower = candidate.seconds / found.best[0].seconds - 1
@@ -124,7 +124,7 @@ def _outside(candidate: Candidate, found: Found) -> str:
     )
 
 
-def _values(candidate: Candidate, found: Found) -> dict[str, Any]:
+def _values(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
     return {
         "degrees": vars(candidate.degrees),
         "seconds": candidate.seconds,

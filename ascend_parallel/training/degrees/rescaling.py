@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CONSTANT, Graph, Node, OpCall, TensorMeta
-from ascend_parallel.training.degrees.folding import Folded
+from ascend_parallel.training.degrees.folding import FoldedGraph
 
 # The rows of the two traces, and of the third.
 FROM, CONFIRMING = (2, 4), 8
@@ -23,19 +23,19 @@ class UnevenError(ValueError):
     """Two graphs differ in more than sizes, or a size is not whole."""
 
 
-class Rescaled:
+class GraphFamily:
     """Folded graphs by rows; traces as few as it can."""
 
-    def __init__(self, trace: Callable[[int], Folded]) -> None:
+    def __init__(self, trace: Callable[[int], FoldedGraph]) -> None:
         """Take the function that traces a micro-batch."""
-        self._trace, self._known = trace, dict[int, Folded]()
+        self._trace, self._known = trace, dict[int, FoldedGraph]()
         self._grows: bool | None = None
 
-    def at(self, rows: int) -> Folded:
+    def at(self, rows: int) -> FoldedGraph:
         """Return the graph of `rows` rows."""
         if rows > CONFIRMING and self.grows:
             first, second = (self._traced(size) for size in FROM)
-            return replace(first, graph=rescaled(first.graph, second.graph, Growth(*FROM, rows)))
+            return replace(first, graph=rescaled(first.graph, second.graph, LinearFit(*FROM, rows)))
         return self._traced(rows)
 
     @property
@@ -44,20 +44,20 @@ class Rescaled:
         if self._grows is None:
             first, second, third = (self._traced(size) for size in (*FROM, CONFIRMING))
             try:
-                made = rescaled(first.graph, second.graph, Growth(*FROM, CONFIRMING))
+                made = rescaled(first.graph, second.graph, LinearFit(*FROM, CONFIRMING))
                 self._grows = _same(made, third.graph) and bool((first.sequence == third.sequence).all())
             except UnevenError:
                 self._grows = False
         return self._grows
 
-    def _traced(self, rows: int) -> Folded:
+    def _traced(self, rows: int) -> FoldedGraph:
         if rows not in self._known:
             self._known[rows] = self._trace(rows)
         return self._known[rows]
 
 
 @dataclass(frozen=True)
-class Growth:
+class LinearFit:
     """From the numbers at `first` and `second` rows to that at `rows`."""
 
     first: int
@@ -109,7 +109,7 @@ class Growth:
         return replace(less, outputs=outputs, call=call)
 
 
-def rescaled(less: Graph, more: Graph, growth: Growth) -> Graph:
+def rescaled(less: Graph, more: Graph, growth: LinearFit) -> Graph:
     """Return the graph at `growth.rows` rows; raises `UnevenError` if the two differ in more than sizes."""
     if list(less.nodes) != list(more.nodes):
         raise UnevenError("the graphs have other operators")
@@ -120,7 +120,7 @@ def rescaled(less: Graph, more: Graph, growth: Growth) -> Graph:
 def _same(first: Graph, second: Graph) -> bool:
     """Tell whether two graphs have the same operators on the same shapes."""
     try:
-        rescaled(first, second, Growth(0, 1, 1))
+        rescaled(first, second, LinearFit(0, 1, 1))
     except UnevenError:
         return False
     pairs = zip(first.nodes.values(), second.nodes.values(), strict=True)

@@ -12,19 +12,79 @@ from typing import Any
 import torch
 from torch import nn
 
-from ascend_parallel.current import current_settings
+from ascend_parallel.settings import current_settings
+from ascend_parallel.sharding.graph import Graph
+from ascend_parallel.sharding.planner.annotate import annotated
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
-from ascend_parallel.sharding.rank_bytes import RankBytes
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.text import size_of
-from ascend_parallel.training.degrees.evaluation import Evaluation, Parts
-from ascend_parallel.training.degrees.folding import Folded, fold
-from ascend_parallel.training.degrees.inputs import check_job, check_model, rows_of, rows_part, unmarked
+from ascend_parallel.training.degrees.evaluation import Evaluation, StepBreakdown
+from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.planning import Planner
-from ascend_parallel.training.degrees.rescaling import Rescaled
+from ascend_parallel.training.degrees.rescaling import GraphFamily
 from ascend_parallel.training.degrees.space import Degrees, choices, meshes, sizes
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
-from ascend_parallel.training.options import AmpOptions
+from ascend_parallel.training.options import AmpOptions, StrategyOptionError
+from ascend_parallel.training.pipeline.stage_assignment import MARK as STAGE
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+
+MOST_RANKS, MOST_BYTES = 1 << 17, 1e18
+
+
+def check_job(ranks: int, memory: float, hardware: str) -> None:
+    """Raise for a number of ranks or bytes that is not allowed, and for a hardware that is not known."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+        raise StrategyOptionError(f"ranks={ranks!r}: give a whole number from 1 to {MOST_RANKS}")
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory <= MOST_BYTES:
+        raise StrategyOptionError(f"memory={memory!r}: give the bytes of a rank, such as 60e9")
+    find_hardware(hardware)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that says itself how it is placed."""
+    strategies = annotated(model)
+    placed = [path for path, module in model.named_modules() if hasattr(module, STAGE)]
+    for what, paths in (("a strategy", list(strategies)), ("a pipeline stage", placed)):
+        if paths:
+            raise StrategyOptionError(
+                f"{paths[0] or 'the model'} has {what}: the search chooses these, leave them out of the model"
+            )
+    if Recompute.of(model).modules:
+        raise StrategyOptionError(
+            f"{Recompute.of(model).modules[0] or 'the model'} is marked for recompute: the search chooses this, leave "
+            "it out of the model"
+        )
+
+
+def unmarked(graph: Graph) -> Graph:
+    """Return the graph; raise if a function in it has a strategy."""
+    for node in graph.nodes.values():
+        if node.mark is not None:
+            raise StrategyOptionError(f"{node.mark} in {node.module or 'the model'}: the search chooses all strategies")
+    return graph
+
+
+def rows_of(batch: Sequence[Any]) -> int:
+    """Return the rows of a batch."""
+    if isinstance(batch, torch.Tensor) or not isinstance(batch, Sequence):
+        raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
+    shapes = [list(value.shape) for value in batch if isinstance(value, torch.Tensor)]
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    if len(rows) != 1 or 0 in rows:
+        raise StrategyOptionError(
+            f"batch has tensors of {shapes}: their first dimension is the batch, and has to be the same, 1 or more"
+        )
+    return rows.pop()
+
+
+def rows_part(value: Any, rows: int, dtype: str | None) -> Any:
+    """Return the first rows of a tensor of the batch, in the dtype of mixed precision."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    part = value.detach()[:rows]
+    return part if dtype is None or not part.is_floating_point() else part.to(getattr(torch, dtype))
+
 
 # Results that a search returns.
 BEST = 10
@@ -32,7 +92,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Traced:
+class ModelByBatchSize:
     """A model to search for: its graph by rows of a micro-batch.
 
     rows
@@ -46,7 +106,7 @@ class Traced:
     """
 
     rows: int
-    trace: Callable[[int], Folded]
+    trace: Callable[[int], FoldedGraph]
     amp: str | None
     masters: bool
 
@@ -56,7 +116,7 @@ class Candidate:
     """Degrees with their predicted time and memory."""
 
     degrees: Degrees
-    parts: Parts
+    parts: StepBreakdown
     memory: RankBytes
 
     @property
@@ -66,7 +126,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     best
@@ -104,7 +164,7 @@ def search_degrees(
     loss: Loss = mean_loss,
     amp: AmpOptions | None = None,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """Search dp x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
 
     model, batch, loss
@@ -126,26 +186,26 @@ def search_degrees(
     rows = rows_of(batch)
     built = model if options.dtype is None else copy.deepcopy(model).to(getattr(torch, options.dtype))
 
-    def trace(count: int) -> Folded:
+    def trace(count: int) -> FoldedGraph:
         part = [rows_part(value, count, options.dtype) for value in batch]
         return fold(unmarked(trace_with_loss(built, loss, part)))
 
-    traced = Traced(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
+    traced = ModelByBatchSize(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
     return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress)
 
 
 def search_traced(
-    traced: Traced, *, ranks: int, memory: float, hardware: str, progress: Progress | None = None
-) -> Found:
+    traced: ModelByBatchSize, *, ranks: int, memory: float, hardware: str, progress: Progress | None = None
+) -> SearchResult:
     """Search as `search_degrees`, for a model by its graphs."""
     check_job(ranks, memory, hardware)
     return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None)).run()
 
 
 class _Search:
-    def __init__(self, traced: Traced, ranks: int, limit: float, hardware: str, progress: Progress) -> None:
+    def __init__(self, traced: ModelByBatchSize, ranks: int, limit: float, hardware: str, progress: Progress) -> None:
         self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
-        self._hardware, self._folded = hardware, cache(Rescaled(self._trace).at)
+        self._hardware, self._folded = hardware, cache(GraphFamily(self._trace).at)
         known = find_hardware(hardware)
         planner = Planner(self._folded, known, current_settings())
         self.evaluation = Evaluation(known, planner, masters=traced.masters)
@@ -154,7 +214,7 @@ class _Search:
         self._rejected: list[tuple[float, int, Degrees]] = []
         self._fastest: tuple[float, Degrees] | None = None
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Return the best candidates."""
         waiting = [(self.evaluation.bound(each), place, each) for place, each in enumerate(self._candidates())]
         heapq.heapify(waiting)
@@ -174,7 +234,7 @@ class _Search:
             del best[BEST:]
         if not best:
             raise MemoryLimitError(self._nothing_fits())
-        return Found(
+        return SearchResult(
             ranks=self._ranks,
             rows=self._traced.rows,
             limit=self._limit,
@@ -243,6 +303,6 @@ class _Search:
             "or a smaller model"
         )
 
-    def _trace(self, rows: int) -> Folded:
+    def _trace(self, rows: int) -> FoldedGraph:
         self._progress(f"tracing a micro-batch of {rows} rows")
         return self._traced.trace(rows)

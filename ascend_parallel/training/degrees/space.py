@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascend_parallel.training.degrees.work import NONE, RECOMPUTE, TENSOR, recompute_of
-from ascend_parallel.training.pipeline.schedule import SPLIT, check
+from ascend_parallel.tuning.step_time.schedule import SPLIT, check
 
 DATA = "dp"
 # Schedules with their stages on each group of ranks.
@@ -70,6 +70,11 @@ class Degrees:
     def overlap_refused(self) -> bool:
         """Whether the schedule refuses overlapped operators (docs/pipeline.md)."""
         return self.pp > 1 and self.schedule in SPLIT
+
+    @property
+    def sums_under_backward(self) -> bool:
+        """Whether gradients are summed under the last backward (runners/graph_runner.py): not in a pipeline."""
+        return self.pp == 1 and self.zero_stage <= 1
 
     def __str__(self) -> str:
         """Return the degrees in words."""

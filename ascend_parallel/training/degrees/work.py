@@ -16,10 +16,10 @@ from ascend_parallel.sharding.planner.operator_cost import PASSES, seconds
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
+from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.sharding.runtime.recompute_regions import Region
-from ascend_parallel.training.degrees.folding import Folded
+from ascend_parallel.training.degrees.folding import FoldedGraph
 from ascend_parallel.training.pipeline.stage_assignment import crossing_bytes, work_done
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Kept:
+class RecomputeCost:
     """Per operator, with a kind of recompute: bytes kept for backward, and what the second run takes.
 
     saved
@@ -39,7 +39,7 @@ class Kept:
     again, again_sent
         Seconds of the second run of computation and of collectives.
     inside
-        Bytes that a region's second run brings back, at the region's first operator.
+        Bytes that a block's second run brings back, at the block's first operator.
     """
 
     saved: Numbers
@@ -63,7 +63,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class OperatorCosts:
     """Per operator: seconds of forward and backward, of their collectives, and bytes; arrays over the operators.
 
     sequence
@@ -90,7 +90,7 @@ class Work:
     whole: Numbers
     crossing: Numbers
     parameters: tuple[Parameter, ...]
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, RecomputeCost]
 
 
 def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
@@ -100,7 +100,7 @@ def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
     return Recompute(modules=layers, collectives="recompute" if kind == COLLECTIVES else "keep")
 
 
-def work_of(folded: Folded, plan: ShardingPlan, settings: Settings) -> Work:
+def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> OperatorCosts:
     """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks."""
     hardware = plan.costs.hardware
     assert hardware is not None
@@ -111,7 +111,7 @@ def work_of(folded: Folded, plan: ShardingPlan, settings: Settings) -> Work:
     pricing = _Pricing(plan, calls, once / PASSES)
     ranked = {kind: plan_for_rank(plan, (0,), settings, recompute=recompute_of(kind, folded.layers)) for kind in kinds}
     kept = {kind: pricing.kept(rank_plan, kind == COLLECTIVES) for kind, rank_plan in ranked.items()}
-    return Work(
+    return OperatorCosts(
         plan=plan,
         sequence=folded.sequence,
         forward=once / PASSES,
@@ -171,21 +171,21 @@ class _Pricing:
                 found.append(Parameter(shape, meta.dtype.itemsize, places))
         return tuple(found)
 
-    def kept(self, rank_plan: RankPlan, collectives: bool) -> Kept:
-        """Return what backward keeps with the regions of a rank's plan, and what their second run takes."""
+    def kept(self, rank_plan: RankPlan, collectives: bool) -> RecomputeCost:
+        """Return what backward keeps with the blocks of a rank's plan, and what their second run takes."""
         saved_tensors = SavedTensors(self._plan, rank_plan.schedule)
         saved, again, again_sent, inside = (np.zeros(len(self._calls)) for _ in range(4))
-        starts = dict(rank_plan.regions)
-        within = {name for region in starts.values() for name in region.nodes}
+        starts = dict(rank_plan.checkpointed_blocks)
+        within = {name for block in starts.values() for name in block.nodes}
         seen: set[object] = set()
         for index, node in enumerate(self._calls):
-            region = starts.get(node.name)
-            if region is not None:
-                again_sent[index] = sum(self.forward[self._place[name]] for name in region.nodes) * collectives
-                brought = saved_tensors.by_all(self._plan.graph.nodes[name] for name in region.nodes)
-                kept = saved_tensors.by_region(region)
+            block = starts.get(node.name)
+            if block is not None:
+                again_sent[index] = sum(self.forward[self._place[name]] for name in block.nodes) * collectives
+                brought = saved_tensors.by_all(self._plan.graph.nodes[name] for name in block.nodes)
+                kept = saved_tensors.by_block(block)
                 inside[index] = sum(size for key, size in brought.items() if key not in kept)
-                for name in self._run_again(region, rank_plan):
+                for name in self._run_again(block, rank_plan):
                     again[self._place[name]] = self._once[self._place[name]]
             elif node.name in within:
                 continue
@@ -193,15 +193,15 @@ class _Pricing:
                 kept = saved_tensors.by_operator(node)
             saved[index] = sum(size for key, size in kept.items() if key not in seen)
             seen |= kept.keys()
-        return Kept(saved, again, again_sent, inside)
+        return RecomputeCost(saved, again, again_sent, inside)
 
-    def _run_again(self, region: Region, rank_plan: RankPlan) -> Iterable[str]:
-        """Yield the operators that backward runs again (`Region`, and docs/recompute.md)."""
+    def _run_again(self, block: CheckpointedBlock, rank_plan: RankPlan) -> Iterable[str]:
+        """Yield the operators that backward runs again (`CheckpointedBlock`, and docs/recompute.md)."""
         kernels = rank_plan.schedule.kernels
-        for name in region.nodes:
+        for name in block.nodes:
             kernel = kernels.get(name)
-            communicates = kernel is not None and kernel.communicates and not region.recompute_collectives
-            if name not in region.kept and name != region.last and not communicates:
+            communicates = kernel is not None and kernel.communicates and not block.recompute_collectives
+            if name not in block.kept and name != block.last and not communicates:
                 yield name
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import DisagreementError, confirm_same, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same, exchange
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.optimizer.partition import PARTITIONS
 from ascend_parallel.training.optimizer.scaling import LossScale

@@ -20,7 +20,7 @@ import torch
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, shard
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 
 PARTITIONS = ("slices", "parameters")
 # Adam's states of a parameter's size (`OptimizerFactory.states`), in the dtype of the master weights.

@@ -21,7 +21,7 @@ from ascend_parallel.sharding.redistribute.across_meshes import Transfer, block_
 from ascend_parallel.training.pipeline.groups import Groups
 from ascend_parallel.training.pipeline.split_plan import StagePlan
 from ascend_parallel.training.pipeline.stage import RankStage, StageModule
-from ascend_parallel.training.pipeline.timing import Slot
+from ascend_parallel.tuning.step_time.timing import Slot
 
 Blocks = list[tuple[Transfer, torch.Tensor]]
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import BUFFER, PARAMETER, Value
 from ascend_parallel.sharding.layout import Layout, Shape, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.across_meshes import exchange
 from ascend_parallel.training.pipeline.split_plan import StagePlan
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter as the ranks of a mesh hold it."""
+
+    mesh: ProcessMesh
+    layout: Layout
+    shape: Shape
 
 
 class CrossMeshSums:
@@ -20,12 +31,12 @@ class CrossMeshSums:
     def __init__(self, parts: Sequence[StagePlan], mesh_of_stage: Sequence[int], everybody: dist.ProcessGroup) -> None:
         """Take all stages, the index of each stage's mesh, and a group of all ranks."""
         self._everybody = everybody
-        self._held: dict[tuple[str, int], tuple[ProcessMesh, Layout, Shape]] = {}
+        self._held: dict[tuple[str, int], HeldParameter] = {}  # by name and index of the mesh
         for part, index in zip(parts, mesh_of_stage, strict=True):
             for node in part.plan.graph.nodes.values():
                 if node.kind == PARAMETER:
                     layout = forward(part.plan.layouts[Value(node.name)])
-                    self._held[node.source, index] = part.plan.mesh, layout, tuple(node.outputs[0].shape)
+                    self._held[node.source, index] = HeldParameter(part.plan.mesh, layout, node.outputs[0].shape)
 
     def sum(self, name: str, own: torch.Tensor, holders: Sequence[int], unsummed: Sequence[str]) -> torch.Tensor:
         """Return this rank's part of the sum of a parameter's gradients on the meshes of index `holders`.
@@ -37,21 +48,21 @@ class CrossMeshSums:
         Every rank of these meshes must call it.
         """
         rank = dist.get_rank()
-        index = next(each for each in holders if self._held[name, each][0].coordinate(rank) is not None)
-        mesh, layout, shape = self._held[name, index]
+        index = next(each for each in holders if self._held[name, each].mesh.coordinate(rank) is not None)
+        held = self._held[name, index]
+        mesh, layout = held.mesh, held.layout
         later = [mesh.dim(dim) for dim in unsummed if layout[mesh.dim(dim)].kind != "shard" and mesh.size(dim) > 1]
         if later:
             own = own.clone(memory_format=torch.contiguous_format)
         for dim in later:
-            dist.all_reduce(own, group=mesh.group(dim))
+            run_collective("the sum of a shared gradient", dist.all_reduce, own, group=mesh.group(dim))
         terms = {index: own}
         for source in holders:
             for target in holders:
                 if source == target or index not in (source, target):
                     continue
-                source_mesh, source_layout, _ = self._held[name, source]
-                target_mesh, target_layout, _ = self._held[name, target]
-                received = exchange(own, shape, source_mesh, source_layout, target_mesh, target_layout, self._everybody)
+                sent, got = self._held[name, source], self._held[name, target]
+                received = exchange(own, held.shape, sent.mesh, sent.layout, got.mesh, got.layout, self._everybody)
                 if target == index:
                     terms[source] = received
         total = terms[holders[0]]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ascend_parallel.training.options import StrategyOptionError, check_count, check_mesh, check_one_of
 from ascend_parallel.training.pipeline.picture import svg, text
-from ascend_parallel.training.pipeline.schedule import SCHEDULES, check, closed_bubble
-from ascend_parallel.training.pipeline.timing import SimulatedStep, StageTimes, simulate
+from ascend_parallel.tuning.step_time.schedule import SCHEDULES, check, closed_bubble
+from ascend_parallel.tuning.step_time.timing import SimulatedStep, StageTimes, simulate
 
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 

@@ -9,10 +9,10 @@ from statistics import median
 
 import torch.distributed as dist
 
-from ascend_parallel.consistency import exchange
-from ascend_parallel.templates import render
-from ascend_parallel.training.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, closed_bubble
-from ascend_parallel.training.pipeline.timing import SimulatedStep, Slot, StageTimes, simulate
+from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.text.templates import render
+from ascend_parallel.tuning.step_time.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, closed_bubble
+from ascend_parallel.tuning.step_time.timing import SimulatedStep, Slot, StageTimes, simulate
 
 WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
 MOST_COLUMNS = 240  # of a row of the text; the picture shows all

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.consistency import confirm_same, fingerprint
 from ascend_parallel.process_groups import group_timeout
+from ascend_parallel.process_groups.consistency import confirm_same, fingerprint
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
@@ -29,11 +29,11 @@ from ascend_parallel.training.pipeline.cross_mesh import make_stage
 from ascend_parallel.training.pipeline.cross_mesh_sums import held_by_earlier_meshes
 from ascend_parallel.training.pipeline.groups import SharedGradients, check_meshes, make_groups, plan_of_each
 from ascend_parallel.training.pipeline.picture import MeasuredStep, measure_step
-from ascend_parallel.training.pipeline.schedule import SCHEDULES, SINGLE, SPLIT, check, forward_only, stages_of
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.pipeline.stage import Batch, StageModule
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
-from ascend_parallel.training.pipeline.timing import Slot
+from ascend_parallel.tuning.step_time.schedule import SCHEDULES, SINGLE, SPLIT, check, forward_only, stages_of
+from ascend_parallel.tuning.step_time.timing import Slot
 
 
 class PipelineError(RuntimeError):

@@ -17,9 +17,9 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.input_checks import bound_inputs
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
-from ascend_parallel.training.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ascend_parallel.training.pipeline.split_plan import StagePlan
-from ascend_parallel.training.pipeline.timing import Slot
+from ascend_parallel.tuning.step_time.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from ascend_parallel.tuning.step_time.timing import Slot
 
 Tensors = dict[str, torch.Tensor]
 

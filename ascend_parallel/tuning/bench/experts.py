@@ -121,8 +121,8 @@ class _Layer:
         (self._whole,) = self._counts.groups((local,))
 
         def drawn(*shape: int) -> torch.Tensor:
-            x: torch.Tensor = torch.randn(shape) / shape[-1] ** 0.5
-            return x.to(dtype).requires_grad_()
+            made: torch.Tensor = torch.randn(shape) / shape[-1] ** 0.5
+            return made.to(dtype).requires_grad_()
 
         self._rows, self._dy = drawn(case.rows, case.hidden), torch.ones(case.rows, case.hidden, dtype=dtype)
         self._up = drawn(local, 2 * case.inner, case.hidden)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import shm
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.problem import TP, Problem
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
@@ -19,8 +19,8 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import equal_sizes
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
-from ascend_parallel.tuning.measured.pass_parts import Parts
-from ascend_parallel.tuning.measured.pass_times import Case, Layer
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown
+from ascend_parallel.tuning.measured.pass_times import Case, TimedLinear
 from ascend_parallel.tuning.measured.tuner import FEW, MOST_CHUNKS, ROUNDS, best_of_model, decide
 
 SERIAL = "serial"
@@ -34,30 +34,42 @@ def measure(
     fused: bool,
     rounds: int,
     equal: bool = False,
+    deterministic: list[str] | None = None,
 ) -> dict[str, Any]:
     """Time every pass of `cases`; return the times of each pass by variant, and the plan that they make.
 
     equal: also time chunks of equal rows, under the names "2 equal", "4 equal" ...
+    deterministic: also time one chunk and each count with these values of COC_DETERMINISTIC: "1", "tp".
     """
     machine = this_machine(group.size(), torch.device("cpu"), "gloo")
     results, entries = [], []
     for index, raw in enumerate(cases):
         case = Case(**{**raw, "dtype": getattr(torch, raw["dtype"])})
-        layer = Layer(case, group, PLAIN, machine)
+        layer = TimedLinear(case, group, PLAIN, machine)
         for operator in case.passes(group.size()):
             shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
             report(f"{index + 1}/{len(cases)}  {case.kind} {operator.run} {shape}")
-            result = _measure_pass(layer, operator, chunks, fused, rounds, equal)
+            result = _measure_pass(layer, operator, chunks, fused, rounds, equal, deterministic or [])
             entries.append(result.pop("entry"))
             results.append({"case": index, **result})
     return {"passes": results, "plan": Plan(machine, tuple(entries)).as_dict(), "torch": torch.__version__}
 
 
 def _measure_pass(
-    layer: Layer, operator: LayerOperator, chunks: list[int], fused: bool, rounds: int, equal: bool
+    layer: TimedLinear,
+    operator: LayerOperator,
+    chunks: list[int],
+    fused: bool,
+    rounds: int,
+    equal: bool,
+    deterministic: list[str],
 ) -> dict[str, Any]:
     candidates = _candidate_sizes(layer, operator, layer.parts(operator, ROUNDS), chunks, equal)
     variants = {name: layer.with_sizes(operator, sizes) for name, sizes in candidates.items()}
+    for value in deterministic:
+        for count in (1, *chunks):
+            name = f"{SERIAL if count == 1 else f'{count} chunks'}, {value}"
+            variants[name] = replace(PLAIN, num_chunks=count, deterministic=TP if value == TP else True)
     if fused and _shm_takes(layer, operator):
         variants["shm"] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
     parts, times = layer.time_with_parts(operator, variants, rounds)
@@ -88,7 +100,7 @@ def _finalists(candidates: Mapping[str, Sizes], times: Mapping[str, Sequence[flo
 
 
 def _candidate_sizes(
-    layer: Layer, operator: LayerOperator, parts: Parts, chunks: list[int], equal: bool
+    layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown, chunks: list[int], equal: bool
 ) -> dict[str, Sizes]:
     """Return chunk sizes by name: one chunk, the requested counts, and the model's best sizes.
 
@@ -109,7 +121,7 @@ def _candidate_sizes(
     return candidates
 
 
-def _shm_takes(layer: Layer, operator: LayerOperator) -> bool:
+def _shm_takes(layer: TimedLinear, operator: LayerOperator) -> bool:
     case, group = layer.case, layer.group
     problem = shm.ask(
         Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, "cpu", group.size()), group

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.e_bound import e_bound
-from ascend_parallel.tuning.measured.pass_parts import Parts
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown
 
 RESAMPLES = 2000
 
@@ -85,7 +85,7 @@ def rows_of(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
 
 
 def _row(name: str, result: dict[str, Any]) -> Row:
-    parts, times = Parts(**result["parts"]), result["times"]
+    parts, times = PassBreakdown(**result["parts"]), result["times"]
     variants = [
         _variant(other, ours, times[SERIAL], parts, result["sizes"].get(other, []))
         for other, ours in times.items()
@@ -102,7 +102,7 @@ def _row(name: str, result: dict[str, Any]) -> Row:
     )
 
 
-def _variant(name: str, ours: list[float], serial: list[float], parts: Parts, sizes: list[int]) -> Variant:
+def _variant(name: str, ours: list[float], serial: list[float], parts: PassBreakdown, sizes: list[int]) -> Variant:
     ratios = np.array(serial) / np.array(ours)
     speedup, (low, high) = float(np.median(ratios)), interval(ratios)
     whole = median(serial)

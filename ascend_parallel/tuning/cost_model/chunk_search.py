@@ -26,7 +26,7 @@ Cost = Callable[[Sizes], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best:
+class ChunkSearchResult:
     """The result of a search: seconds of one chunk, and sizes and seconds of the best equal chunks and of the best."""
 
     whole: float
@@ -43,7 +43,7 @@ def equal_sizes(rows: int, count: int) -> Sizes:
     return _sizes(tuple(tiles // count + (i < tiles % count) for i in range(count)), rows)
 
 
-def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS) -> Best:
+def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS) -> ChunkSearchResult:
     """Return the sizes of least `cost`, a function from the rows per chunk to seconds.
 
     The candidates include one chunk, equal chunks and `split_rows` of every count, so the result is never worse than
@@ -61,7 +61,9 @@ def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS) -> Best
     for sizes in sorted(refined, key=lambda sizes: (seconds(sizes), len(sizes), sizes)):
         if seconds(sizes) < seconds(best) * (1 - LEAST_GAIN):
             best = sizes
-    return Best(whole=seconds(whole), equal=equal, equal_seconds=seconds(equal), sizes=best, seconds=seconds(best))
+    return ChunkSearchResult(
+        whole=seconds(whole), equal=equal, equal_seconds=seconds(equal), sizes=best, seconds=seconds(best)
+    )
 
 
 def _refined(sizes: Sizes, rows: int, seconds: Cost) -> Sizes:

@@ -17,7 +17,7 @@ from typing import Any
 from ascend_parallel.text import bits_per_second, file_text
 from ascend_parallel.tuning.cost_model.tables import (
     PlanningError,
-    Sourced,
+    SourcedValue,
     lookup,
     merged,
     parse_toml,
@@ -63,9 +63,13 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The share of the matmul peak that a fused attention kernel reaches."""
+    """The share of the matmul peak that a fused attention kernel reaches.
+
+    Heads smaller than `least_head` take as long as heads of this size: the softmax sets the pace.
+    """
 
     utilisation: float
+    least_head: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +152,7 @@ class Hardware:
     host: Host
     link: Link | None = None
     aliases: tuple[str, ...] = ()
-    numbers: Mapping[str, Sourced] = field(default_factory=dict, compare=False, repr=False)
+    numbers: Mapping[str, SourcedValue] = field(default_factory=dict, compare=False, repr=False)
 
     def with_link(self, rate: str) -> Hardware:
         """Return this hardware with links of `rate`, such as ``1gbit``; raises `PlanningError` if it has no [link]."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan
-from ascend_parallel.tuning.cost_model.chunk_search import Best, best_sizes, equal_sizes
+from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
 from ascend_parallel.tuning.cost_model.models import COLUMN, Linear
 
@@ -63,7 +63,7 @@ class LinearPass:
         return self.costs.bound(self.problem, tail=self.tail, gathers_input=self.gathers_input)
 
     @cached_property
-    def best(self) -> Best | None:
+    def best(self) -> ChunkSearchResult | None:
         """The best chunk sizes, or None if the pass has no collective."""
         return None if self.problem is None else best_sizes(self.problem.rows, self.seconds)
 

@@ -8,20 +8,27 @@ from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, head_linear, layer_linears
-from ascend_parallel.tuning.cost_model.region import Elementwise, Region
+from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Elementwise, Region
 from ascend_parallel.tuning.cost_model.tables import require
 
 RECOMPUTE = ("none", "selective", "full")
 # Multiply-adds of a fused attention kernel's backward / forward: five products / two products.
 ATTENTION_BACKWARD = 2.5
-# Bytes of element-wise backward / forward.
-ELEMENTWISE_BACKWARD = 2.0
 # Row-wide tensors that pass through memory: a norm reads 1 and writes 1, a residual reads 2 and writes 1, an
 # activation reads 1 (gated: 2) and writes 1.
 NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
+# Bytes that the softmax of written scores moves for each score, forward and backward, in 16 bits. On a GPU the fused
+# kernel reads and writes scores once, and dropout again with a mask of a byte (Megatron-core, fusions/fused_softmax.py,
+# transformer/dot_product_attention.py). On an NPU MindSpeed-LLM's scripts have --no-masked-softmax-fusion and
+# --attention-softmax-in-fp32: cast, mask, softmax and cast run one by one, in fp32.
+SOFTMAX_BYTES = {"cuda": (4 + 5, 5 + 6), "npu": (6 + 8 + 8 + 6, 6 + 12 + 8 + 6), "cpu": (8, 12)}
+# Bytes that cross-entropy moves for each logit in 16 bits, forward and backward: Megatron-core's
+# tensor_parallel/cross_entropy.py casts to fp32, and takes maximum, difference, exponential, sum and quotient; backward
+# multiplies and casts back.
+LOSS_BYTES = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6)
 
 
-class Layer:
+class TransformerLayerTime:
     """The times of one transformer layer on one rank; seconds per micro-batch."""
 
     def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:
@@ -35,20 +42,52 @@ class Layer:
 
     @cached_property
     def attention(self) -> float:
-        """Seconds of causal attention's forward in a fused kernel: half the products of s x s scores."""
+        """Seconds of causal attention's forward: half the products of s x s scores in a fused kernel, else all."""
+        if not self.batch.fused_attention:
+            return self._written_attention(1, SOFTMAX_BYTES[self.batch.device][0])
         model, batch, hardware = self.model, self.batch, self.costs.hardware
         heads = -(-model.heads // batch.tp)
-        pairs = batch.micro_batch * batch.sequence**2 / 2
-        macs = pairs * heads * (model.head_dim + model.value_dim)
+        pairs = batch.micro_batch * batch.sequence * batch.own_sequence / 2
+        least = hardware.attention.least_head
+        macs = pairs * heads * (max(model.head_dim, least) + max(model.value_dim, least))
         unit = hardware.matmul
         rate = unit.macs_per_cycle * unit.frequency * unit.cores * hardware.attention.utilisation
         rate *= unit.share_32_bit if batch.dtype.itemsize >= 4 else 1.0
-        return unit.launch + macs / rate
+        return max(unit.launch + macs / rate, self._rotation(1))
+
+    @cached_property
+    def attention_backward(self) -> float:
+        """Seconds of attention's backward."""
+        if not self.batch.fused_attention:
+            return self._written_attention(2, SOFTMAX_BYTES[self.batch.device][1])
+        return max(ATTENTION_BACKWARD * self.attention, self._rotation(2))
+
+    def _written_attention(self, products: int, softmax: int) -> float:
+        """Return the seconds of attention that writes all scores: `products` times two matmuls, and the softmax."""
+        model, batch = self.model, self.batch
+        count, own, item = batch.micro_batch * -(-model.heads // batch.tp), batch.own_sequence, batch.dtype.itemsize
+        scores = self.costs.matmul(own, model.head_dim, batch.sequence, item, batches=count)
+        values = self.costs.matmul(own, batch.sequence, model.value_dim, item, batches=count)
+        return products * (scores + values) + self.costs.stream(count * own * batch.sequence * softmax * item / 2)
+
+    def _rotation(self, tensors: int) -> float:
+        """Return the seconds of the ring that passes keys and values, and gradients, to all ranks of a sequence.
+
+        Ring attention (arXiv:2310.01889): a block's send runs under the block's attention, so the longer one counts.
+        """
+        model, batch = self.model, self.batch
+        if batch.cp == 1:
+            return 0.0
+        heads = max(1, model.kv_heads // batch.tp)
+        rows = batch.own_sequence * batch.micro_batch
+        size = tensors * rows * heads * (model.head_dim + model.value_dim) * batch.dtype.itemsize
+        inside = batch.tp * batch.cp <= self.costs.hardware.collectives.domain
+        return (batch.cp - 1) * self.costs.send(size, inside=inside)
 
     @cached_property
     def elementwise(self) -> float:
         """Seconds of the forward of norms, residuals, rotary embedding and activation: their memory traffic."""
-        return sum(self._whole(work) for work in (self.tail, self.tail, self.rotary, self.activation))
+        return sum(self._whole(work) for work in (self.tail, self.tail, self.rotary, self.split, self.activation))
 
     @cached_property
     def tail(self) -> Elementwise:
@@ -62,10 +101,20 @@ class Layer:
         return self._elementwise(2 * self.batch.rows * heads * self.model.head_dim, 1)
 
     @cached_property
+    def split(self) -> Elementwise:
+        """Queries, keys and values, copied out of one matmul's columns (Megatron-core, transformer/attention.py)."""
+        heads = -(-(self.model.heads + 2 * self.model.kv_heads) // self.batch.tp)
+        return self._elementwise(2 * self.batch.rows * heads * self.model.head_dim, 2)
+
+    @cached_property
     def activation(self) -> Elementwise:
         """The MLP's activation."""
         accesses = (3 if self.model.gated else 2) * self.batch.rows * -(-self.model.ffn // self.batch.tp)
         return self._elementwise(accesses, 1)
+
+    @property
+    def _around_attention(self) -> float:
+        return self._whole(self.rotary) + self._whole(self.split)
 
     def region(self, count: int) -> Region:
         """Return the layer's region in `count` chunks."""
@@ -96,7 +145,7 @@ class Layer:
         if schedule.region and self.batch.tp > 1:
             region = self.region(int(schedule.name))
             outside = 0.0 if region.pulls else sum(schedule.seconds(part) for part in self.parts[FORWARD][:-3])
-            return region.forward().seconds + outside + self.attention + self._whole(self.rotary) + self.replicated
+            return region.forward().seconds + outside + self.attention + self._around_attention + self.replicated
         linear = sum(schedule.seconds(part) for part in self.parts[FORWARD])
         return linear + self.attention + self.elementwise + self.replicated
 
@@ -105,15 +154,20 @@ class Layer:
         require("--recompute", recompute, recompute in RECOMPUTE, ", ".join(RECOMPUTE))
         parts, elementwise, linear = self.parts[BACKWARD], self.elementwise, 0.0
         if schedule.region and self.batch.tp > 1:
-            linear = self.region(int(schedule.name)).backward().seconds
-            parts, elementwise = parts[:-2], elementwise - self._whole(self.activation)
+            region = self.region(int(schedule.name))
+            linear = region.backward().seconds
+            parts = [] if region.pulls else parts[:-3]
+            elementwise -= self._whole(self.activation) + (2 if region.pulls else 1) * self._whole(self.tail)
         linear += sum(schedule.seconds(part) for part in parts)
-        other = ATTENTION_BACKWARD * self.attention + ELEMENTWISE_BACKWARD * elementwise + 2 * self.replicated
-        recomputed = {"none": 0.0, "selective": self.attention, "full": self.forward(schedule)}[recompute]
-        return linear + other + recomputed
+        other = self.attention_backward + ELEMENTWISE_BACKWARD * elementwise + 2 * self.replicated
+        return linear + other + self.recomputed(schedule, recompute)
+
+    def recomputed(self, schedule: Schedule, recompute: str) -> float:
+        """Return the seconds of what backward runs again."""
+        return {"none": 0.0, "selective": self.attention, "full": self.forward(schedule)}[recompute]
 
 
-class Ends:
+class EmbeddingAndLogitsTime:
     """The times of the embedding on the first stage and of the logits on the last stage."""
 
     def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:
@@ -130,12 +184,11 @@ class Ends:
         size = batch.rows * self.model.hidden * batch.dtype.itemsize
         return self.costs.collective(kind, size, batch.tp)
 
-    @property
-    def loss(self) -> float:
-        """Seconds of cross-entropy: four passes over this rank's logits in fp32."""
-        return self.costs.stream(4 * 4 * self.batch.rows * -(-self.model.vocab // self.batch.tp))
+    def loss(self, moved: int) -> float:
+        """Return the seconds of a pass of cross-entropy, which moves `moved` bytes for each of this rank's logits."""
+        return self.costs.stream(moved * self.batch.rows * -(-self.model.vocab // self.batch.tp))
 
     def seconds(self, schedule: Schedule) -> tuple[float, float]:
         """Return the seconds of logits and loss, forward and backward."""
-        forward = schedule.seconds(self.parts[FORWARD]) + self.loss
-        return forward, schedule.seconds(self.parts[BACKWARD]) + self.loss
+        forward, backward = (schedule.seconds(self.parts[way]) for way in (FORWARD, BACKWARD))
+        return forward + self.loss(LOSS_BYTES[0]), backward + self.loss(LOSS_BYTES[1])

@@ -136,7 +136,13 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The work of one tensor-parallel group: sequence length, sequences per micro-batch, and their distribution."""
+    """The work of one tensor-parallel group: sequence length, sequences per micro-batch, and their distribution.
+
+    cp
+        Ranks that share each sequence (context parallel); the linear layers see `sequence / cp` of it.
+    fused_attention
+        False: attention writes its scores to memory.
+    """
 
     sequence: int
     micro_batch: int
@@ -144,16 +150,23 @@ class Batch:
     sequence_parallel: bool = True
     dtype: torch.dtype = torch.bfloat16
     device: str = "npu"
+    cp: int = 1
+    fused_attention: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values below 1."""
-        for option in ("sequence", "micro_batch", "tp"):
+        for option in ("sequence", "micro_batch", "tp", "cp"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
 
     @property
     def rows(self) -> int:
         """Rows of all ranks, rounded up to a multiple of the ranks."""
-        return self.tp * -(-self.sequence * self.micro_batch // self.tp)
+        return self.tp * -(-self.own_sequence * self.micro_batch // self.tp)
+
+    @property
+    def own_sequence(self) -> int:
+        """Tokens of a sequence on this context-parallel rank."""
+        return -(-self.sequence // self.cp)
 
     @property
     def own_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Estimate a region: its forward from proj into the next layer's qkv, and the MLP's backward, in chunks of like rows.
+"""Estimate a region in chunks of like rows: forward from proj into the next layer's qkv, and backward the same way.
 
 A rank has a compute lane, which runs its tasks in the program's order and waits for the chunk that a task reads, and a
 link, which runs the collectives in the order of their start. docs/regions.md has the order of the work.
@@ -14,6 +14,9 @@ from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch
+
+# Bytes of element-wise backward / forward.
+ELEMENTWISE_BACKWARD = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ class Region:
         """
         self._costs, self._tail, self._activation = costs, tail, activation
         *self._first, self._proj, self._up, self._down = parts[FORWARD]
-        *_, self._up_backward, self._down_backward = parts[BACKWARD]
+        *self._first_backward, self._proj_backward, self._up_backward, self._down_backward = parts[BACKWARD]
         self._sequence_parallel = batch.sequence_parallel and batch.tp > 1
         self._sizes: Sizes = split_rows(batch.own_rows, count)
         self._rows = batch.own_rows
@@ -114,7 +117,7 @@ class Region:
         return self._estimate(self._run_forward)
 
     def backward(self) -> Estimate:
-        """Return the estimate of the MLP's backward, weight gradients included."""
+        """Return the estimate from the next layer's qkv, if that is one matmul, to proj, weight gradients included."""
         return self._estimate(self._run_backward)
 
     def _estimate(self, add: Callable[[Lanes], None]) -> Estimate:
@@ -180,18 +183,53 @@ class Region:
             then(rows)
 
     def _run_backward(self, lanes: Lanes) -> None:
-        up, down = self._up_backward, self._down_backward
-        gradients = inputs = [0.0] * len(self._sizes)
+        reduced, weight_gradient, begun = [0.0] * len(self._sizes), 0.0, 0.0
+        if self.pulls:
+            reduced, begun = self._column_backward(lanes, self._first_backward[0])
+            weight_gradient = self._first_backward[0].tail
+        norm = ELEMENTWISE_BACKWARD if self.pulls else 0.0
+        self._row_backward(lanes, self._down_backward, norm, reduced, weight_gradient, begun)
+        lanes.run(ELEMENTWISE_BACKWARD * self._part(self._activation, self._rows))
+        reduced, begun = self._column_backward(lanes, self._up_backward)
+        self._row_backward(lanes, self._proj_backward, ELEMENTWISE_BACKWARD, reduced, self._up_backward.tail, begun)
+
+    def _column_backward(self, lanes: Lanes, column: LinearPass) -> tuple[list[float], float]:
+        """Run the input gradient; return the ends of its collectives, and that of the gather for the weight's."""
+        gathered, reduced = 0.0, []
         if self._sequence_parallel:
-            gradients = [lanes.send(self._gather(down, rows)) for rows in self._sizes]
-            inputs = [lanes.send(self._gather(up, rows, outputs=True)) for rows in self._sizes]
-        for rows, ready in zip(self._sizes, gradients, strict=True):
-            lanes.run(self._matmul(down, rows), ready)
-            lanes.run(2 * self._part(self._activation, rows))
-            lanes.run(self._matmul(up, rows))
-            lanes.send(self._reduce(up, rows))
-        lanes.run(down.tail, gradients[-1])
-        lanes.run(up.tail, inputs[-1])
+            gathered = max(lanes.send(self._gather(column, rows, outputs=True)) for rows in self._sizes)
+        for rows in self._sizes:
+            lanes.run(self._matmul(column, rows))
+            reduced.append(lanes.send(self._reduce(column, rows)))
+        return reduced, gathered
+
+    def _row_backward(
+        self,
+        lanes: Lanes,
+        row: LinearPass,
+        norm: float,
+        reduced: Sequence[float],
+        weight_gradient: float,
+        begun: float,
+    ) -> None:
+        """Run the norm's backward and the input gradient of each chunk once its collective has ended in `reduced`.
+
+        The weight gradient of the layer behind runs before the last chunk is waited for.
+        """
+        own = 1 / self._blocks if self._sequence_parallel and not self._whole else 0.0
+        gathered = []
+        for index, (rows, end) in enumerate(zip(self._sizes, reduced, strict=True)):
+            if index == len(self._sizes) - 1:
+                lanes.run(weight_gradient, begun)
+            lanes.run(norm * self._part(self._tail, rows), end)
+            if self._sequence_parallel:
+                gathered.append(lanes.send(self._gather(row, rows)))
+                lanes.run(own * self._matmul(row, rows))
+            else:
+                lanes.run(self._matmul(row, rows))
+        for rows, end in zip(self._sizes, gathered, strict=bool(gathered)):
+            lanes.run((1 - own) * self._matmul(row, rows), end)
+        lanes.run(row.tail)
 
     @property
     def _whole(self) -> bool:

@@ -24,7 +24,7 @@ from ascend_parallel.tuning.cost_model.layer_passes import (
     Schedule,
     operator_of,
 )
-from ascend_parallel.tuning.cost_model.layers import Layer
+from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
 from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
 from ascend_parallel.tuning.e_bound import e_bound
@@ -107,7 +107,7 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     console.print(
         f"verdict: {verdict['seconds']:.4g} s a step with the best chunks, {verdict['gain']:+.2%} over serial; "
         f"{verdict['tokens_per_second_per_card']:.0f} tokens per second and card, MFU {verdict['mfu']:.1%}. "
-        "Assumed: 1F1B, all cards alike, sums of gradients and sends not hidden",
+        "Assumed: all cards alike, no slow card, no time of the host beside the launches",
         markup=False,
     )
     if prediction["assumed"]:
@@ -155,7 +155,7 @@ def _call(part: LinearPass) -> dict[str, Any]:
     }
 
 
-def _layer(layer: Layer, layout: Layout) -> dict[str, Any]:
+def _layer(layer: TransformerLayerTime, layout: Layout) -> dict[str, Any]:
     def seconds(schedule: Schedule) -> float:
         return layer.forward(schedule) + layer.backward(schedule, layout.recompute)
 

@@ -16,7 +16,7 @@ class PlanningError(ValueError):
 
 
 @dataclass(frozen=True)
-class Sourced:
+class SourcedValue:
     """A number of a table: its value, its source in words, and an optional reason."""
 
     value: Any
@@ -46,7 +46,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def sourced_numbers(tables: Mapping[str, Any], sources: Mapping[str, str], place: str) -> dict[str, Sourced]:
+def sourced_numbers(tables: Mapping[str, Any], sources: Mapping[str, str], place: str) -> dict[str, SourcedValue]:
     """Return every number of the tables by ``table.key``; raises `PlanningError` for a number without a source."""
     numbers = {}
     for table, entries in tables.items():
@@ -75,7 +75,7 @@ def require(option: str, value: object, allowed: bool, expected: str) -> None:
         raise PlanningError(f"{option}={shown(value)} is not allowed: give {expected}")
 
 
-def _sourced(entry: Any, sources: Mapping[str, str], place: str) -> Sourced:
+def _sourced(entry: Any, sources: Mapping[str, str], place: str) -> SourcedValue:
     if not isinstance(entry, Mapping) or "value" not in entry or "source" not in entry:
         raise PlanningError(f"{place} = {entry!r} needs a value and a source, such as {{ value = 24, source = 'ini' }}")
     source, why = entry["source"], entry.get("why", "")
@@ -83,4 +83,4 @@ def _sourced(entry: Any, sources: Mapping[str, str], place: str) -> Sourced:
         raise PlanningError(f"{place} is assumed without saying why")
     if source != ASSUMED and source not in sources:
         raise PlanningError(f"{place} names the source {source!r}, which [sources] does not have")
-    return Sourced(entry["value"], source if source == ASSUMED else sources[source], why)
+    return SourcedValue(entry["value"], source if source == ASSUMED else sources[source], why)

@@ -37,7 +37,7 @@ NAMESPACES = Path("/run/netns")
 
 
 @dataclass(frozen=True)
-class End:
+class LinkEndpoint:
     """The place of one rank: its namespace, its address, and how to start a program there."""
 
     namespace: Namespace
@@ -67,8 +67,8 @@ def parse_rate(text: str) -> int:
 
 
 @contextmanager
-def shaped_link(rate: str, ranks: int = 2) -> Iterator[list[End]]:
-    """Build the link and yield one `End` per rank; remove the link on success, error, Ctrl-C and SIGTERM.
+def shaped_link(rate: str, ranks: int = 2) -> Iterator[list[LinkEndpoint]]:
+    """Build the link and yield one `LinkEndpoint` per rank; remove the link on success, error, Ctrl-C and SIGTERM.
 
     Root uses named namespaces, any other user the namespaces of a user namespace. Raises `LinkError` if this machine
     allows neither.
@@ -79,7 +79,7 @@ def shaped_link(rate: str, ranks: int = 2) -> Iterator[list[End]]:
     check_tools()
     names = [str(rank) for rank in range(ranks)] + (["hub"] if ranks > 2 else [])
     with signals_as_exceptions(), _namespaces_of(names) as spaces:
-        ends = [End(spaces[rank], f"{NETWORK}.{rank + 1}", f"{NETWORK}.1") for rank in range(ranks)]
+        ends = [LinkEndpoint(spaces[rank], f"{NETWORK}.{rank + 1}", f"{NETWORK}.1") for rank in range(ranks)]
         _build(ends, spaces[-1], bits)
         yield ends
 
@@ -128,7 +128,7 @@ def remove_leftovers() -> None:
             _delete(name)
 
 
-def _build(ends: list[End], hub: Namespace, bits: int) -> None:
+def _build(ends: list[LinkEndpoint], hub: Namespace, bits: int) -> None:
     spaces = [end.namespace for end in ends]
     if len(ends) == 2:
         first, second = (space.target for space in spaces)
@@ -144,7 +144,7 @@ def _build(ends: list[End], hub: Namespace, bits: int) -> None:
         _shape(end.namespace, INTERFACE, bits)
 
 
-def _build_hub(ends: list[End], hub: Namespace, bits: int) -> None:
+def _build_hub(ends: list[LinkEndpoint], hub: Namespace, bits: int) -> None:
     _run(*hub.prefix, "ip", "link", "add", "br0", "type", "bridge", "forward_delay", "0")
     _run(*hub.prefix, "ip", "link", "set", "br0", "up")
     for rank, end in enumerate(ends):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascend_parallel.tuning.launch.link import End, shaped_link
+from ascend_parallel.tuning.launch.link import LinkEndpoint, shaped_link
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
 
 TAIL_CHARACTERS = 4000
@@ -62,7 +62,7 @@ class Job:
     arguments: dict[str, Any]
     ranks: int
     limit: float
-    ends: list[End] = field(default_factory=list)
+    ends: list[LinkEndpoint] = field(default_factory=list)
 
 
 def call_on_ranks(
@@ -82,7 +82,7 @@ def call_on_ranks(
     """
     program = ("-c", PROGRAM)
     call = {"target": target, "arguments": arguments, "limit": limit}
-    place: AbstractContextManager[list[End]] = nullcontext([]) if link is None else shaped_link(link, ranks)
+    place: AbstractContextManager[list[LinkEndpoint]] = nullcontext([]) if link is None else shaped_link(link, ranks)
     with place as ends:
         return run_ranks(Job(program=program, arguments=call, ranks=ranks, limit=limit, ends=ends), on_progress)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from weakref import WeakKeyDictionary
@@ -17,9 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import name_of
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -81,6 +83,19 @@ class ExpertGroups:
             what = f"{kept} groups" if kept > 1 else "the framework's own layer"
             log.info("%s: %s (a pass takes %s)", name_of(problem), what, figures)
         return in_groups(self._settings, kept) if kept > 1 else replace(self._settings, mode=0)
+
+
+@contextmanager
+def without_trace(device: torch.device) -> Iterator[None]:
+    """Run a pass on copies inside this context: random states, hooks on saved tensors and checkpoints see nothing."""
+    devices = [] if device.type == "cpu" else [device.index]
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+        hide_from_selective_checkpoint(),
+    ):
+        yield
 
 
 def in_groups(settings: Settings, count: int) -> Settings:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.chunked import start_gathers
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
+from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.choices import LayerOperator
@@ -28,7 +29,7 @@ LAUNCH = 20e-6  # host seconds per launch, as benchmarks/host_cost.py measures i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class PassBreakdown:
     """The measured parts of a pass; seconds are medians on the slowest rank.
 
     rows
@@ -73,8 +74,8 @@ class Parts:
 class Calls:
     """The parts of one pass as functions to time on one rank.
 
-    timed: functions by the name of their field of `Parts`. piece: runs the matmul of one piece. start: starts all
-    pieces of the collective and returns a function that waits for them.
+    timed: functions by the name of their field of `PassBreakdown`. piece: runs the matmul of one piece. start: starts
+    all pieces of the collective and returns a function that waits for them.
     """
 
     rows: int
@@ -131,14 +132,17 @@ class Collective:
         whole = self._whole[: ranks * sum(sizes)]
         if self._operator == ALL_REDUCE:
             chunks = torch.split_with_sizes(x, sizes)
-            return _wait_all([dist.all_reduce(x_c, group=self._group, async_op=True) for x_c in chunks])
+            works = [dist.all_reduce(x_c, group=self._group, async_op=True) for x_c in chunks]
+            return _wait_all([NamedWork("a measured all-reduce", work, self._group, x.device) for work in works])
         if self._operator == ALL_GATHER and len(sizes) == 1:
-            return all_gather_single(whole, x, self._group).wait
+            work = all_gather_single(whole, x, self._group)
+            return NamedWork("a measured all-gather", work, self._group, x.device).wait
         if self._operator == ALL_GATHER:
             return start_gathers(x, self._group, sizes, ALL_GATHER)[0].wait
         starts = reduce_scatters(x, sizes, self._group)
         inputs = torch.split_with_sizes(whole, [ranks * size for size in sizes])
-        return _wait_all([start(x_c) for start, x_c in zip(starts, inputs, strict=True)])
+        works = [start(x_c) for start, x_c in zip(starts, inputs, strict=True)]
+        return _wait_all([NamedWork("a measured reduce-scatter", work, self._group, x.device) for work in works])
 
 
 def repeats(piece: float, pieces: float) -> tuple[int, int]:
@@ -161,7 +165,7 @@ def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[fl
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(operator: LayerOperator, parts: Parts, ranks: int, sizes: Sequence[int]) -> float:
+def seconds(operator: LayerOperator, parts: PassBreakdown, ranks: int, sizes: Sequence[int]) -> float:
     """Predict the seconds of a pass with chunks of `sizes` rows from the times of its parts.
 
     The matmul of a chunk costs a fixed time plus a time per row, and so does its collective. One collective also costs

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.pending import NamedWork, run_collective
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
@@ -30,7 +31,7 @@ from ascend_parallel.overlap.choices import LayerOperator, backward_settings, co
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
-from ascend_parallel.tuning.measured.pass_parts import Calls, Parts, part_calls, rates, repeats
+from ascend_parallel.tuning.measured.pass_parts import Calls, PassBreakdown, part_calls, rates, repeats
 
 Name = TypeVar("Name", bound=Hashable)
 Times = dict[Sizes, list[float]]
@@ -63,7 +64,7 @@ class Case:
         return [operator for operator in passes if operator.run == "forward" or self.kind == "row" or reduces]
 
 
-class Layer:
+class TimedLinear:
     """A case with random operands, on which its passes are timed."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
@@ -93,13 +94,13 @@ class Layer:
             {name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()}, rounds
         )
 
-    def parts(self, operator: LayerOperator, rounds: int) -> Parts:
+    def parts(self, operator: LayerOperator, rounds: int) -> PassBreakdown:
         """Time each part of the pass alone, and matmuls and collectives beside each other."""
         return self.time_with_parts(operator, {}, rounds)[0]
 
     def time_with_parts(
         self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int
-    ) -> tuple[Parts, dict[Name, list[float]]]:
+    ) -> tuple[PassBreakdown, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
         gathers_input = operator.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
         calls = part_calls(operator, self.group, self.x.detach(), self.case.k if gathers_input else None)
@@ -116,7 +117,7 @@ class Layer:
         compute_rate, collective_rate = rates(
             matmuls * alone["matmul_piece"], collectives * alone["pieces"], median(both[False]), median(both[True])
         )
-        parts = Parts(
+        parts = PassBreakdown(
             rows=calls.rows, count=calls.count, compute_rate=compute_rate, collective_rate=collective_rate, **alone
         )
         return parts, times
@@ -133,8 +134,7 @@ class Layer:
 
     def _beside(self, calls: Calls, matmuls: int, collectives: int, until: bool) -> float:
         """Time matmuls beside longer collectives: until the matmuls end, or with `until`, until both end."""
-        _synchronize(self.case.device)
-        dist.barrier(self.group)
+        self._begin_together()
         start = time.perf_counter()
         waits = [calls.start() for _ in range(collectives)]
         for _ in range(matmuls):
@@ -147,11 +147,16 @@ class Layer:
             _wait(waits)
         return seconds
 
+    def _begin_together(self) -> None:
+        _synchronize(self.case.device)
+        work, device = dist.barrier(self.group, async_op=True), torch.device(self.case.device)
+        NamedWork("the start of a measurement", work, self.group, device).wait()
+
     def _slowest(self, times: list[list[float]]) -> torch.Tensor:
         """Return the slowest rank's seconds by round and call, on the CPU."""
         slowest = torch.tensor(times, dtype=torch.float64 if self.case.device == "cpu" else torch.float32)
         slowest = slowest.to(self.case.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
+        run_collective("the slowest rank's time", dist.all_reduce, slowest, group=self.group, op=dist.ReduceOp.MAX)
         return slowest.cpu()
 
     def _output_rows(self) -> int:
@@ -201,8 +206,7 @@ class Layer:
         return seconds
 
     def _clock(self, call: Callable[[], object]) -> float:
-        _synchronize(self.case.device)
-        dist.barrier(self.group)
+        self._begin_together()
         start = time.perf_counter()
         call()
         _synchronize(self.case.device)

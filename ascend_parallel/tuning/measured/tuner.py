@@ -11,19 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.consistency import DisagreementError, exchange
 from ascend_parallel.logs import working
 from ascend_parallel.ops.probing import without_grad_and_modes
+from ascend_parallel.ops.problem import ALL_GATHER
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.cost_model.chunk_search import Best, best_sizes
+from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes
 from ascend_parallel.tuning.measured.chunk_plan import (
     Entry,
     Machine,
@@ -35,17 +37,20 @@ from ascend_parallel.tuning.measured.chunk_plan import (
     read_plan,
     this_machine,
 )
-from ascend_parallel.tuning.measured.pass_parts import Parts, seconds
-from ascend_parallel.tuning.measured.pass_times import Case, Layer, Times
+from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
+from ascend_parallel.tuning.measured.pass_times import Case, TimedLinear, Times
 
 log = logging.getLogger("ascend_parallel")
 
 COUNTS = (2, 4, 8)  # chunk counts that are always timed
 ROUNDS = 7  # timings of every candidate
+FIRST_ROUNDS = 3  # of a prediction's confirmation; if each of them agrees, the other rounds are left out
 LEAST_GAIN = 0.02  # share of the serial time: a cut must gain more than this in the median of the rounds
 LOST = 1  # rounds that a winning cut may lose
 MOST_CHUNKS = 16
+MOST_UNLIKE = 8  # the parts of a pass with so many times the operations or bytes are measured anew
 FEW = 4  # the model also searches with at most this many chunks, because its cost per chunk is a rough estimate
+LONGER = "; it communicates longer than it multiplies: COC_REGION=auto may hide the rest under other layers"
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Tuner:
         self._file = settings.tune
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
+        self._parts: WeakKeyDictionary[dist.ProcessGroup, MeasuredParts] = WeakKeyDictionary()
         self._logged: set[tuple[LayerOperator, str]] = set()
 
     def settings_for(
@@ -175,11 +181,14 @@ class Tuner:
         )
         # The modes: hide these matmuls from a selective checkpoint's policy.
         with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
-            layer = Layer(case, group, self._settings, machine)
-            parts = layer.parts(operator, ROUNDS)
-            tune = measured if self._measure else confirmed
-            tuned = tune(layer, operator, parts)
-        self._log_once(operator, case, tuned)
+            layer = TimedLinear(case, group, self._settings, machine)
+            if self._measure:
+                parts = layer.parts(operator, ROUNDS)
+            else:
+                parts = self._parts.setdefault(group, MeasuredParts()).of(layer, operator)
+            tuned = (measured if self._measure else confirmed)(layer, operator, parts)
+        bound = parts.communication > parts.computation and self._settings.region is False
+        self._log_once(operator, case, tuned, LONGER if bound else "")
         return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
 
     def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
@@ -222,7 +231,7 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
         )
 
 
-def measured(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
+def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
     """Time the counts of COUNTS and the sizes that the model predicts from `parts`; return the fastest."""
     whole = (parts.rows,)
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
@@ -264,20 +273,69 @@ def _why_whole(best: Sizes, whole: Sizes, gain: float, lost: str) -> str:
     return f"the best cut, {len(best)} chunks, " + (wins if gain > 0 else f"takes {-100 * gain:.1f} % longer")
 
 
-def confirmed(layer: Layer, operator: LayerOperator, parts: Parts) -> TunedPass:
-    """Time the sizes that the model predicts beside one chunk: a wrong prediction must not make a run slower."""
-    whole, predicted_best = (parts.rows,), predicted(operator, parts, layer.group.size()).sizes
-    best = layer.sizes_as_run(operator, predicted_best)
+class MeasuredParts:
+    """The parts of passes on one group: of passes alike, one is measured, and the others follow from their sizes."""
+
+    def __init__(self) -> None:
+        """Know no pass yet."""
+        self._known: dict[tuple[str, str, bool, torch.dtype], list[tuple[LayerOperator, PassBreakdown]]] = {}
+
+    def of(self, layer: TimedLinear, operator: LayerOperator) -> PassBreakdown:
+        """Return the parts of a pass. Every rank of the group knows the same, so all measure, or none."""
+        alike = (operator.operator, operator.run, layer.case.kind == "column", layer.case.dtype)
+        known = self._known.setdefault(alike, [])
+        for other, parts in known:
+            if (estimate := scaled(parts, other, operator)) is not None:
+                return estimate
+        parts = layer.parts(operator, FIRST_ROUNDS)
+        known.append((operator, parts))
+        return parts
+
+
+def scaled(parts: PassBreakdown, measured: LayerOperator, wanted: LayerOperator) -> PassBreakdown | None:
+    """Return the parts of a pass like the measured one, by its operations and bytes; None if it is too unlike.
+
+    A matmul takes a time per operation, and a collective one per byte beside its latency.
+    """
+    operations = wanted.m * wanted.k * wanted.n / (measured.m * measured.k * measured.n)
+    columns = "k" if wanted.operator == ALL_GATHER else "n"
+    moved = wanted.m * getattr(wanted, columns) / (measured.m * getattr(measured, columns))
+    if wanted.m != measured.m or not all(1 / MOST_UNLIKE <= ratio <= MOST_UNLIKE for ratio in (operations, moved)):
+        return None
+    computed = {name: operations * getattr(parts, name) for name in ("matmul", "matmul_piece", "weight_gradient")}
+    sent = {
+        name: parts.latency + moved * max(0.0, getattr(parts, name) - parts.latency) if getattr(parts, name) else 0.0
+        for name in ("collective", "pieces", "gather", "gather_pieces")
+    }
+    changes: dict[str, Any] = computed | sent
+    return replace(parts, **changes)
+
+
+def confirmed(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
+    """Time the sizes that the model predicts beside one chunk: a wrong prediction must not make a run slower.
+
+    Where the model expects nothing, nothing is timed. Where the first rounds are clear, no further ones follow.
+    """
+    whole, expected = (parts.rows,), predicted(operator, parts, layer.group.size())
+    best = layer.sizes_as_run(operator, expected.sizes)
     if best == whole:
-        times = layer.time_sizes(operator, (whole,), ROUNDS)
         uncuttable = "it cannot be cut as a model would"
-        why = uncuttable if predicted_best != whole else "a model of its parts expects no cut to win"
-        return TunedPass(whole, median(times[whole]), median(times[whole]), why)
-    times = layer.time_sizes(operator, (whole, best), ROUNDS)
+        why = uncuttable if expected.sizes != whole else "a model of its parts expects no cut to win"
+        return TunedPass(whole, expected.serial, expected.serial, why)
+    times = layer.time_sizes(operator, (whole, best), FIRST_ROUNDS)
+    if not clear(times, whole, best):
+        more = layer.time_sizes(operator, (whole, best), ROUNDS - FIRST_ROUNDS)
+        times = {sizes: [*times[sizes], *more[sizes]] for sizes in times}
     return decide(times, whole, best)
 
 
-def predicted(operator: LayerOperator, parts: Parts, ranks: int) -> TunedPass:
+def clear(times: Times, whole: Sizes, best: Sizes) -> bool:
+    """Tell whether every round says the same, with twice the least gain; or every one that the cut loses."""
+    gains = [1 - ours / theirs for ours, theirs in zip(times[best], times[whole], strict=True)]
+    return min(gains) > 2 * LEAST_GAIN or max(gains) <= 0
+
+
+def predicted(operator: LayerOperator, parts: PassBreakdown, ranks: int) -> TunedPass:
     """Return the sizes that the model predicts from the parts alone."""
     best = best_of_model(operator, parts, ranks)
     if best.seconds > best.whole * (1 - LEAST_GAIN):
@@ -285,7 +343,9 @@ def predicted(operator: LayerOperator, parts: Parts, ranks: int) -> TunedPass:
     return TunedPass(best.sizes, best.whole, best.seconds)
 
 
-def best_of_model(operator: LayerOperator, parts: Parts, ranks: int, most_chunks: int = MOST_CHUNKS) -> Best:
+def best_of_model(
+    operator: LayerOperator, parts: PassBreakdown, ranks: int, most_chunks: int = MOST_CHUNKS
+) -> ChunkSearchResult:
     """Search the sizes of least predicted time, with at most `most_chunks` chunks."""
     return best_sizes(parts.rows, lambda sizes: seconds(operator, parts, ranks, sizes), most_chunks=most_chunks)
 

@@ -1,0 +1,76 @@
+"""Process groups in words, and their time limits; `consistency` compares what their ranks were given."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def describe(group: dist.ProcessGroup) -> str:
+    """Return a group in words: its description and its global ranks."""
+    name = group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
+    return f"group {name!r} of ranks {listed(dist.get_process_group_ranks(group))}"
+
+
+def listed(ranks: list[int]) -> str:
+    """Return ranks separated by commas."""
+    return ", ".join(map(str, ranks))
+
+
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """Return the shorter of the time limits of the group and of its store (Megatron's groups have half an hour)."""
+    store: Any = c10d._get_process_group_store(group)
+    limit: timedelta = store.timeout
+    return min(limit, group_timeout(group) or limit)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group's operations; None if its backend does not tell."""
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # torch_npu's transfer_to_npu reads "cuda" as "npu", for which a gloo group has no backend
+            continue
+        return getattr(getattr(backend, "options", None), "_timeout", None)
+    return None
+
+
+class LimitedWork:
+    """A started collective, send or receive: `wait` raises `RuntimeError` after the `time_limit` of its group.
+
+    gloo keeps to the group's own limit: half an hour in the groups that Megatron and torch's DeviceMesh make, whatever
+    the program gave to init_process_group. Other backends watch their collectives, and such a wait would stop the host.
+    """
+
+    def __init__(self, work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Hold a work of `group` on tensors of `device`."""
+        self._work, self._group = work, group
+        self._limit = time_limit(group) if group._get_backend(device).name() == "gloo" else None
+        self.is_completed, self.get_future = work.is_completed, work.get_future
+
+    def wait(self) -> None:
+        """Wait for the work; after the limit close the group's connections, as gloo does after the group's own."""
+        if self._limit is None:
+            self._work.wait()
+            return
+        try:
+            self._work.wait(self._limit)
+        except RuntimeError as error:
+            if self._work.is_completed():  # it failed by itself
+                raise
+            _close_connections(self._group)
+            raise RuntimeError(f"no answer within {self._limit.total_seconds():g} s") from error
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """End what gloo still runs on `group`; a thread that goes on waiting would keep the process from ending."""
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):  # gloo closes all connections of a group when a receive runs out of time
+        receive = dist.irecv(torch.empty(1), group=group, group_src=peer)
+        assert receive is not None, "this rank is not a member of the group"
+        receive.wait(timedelta(milliseconds=1))

@@ -1,0 +1,109 @@
+"""Predict published runs, and compare by source: the error is that of the speed, predicted / published - 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.cost_model.layer_passes import MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
+from ascend_parallel.tuning.cost_model.models import Batch, Model
+from ascend_parallel.tuning.cost_model.step import Layout, step_time
+from ascend_parallel.tuning.published.runs import FLOPS, SECONDS, STEP_METRICS, TOKENS, PublishedRun
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "": torch.bfloat16}
+# What the rows call not expressible, and the model has.
+EXPRESSED = ("context parallelism",)
+# MC2 fuses forward, and the row layer's backward; its column backward is Megatron-core's (MindSpeed,
+# core/tensor_parallel/mc2_feature). Its own tiling is not modelled: the best chunks stand for it.
+MC2 = Schedule(name="best", column_backward=False)
+# Multiply-adds of forward and backward beside those of forward.
+PASSES = 3
+
+
+def obstacle(run: PublishedRun) -> str:
+    """Return why a run cannot be predicted; "": it can."""
+    if run.not_expressible and run.not_expressible not in EXPRESSED:
+        return run.not_expressible
+    if run.kind != "training" or run.metric not in STEP_METRICS:
+        return "no training step"
+    if run.chip is None:
+        return f"hardware: {run.hardware or 'not published'}"
+    missing = [name for name in ("sequence", "micro_batch", "global_batch", "tp", "pp", "dp") if not getattr(run, name)]
+    return f"not published: {', '.join(missing)}" if missing else ""
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """The predicted seconds of a step, and bytes of the fullest card; None: not predicted."""
+
+    seconds: float
+    memory: float | None
+
+
+def predict_run(run: PublishedRun) -> RunPrediction:
+    """Return the prediction of a run that has no `obstacle`."""
+    hardware = find_hardware(run.chip or "")
+    batch = Batch(
+        sequence=run.sequence,
+        micro_batch=run.micro_batch,
+        tp=run.tp,
+        sequence_parallel=run.sequence_parallel is not False,
+        dtype=DTYPES[run.dtype],
+        device=hardware.device,
+        cp=run.cp or 1,
+        fused_attention=run.flash_attention is not False,
+    )
+    layout = Layout(
+        dp=run.dp,
+        pp=run.pp,
+        micro_batches=run.micro_batches,
+        recompute=run.recompute if run.recompute in RECOMPUTE else "none",  # "some layers": how many is not published
+        virtual_stages=run.stages_of_rank,
+        zero=run.zero,
+        overlap_gradients=overlaps_gradients(run),
+    )
+    step = step_time(_costs(hardware.name), run.transformer(), batch, layout, schedule_of(run))
+    return RunPrediction(step.total, None)
+
+
+def schedule_of(run: PublishedRun) -> Schedule:
+    """Return how a run overlaps its tensor-parallel layers: MC2 where the script or the framework has it."""
+    return MC2 if run.mc2_in_script else MEGATRON
+
+
+def overlaps_gradients(run: PublishedRun) -> bool:
+    """Return whether sums of gradients run under backward: by the script, and always in FSDP."""
+    return bool(run.overlap_grad_reduce) or run.zero >= 2
+
+
+def measured_seconds(run: PublishedRun) -> float:
+    """Return the seconds of a step that the published number means."""
+    if run.metric == SECONDS:
+        return run.value
+    model = run.transformer()
+    if run.metric == TOKENS:
+        return run.tokens / run.devices / run.value
+    operations = _operations(run, model) / run.devices
+    if run.metric == FLOPS:
+        return operations / (run.value * 1e12)
+    unit = find_hardware(run.chip or "").matmul
+    return operations / (run.value * 2 * unit.macs_per_cycle * unit.frequency * unit.cores)
+
+
+def _operations(run: PublishedRun, model: Model) -> float:
+    """Return the floating-point operations of a step, as the row's formula counts them."""
+    if run.flops:  # Megatron-LM's, with recompute
+        layers, hidden = model.layers, model.hidden
+        share = 1 + run.sequence / (6 * hidden) + model.vocab / (16 * layers * hidden)
+        return 96 * run.tokens * layers * hidden**2 * share
+    return 2 * PASSES * model.macs_per_token(run.sequence) * run.tokens
+
+
+@lru_cache(maxsize=8)
+def _costs(hardware: str) -> CostModel:
+    return CostModel(find_hardware(hardware))

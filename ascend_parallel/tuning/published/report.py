@@ -1,0 +1,135 @@
+"""Published runs beside predictions: as plain values, as text for a terminal, and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle, predict_run
+from ascend_parallel.tuning.published.runs import PublishedRun, all_runs
+
+WITHIN = 0.2
+HEADS = ("run", "cards", "tp pp cp dp", "published s", "predicted s", "error", "memory GB", "pitfall")
+LEGEND = """\
+Seconds of a training step; a published speed is converted by the row's batch. error: predicted / published speed - 1;
++10 % means predicted 10 % too fast. memory: predicted for the fullest card. Nothing was fitted to a row; the sources of
+the model's numbers are printed by `ascend-parallel predict --sources`."""
+
+
+def compare_runs() -> dict[str, Any]:
+    """Return every published row with its prediction, and the errors by source."""
+    rows = [_row(run) for run in all_runs()]
+    predicted = [row for row in rows if row["error"] is not None]
+    tables = list(dict.fromkeys(row["table"] for row in predicted))
+    summary = [_errors(table, [row for row in predicted if row["table"] == table]) for table in tables]
+    return {"rows": rows, "summary": [*summary, _errors("all", predicted)]}
+
+
+def show_runs(comparison: Mapping[str, Any], console: Console) -> None:
+    """Print a comparison of `compare_runs`."""
+    for table in dict.fromkeys(row["table"] for row in comparison["rows"]):
+        rows = [row for row in comparison["rows"] if row["table"] == table]
+        console.print(_table(table, HEADS, [_cells(row) for row in rows if row["error"] is not None]))
+        for row in rows:
+            if row["error"] is None:
+                console.print(f"  {row['id']}: not predicted: {row['obstacle']}", markup=False, highlight=False)
+    console.print(_table("errors by source", *_summary(comparison["summary"])))
+    console.print(LEGEND, markup=False, highlight=False)
+
+
+def page(comparison: Mapping[str, Any]) -> str:
+    """Return the tables of a comparison in Markdown."""
+    parts = ["## Errors by source", "", *_markdown(*_summary(comparison["summary"])), ""]
+    for table in dict.fromkeys(row["table"] for row in comparison["rows"]):
+        rows = [row for row in comparison["rows"] if row["table"] == table]
+        cells = [_cells(row) for row in rows if row["error"] is not None]
+        parts += [f"## {table}", "", rows[0]["source"], ""]
+        parts += [*_markdown(HEADS, cells), ""] if cells else []
+        left_out = [f"`{row['id']}`: {row['obstacle']}" for row in rows if row["error"] is None]
+        parts += ["Not predicted: " + "; ".join(left_out) + ".", ""] if left_out else []
+    return "\n".join(parts)
+
+
+def _row(run: PublishedRun) -> dict[str, Any]:
+    words = obstacle(run)
+    result: dict[str, Any] = {
+        "id": run.id,
+        "table": run.table,
+        "source": f"{run.source}{f', {run.commit}' if run.commit else ''}",
+        "devices": run.devices,
+        "degrees": [run.tp, run.pp, run.cp, run.dp],
+        "metric": run.metric,
+        "value": run.value or run.value_text,
+        "pitfall": run.pitfall if run.verified else f"not verified; {run.pitfall}",
+        "obstacle": words,
+    }
+    if words:
+        return result | {"published": None, "predicted": None, "error": None, "memory": None}
+    published, predicted = measured_seconds(run), predict_run(run)
+    seconds = predicted.seconds
+    return result | {
+        "published": published,
+        "predicted": seconds,
+        "error": published / seconds - 1,
+        "memory": predicted.memory,
+    }
+
+
+def _errors(table: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sizes = [abs(row["error"]) for row in rows]
+    return {
+        "table": table,
+        "rows": len(rows),
+        "median_speed": 1 + median(row["error"] for row in rows),
+        "median_error": median(sizes),
+        "within": sum(size <= WITHIN for size in sizes) / len(sizes),
+        "worst": max(sizes),
+    }
+
+
+def _summary(summary: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    heads = ("source", "rows", "median speed", "median error", f"within {WITHIN:.0%}", "worst")
+    return heads, [
+        (
+            each["table"],
+            str(each["rows"]),
+            f"{each['median_speed']:.2f}",
+            f"{each['median_error']:.1%}",
+            f"{each['within']:.0%}",
+            f"{each['worst']:.0%}",
+        )
+        for each in summary
+    ]
+
+
+def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    return (
+        row["id"],
+        str(row["devices"]),
+        " ".join(map(str, row["degrees"])),
+        f"{row['published']:.4g}",
+        f"{row['predicted']:.4g}",
+        f"{row['error']:+.1%}",
+        "-" if row["memory"] is None else f"{row['memory'] / 1e9:.1f}",
+        row["pitfall"],
+    )
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    return [*lines, *("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)]
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if 0 < index < len(heads) - 1 else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text: no markup in brackets
+    return table

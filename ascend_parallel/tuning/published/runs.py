@@ -1,0 +1,177 @@
+"""Published runs as data: what was measured, on what, with which degrees, and where it is published.
+
+data/runs.toml has the rows. Nothing in the package is fitted to a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from ascend_parallel.tuning.cost_model.models import Model, find_model
+from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml, require
+
+FILE = "runs.toml"
+TOKENS, SECONDS, FLOPS, MFU = "tokens/s/device", "seconds/step", "TFLOP/s/device", "MFU"
+STEP_METRICS = (TOKENS, SECONDS, FLOPS, MFU)
+# Presets of the models of rows that have no dimensions of their own, by a part of the row's id.
+PRESETS = {
+    "torchtitan-8b": "llama3-8b",
+    "torchtitan-float8-llama3-70b": "llama3-70b",
+    "torchtitan-70b": "llama3-70b",
+    "torchtitan-float8-llama3-405b": "llama3-405b",
+    "llama3-paper-table4-405b": "llama3-405b",
+}
+# Tokens of the vocabularies of rows that do not give it, from the models' config.json, by a part of the row's id.
+VOCABULARIES = {"codellama": 32000, "llama2": 32000, "llama3": 128256, "yi": 64000, "gemma": 256000, "chatglm3": 65024}
+# The hardware of a row, by how its words begin.
+HARDWARE = {
+    "Atlas 900 A2 PODc": "ascend-910b2",
+    "Atlas 900 A2 PoDc": "ascend-910b2",
+    "Atlas 800T A2": "ascend-910b3",
+    "A100 80GB SXM": "a100-nvlink",
+    "H100 96GB HBM2e": "h100-hbm2e",
+    "H100 80GB SXM": "h100-nvlink",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """A row of data/runs.toml; 0, "" and None: not published.
+
+    value
+        The measurement, in the unit of `metric`.
+    not_expressible
+        What the run has that the cost model cannot express; "": nothing.
+    layers_per_virtual_stage
+        Layers of one of a rank's several pipeline stages.
+    """
+
+    id: str
+    kind: str
+    source: str
+    path: str
+    metric: str
+    commit: str = ""
+    script: str = ""
+    value: float = 0.0
+    value_text: str = ""
+    pitfall: str = ""
+    not_expressible: str = ""
+    verified: bool = True
+    model: str = ""
+    hardware: str = ""
+    devices: int = 0
+    implementation: str = ""
+    layers: int = 0
+    hidden: int = 0
+    ffn: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    vocab: int = 0
+    gated: bool = False
+    position: str = ""
+    sequence: int = 0
+    micro_batch: int = 0
+    global_batch: int = 0
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
+    dp: int = 0
+    virtual_stages: int = 0
+    layers_per_virtual_stage: int = 0
+    sequence_parallel: bool | None = None
+    zero: int = 0
+    dtype: str = ""
+    recompute: str = ""
+    flash_attention: bool | None = None
+    mc2_in_script: bool | None = None
+    overlap_grad_reduce: bool | None = None
+    feature: str = ""
+    before: float = 0.0
+    gain: float = 0.0
+    operator: str = ""
+    m: int = 0
+    k: int = 0
+    n: int = 0
+    linearity: float = 0.0
+    flops: str = ""
+    tflops: float = 0.0
+    hfu: float = 0.0
+    memory_mb: float = 0.0
+
+    @property
+    def table(self) -> str:
+        """The publication that the row belongs to, for medians by source."""
+        repository = self.source.partition(" (")[0].removeprefix("github.com/").partition(";")[0]
+        version = self.commit if self.commit and "." in self.commit and "," not in self.commit else ""
+        return f"{repository} {version}".strip()
+
+    @property
+    def chip(self) -> str | None:
+        """The hardware of the cost model; None: the cost model has none."""
+        return next((name for words, name in HARDWARE.items() if self.hardware.startswith(words)), None)
+
+    @property
+    def stages_of_rank(self) -> int:
+        """Pipeline stages of each rank."""
+        if self.layers_per_virtual_stage:
+            return self.layers // self.pp // self.layers_per_virtual_stage
+        return self.virtual_stages or 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica's step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch * self.sequence
+
+    def transformer(self) -> Model:
+        """Return the model's dimensions; raises `PlanningError` if the row does not give them."""
+        preset = next((name for part, name in PRESETS.items() if self.id.startswith(part)), None)
+        if preset is not None:
+            return find_model(preset)
+        require(f"{self.id}: layers", self.layers, self.layers > 0, "the model's dimensions")
+        vocab = self.vocab or next((size for part, size in VOCABULARIES.items() if f"-{part}" in self.id), 0)
+        require(f"{self.id}: vocab", vocab, vocab > 0, "the size of the vocabulary")
+        rotary = self.position in ("", "rope") and self.gated
+        return Model(
+            name=self.id,
+            title=self.model,
+            source=self.path,
+            layers=self.layers,
+            hidden=self.hidden,
+            ffn=self.ffn,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab=vocab,
+            sequence=self.sequence,
+            gated=self.gated,
+            bias=not self.gated,
+            positions=0 if rotary or self.position == "alibi" else self.sequence,
+        )
+
+
+@lru_cache(maxsize=1)
+def all_runs() -> tuple[PublishedRun, ...]:
+    """Return the published rows, in the order of the file."""
+    text = (resources.files("ascend_parallel.tuning.published") / "data" / FILE).read_text(encoding="utf-8")
+    return tuple(_run(row) for row in parse_toml(text, FILE)["row"])
+
+
+def _run(row: Mapping[str, Any]) -> PublishedRun:
+    known = [f.name for f in fields(PublishedRun)]
+    unknown = [key for key in row if key not in known]
+    require(f"{FILE}: {row.get('id')}", unknown, not unknown, ", ".join(known))
+    try:
+        return PublishedRun(**row)
+    except TypeError as error:
+        raise PlanningError(f"{FILE}: {row.get('id')}: {error}") from error

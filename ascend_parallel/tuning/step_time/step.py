@@ -1,0 +1,158 @@
+"""The time of a training step: a pipeline, sums of gradients that backward hides, gathers of weights, the optimizer.
+
+This is the one model of a step. `predict` asks it with the times of a transformer's layers, plan-training with those of
+a planned graph; both get the same number for the same times. Chunked calls inside a layer have their closed forms
+(cost_model/chunk_pipeline.py), which give the seconds that stand here.
+
+Lanes: each rank computes on a lane of its own, as the pipeline's schedule orders. Sums of gradients and gathers of
+weights run on the link or the network beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ascend_parallel.tuning.step_time.schedule import stages_of
+from ascend_parallel.tuning.step_time.timing import rank_ends
+
+ONE = "1f1b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What the ranks of a pipeline do in a step, in seconds; a step without a pipeline has one rank and one stage.
+
+    forward, backward
+        By stage, of a micro-batch, with the collectives inside a replica.
+    send
+        A micro-batch's tensors from a rank to the next.
+    sums, buckets
+        By rank: the sums of all gradients over the replicas, and the number of equal buckets that they run in.
+    under_backward
+        Whether a bucket starts as soon as the last backward has its gradients; otherwise all start after it.
+    gathers
+        By rank: gathers of weights after the optimizer.
+    optimizer
+        By rank.
+    """
+
+    schedule: str = ONE
+    micro_batches: int = 1
+    forward: Sequence[float]
+    backward: Sequence[float]
+    send: float = 0.0
+    sums: Sequence[float] = (0.0,)
+    buckets: Sequence[int] = (1,)
+    under_backward: bool = False
+    gathers: Sequence[float] = (0.0,)
+    optimizer: Sequence[float] = (0.0,)
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of the pipeline."""
+        return len(self.sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step; `pipeline`, `gradients`, `gathers` and `optimizer` follow each other.
+
+    pipeline
+        Until the last rank has finished its backwards.
+    gradients
+        From then until the last sum of gradients has ended: what is exposed.
+    hidden
+        The rest of the sums of the rank whose sums take the longest.
+    ends
+        When each rank's last backward ends.
+    """
+
+    pipeline: float
+    gradients: float
+    hidden: float
+    gathers: float
+    optimizer: float
+    ends: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """The step's seconds."""
+        return self.pipeline + self.gradients + self.gathers + self.optimizer
+
+
+def time_step(work: StepWork) -> StepTimes:
+    """Return the seconds of a step.
+
+    A rank sums the gradients of its stages when its last backward has them: with a pipeline, early stages' ranks finish
+    last, and the others sum while they wait. The optimizer waits for all ranks (the norm of all gradients).
+    """
+    ends = pipeline_ends(work)
+    last = [backward_of_rank(work, rank) for rank in range(work.ranks)]
+    summed = [
+        end + exposed(sums, buckets, backward if work.under_backward else 0.0)
+        for end, sums, buckets, backward in zip(ends, work.sums, work.buckets, last, strict=True)
+    ]
+    pipeline, longest = max(ends), max(work.sums)
+    gradients = max(0.0, max(summed) - pipeline)
+    after = [gather + update for gather, update in zip(work.gathers, work.optimizer, strict=True)]
+    slowest = max(range(work.ranks), key=after.__getitem__)
+    return StepTimes(
+        pipeline=pipeline,
+        gradients=gradients,
+        hidden=max(0.0, longest - gradients),
+        gathers=work.gathers[slowest],
+        optimizer=work.optimizer[slowest],
+        ends=tuple(ends),
+    )
+
+
+def exposed(sums: float, buckets: int, backward: float) -> float:
+    """Return the seconds by which sums in equal buckets outlast the backward that produces them.
+
+    Bucket i of n is ready at i / n of the backward, and the buckets run one after the other. So the last ends at the
+    latest of (i / n) backward + ((n - i + 1) / n) sums: the first or the last bucket decides.
+    """
+    first = backward / buckets + sums - backward
+    return max(first, sums / buckets)
+
+
+def pipeline_ends(work: StepWork) -> list[float]:
+    """Return when each rank's last backward ends."""
+    if work.ranks == 1:
+        return [work.micro_batches * (sum(work.forward) + sum(work.backward))]
+    return rank_ends(
+        schedule_of(work), work.ranks, work.micro_batches, list(work.forward), list(work.backward), work.send
+    )
+
+
+def schedule_of(work: StepWork) -> str:
+    """Return the schedule that is timed: 1F1B with fewer micro-batches than stages runs all forwards first."""
+    few = work.schedule == ONE and work.micro_batches < work.ranks
+    return "gpipe" if few else work.schedule
+
+
+def backward_of_rank(work: StepWork, rank: int) -> float:
+    """Return the seconds of the rank's last backward: of its stages together."""
+    if work.ranks == 1:
+        return sum(work.backward)
+    ranks = stages_of(schedule_of(work), work.ranks, len(work.backward))
+    return sum(seconds for seconds, runs in zip(work.backward, ranks, strict=True) if runs == rank)
+
+
+def gathered_pass(layers: int, compute: float, gather: float, scatter: float = 0.0) -> float:
+    """Return the seconds of equal layers whose weights are gathered one layer ahead (ZeRO-3).
+
+    A layer's computation waits for its gather; the next layer's gather starts with it. A scatter of the layer's
+    gradients follows its computation on the same link.
+    """
+    link = ready = gather
+    computed = 0.0
+    for layer in range(layers):
+        start = max(computed, ready)
+        if layer + 1 < layers:
+            link = ready = max(link, start) + gather
+        computed = start + compute
+        if scatter:
+            link = max(link, computed) + scatter
+    return max(computed, link)

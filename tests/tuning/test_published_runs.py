@@ -1,0 +1,63 @@
+"""Published trainings beside predictions: the rows, their conversion to seconds, and the page."""
+
+from pathlib import Path
+
+import predicted_and_published
+import pytest
+
+from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle
+from ascend_parallel.tuning.published.report import compare_runs
+from ascend_parallel.tuning.published.runs import all_runs
+
+PAGE = Path(__file__).parents[2] / "docs" / "predicted-and-published.md"
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare_runs()
+
+
+def run_of(name):
+    return next(run for run in all_runs() if run.id == name)
+
+
+def test_each_row_names_its_source_and_is_predicted_or_says_why_not(comparison):
+    assert len({run.id for run in all_runs()}) == len(all_runs()) == 140
+    for run, row in zip(all_runs(), comparison["rows"], strict=True):
+        assert run.source and run.path
+        assert (row["error"] is None) == bool(row["obstacle"])
+        if not row["obstacle"]:
+            assert run.tp * run.pp * run.dp * run.cp == run.devices
+            assert run.micro_batches * run.micro_batch * run.dp == run.global_batch
+            assert row["predicted"] > 0 and row["published"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        # 256 sequences of 4096 tokens, 4672 tokens a second on each of 8 cards
+        ("msllm-1.0.rc3-llama2-7b-4k", 256 * 4096 / (4672 * 8)),
+        ("megatron-2205.05198-table5-22b-full", 1.42),
+        # arXiv 2104.04473, section 5.1: 96 B s l h^2 (1 + s / 6h + V / 16 l h) operations at 163 TFLOP/s on 3072 cards
+        (
+            "megatron-2104.04473-table1-1008b-full",
+            96 * 3072 * 2048 * 128 * 25600**2 * (1 + 2048 / (6 * 25600) + 51200 / (16 * 128 * 25600)) / 163e12 / 3072,
+        ),
+    ],
+)
+def test_a_published_number_in_seconds(name, seconds):
+    assert measured_seconds(run_of(name)) == pytest.approx(seconds, rel=1e-9)
+
+
+def test_what_cannot_be_predicted_says_why():
+    assert obstacle(run_of("msllm-26.1.0-deepseek-v3-671b")) == "MoE"
+    assert obstacle(run_of("pto-gemm-3072")) == "no training step"
+    assert "micro_batch" in obstacle(run_of("msllm-26.1.0-qwen3-8b")) or "hardware" in obstacle(
+        run_of("msllm-26.1.0-qwen3-8b")
+    )
+
+
+def test_the_page_has_the_tables_of_the_command(comparison):
+    document = PAGE.read_text(encoding="utf-8")
+    made = predicted_and_published.inserted(document, predicted_and_published.page(comparison))
+    assert made == document, "run python docs/predicted_and_published.py docs/predicted-and-published.md"

@@ -1,0 +1,80 @@
+"""The step model against event simulations that share no code with it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import Task, length, pipeline_tasks, simulate
+
+from ascend_parallel.tuning.cost_model.step import spread
+from ascend_parallel.tuning.step_time.step import StepWork, exposed, gathered_pass, time_step
+
+SECONDS = st.floats(min_value=0, max_value=1, allow_nan=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SECONDS, st.integers(1, 9), SECONDS)
+def test_sums_that_backward_hides_are_what_the_simulation_leaves(sums, buckets, backward):
+    tasks = [Task(f"backward {i}", "compute", backward / buckets) for i in range(buckets)]
+    tasks += [Task(f"sum {i}", "link", sums / buckets, (f"backward {i}",)) for i in range(buckets)]
+    left = length(simulate(tasks)) - backward
+    assert exposed(sums, buckets, backward) == pytest.approx(left, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 7), SECONDS, SECONDS, st.one_of(st.just(0.0), SECONDS))
+def test_gathers_one_layer_ahead_are_what_the_simulation_finds(layers, compute, gather, scatter):
+    """The host issues gather 0, then for each layer: the next gather, the layer, its scatter."""
+    tasks = [Task("gather 0", "link", gather)]
+    for i in range(layers):
+        before = (f"layer {i - 1}",) if i else ()
+        if i + 1 < layers:
+            # The next gather starts with the layer: when the layer's own gather and the layer before have ended.
+            tasks.append(Task(f"gather {i + 1}", "link", gather, (f"gather {i}", *before)))
+        tasks.append(Task(f"layer {i}", "compute", compute, (f"gather {i}", *before)))
+        if scatter:
+            tasks.append(Task(f"scatter {i}", "link", scatter, (f"layer {i}",)))
+    found = length(simulate(tasks))
+    assert gathered_pass(layers, compute, gather, scatter) == pytest.approx(found, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=5), st.integers(0, 6), SECONDS, SECONDS)
+def test_a_pipeline_with_sums_and_updates_is_what_the_simulation_finds(stages, more, sums, update):
+    """1F1B, then on each rank its sums as soon as its own backwards end, then updates that wait for all sums."""
+    count, micro_batches = len(stages), len(stages) + more
+    tasks = pipeline_tasks(stages, micro_batches)
+    tasks += [Task(f"sum {i}", f"link {i}", sums, (f"B{i}.{micro_batches - 1}",)) for i in range(count)]
+    tasks += [Task(f"update {i}", str(i), update, tuple(f"sum {j}" for j in range(count))) for i in range(count)]
+    work = StepWork(
+        micro_batches=micro_batches,
+        forward=[forward for forward, _ in stages],
+        backward=[backward for _, backward in stages],
+        sums=[sums] * count,
+        buckets=[1] * count,
+        gathers=[0.0] * count,
+        optimizer=[update] * count,
+    )
+    assert time_step(work).total == pytest.approx(length(simulate(tasks)), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [(4, 1, 8), (4, 2, 8), (8, 4, 32), (16, 5, 64)])
+def test_interleaving_divides_the_bubble(ranks, virtual, micro_batches):
+    """arXiv:2104.04473, section 2.2: the bubble is (p - 1) / v of a stage's passes, if stages are equal."""
+    forward, backward = [1.0 / virtual] * (ranks * virtual), [2.0 / virtual] * (ranks * virtual)
+    empty = [0.0] * ranks
+    work = StepWork(
+        schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
+        micro_batches=micro_batches,
+        forward=forward,
+        backward=backward,
+        sums=empty,
+        buckets=[1] * ranks,
+        gathers=empty,
+        optimizer=empty,
+    )
+    assert time_step(work).total == pytest.approx(3.0 * (micro_batches + (ranks - 1) / virtual), rel=1e-9)
+
+
+def test_stages_of_the_ends_alone():
+    """Llama 3 405B: 126 layers on 128 stages, the first and the last without a layer (arXiv:2407.21783, 3.3.2)."""
+    assert spread(126, 128) == [0] + [1] * 126 + [0]
