@@ -169,12 +169,14 @@ class _Layer:
         groups = self._counts.groups(split_rows(self._counts.experts, pieces, 1))
         for _ in range(2):
             for sent, out, there in ((rows, received, True), (received, rows, False)):
-                sizes = [(each.received_sizes, each.sent_sizes)[:: 1 if there else -1] for each in groups]
+                sizes = [(each.received_sizes, each.sent_sizes) for each in groups]
+                if not there:
+                    sizes = [(theirs, ours) for ours, theirs in sizes]
                 parts = torch.split_with_sizes(sent, [sum(theirs) for _, theirs in sizes])
                 places = torch.split_with_sizes(torch.empty_like(out), [sum(ours) for ours, _ in sizes])
                 works = [
-                    all_to_all(place, part, *size, self._group)
-                    for place, part, size in zip(places, parts, sizes, strict=True)
+                    all_to_all(place, part, ours, theirs, self._group)
+                    for place, part, (ours, theirs) in zip(places, parts, sizes, strict=True)
                 ]
                 for work in works:
                     work.wait()
