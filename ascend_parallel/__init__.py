@@ -14,7 +14,7 @@ from typing import Any as _Any
 from ascend_parallel import ops
 from ascend_parallel.diagnostics import timeline
 from ascend_parallel.diagnostics.verify import Verification, VerificationError
-from ascend_parallel.ops import CollectiveError, Explanation, Problem, UnmetRequestError
+from ascend_parallel.ops import CollectiveError, DegreeError, Explanation, Problem, UnmetRequestError
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.ops.registry import explain as _explain
@@ -36,6 +36,7 @@ __all__ = [
     "CommScales",
     "ConflictError",
     "Coverage",
+    "DegreeError",
     "DisagreementError",
     "Explanation",
     "PatchError",

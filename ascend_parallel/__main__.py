@@ -82,15 +82,21 @@ def run(arguments: list[str]) -> None:
 
 
 def verify(arguments: list[str]) -> None:
-    """Run ``[--every N] [--json] [-m] SCRIPT [ARGUMENT ...]`` as `run` does, verified; exit with 1 on failure."""
+    """Run ``[--every N] [--json] [-m] SCRIPT [ARGUMENT ...]`` as `run` does, verified; exit with 1 on failure.
+
+    With ``--degrees 1,2,4`` start the script at these degrees instead, and compare their bits.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--every")
+    parser.add_argument("--degrees")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("-m", dest="module", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     if not options.script:
         parser.error("give a script; --help shows how")
+    if options.degrees is not None:
+        _compare_degrees(parser, options)
     import ascend_parallel
     from ascend_parallel.settings import RAREST
     from ascend_parallel.text import shown, whole
@@ -121,6 +127,21 @@ def verify(arguments: list[str]) -> None:
         if "RANK" not in os.environ and not results.layers:
             sys.stderr.write(f"{results}\nnote: start it with torchrun, like the training\n")
     raise SystemExit(0 if results.passed else 1)
+
+
+def _compare_degrees(parser: _Parser, options: argparse.Namespace) -> NoReturn:
+    """Start the script at several degrees; print the first difference and exit with 1, or print the common digest."""
+    from ascend_parallel.diagnostics.degrees import DegreesError, compare_degrees, degrees_of
+
+    if options.every is not None or options.json or "RANK" in os.environ:
+        parser.error("--degrees starts the ranks itself, and takes no --every and no --json: start it without torchrun")
+    try:
+        script = ["-m", *options.script] if options.module else options.script
+        equal, text = compare_degrees(degrees_of(options.degrees), script)
+    except DegreesError as error:
+        parser.error(str(error))
+    sys.stdout.write(text + "\n")
+    raise SystemExit(0 if equal else 1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ascend_parallel.settings import (
     MOST_ROWS,
     RAREST,
     SWITCHES,
+    TP,
     VARIABLES,
     Settings,
     SettingsError,
@@ -118,13 +119,16 @@ def _parse(variable: str, name: str, text: str) -> Any:
     if name in SWITCHES:
         require(variable, text, word in ("0", "1"), "0 or 1")
         return word == "1"
+    if name == "deterministic":
+        require(variable, text, word.lower() in ("0", "1", TP), "0, 1 or tp")
+        return TP if word.lower() == TP else word == "1"
     if name == "region":
         require(variable, text, word.lower() in ("0", "1", "auto"), "0, 1 or auto")
         return "auto" if word.lower() == "auto" else word == "1"
     if name == "frameworks":
         return tuple(dict.fromkeys(each.strip(BLANKS).lower() for each in text.split(",")))
-    if name in ("plan", "tune", "timeline"):
-        require(variable, text, name != "timeline" or text.strip() != "", "the folder to write to")
+    if name in ("plan", "tune", "timeline", "digests"):
+        require(variable, text, name not in ("timeline", "digests") or text.strip() != "", "the folder to write to")
         return text
     if name == "log_level":
         require(variable, text, word.lower() in LOG_LEVELS, "debug, info, warning or error")

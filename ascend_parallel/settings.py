@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ascend_parallel.ops.problem import TP
 from ascend_parallel.ops.settings import LONGEST, MODES, MOST_ROWS, ChunkPlan, OperatorSettings, require_switch
 from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTable, require, whole_number
 
@@ -28,7 +29,6 @@ SWITCHES = (
     "matmul_soc_friendly",
     "enable_coc_in_column_backward",
     "recompute_all_gather",
-    "deterministic",
     "strict",
     "auto",
     "take_over",
@@ -47,6 +47,7 @@ VARIABLES = {
     "plan": "COC_PLAN",
     "tune": "COC_TUNE",
     "timeline": "COC_TIMELINE",
+    "digests": "COC_DIGESTS",
     "verify_every": "COC_VERIFY",
     "take_over": "COC_TAKE_OVER",
     "region": "COC_REGION",
@@ -81,6 +82,8 @@ class Settings(OperatorSettings):
         Folder to which every rank writes the times of its matmuls and collectives. COC_TIMELINE.
     timeline_passes
         The number of last forwards and backwards of layers that each rank keeps for the timeline.
+    digests
+        Folder to which every rank writes digests of what its layers compute, for runs at several degrees. COC_DIGESTS.
     verify_every
         Check the first call of each patched layer, then every N-th call, against Megatron-core's
         own forward and backward; 0: no checks. COC_VERIFY.
@@ -108,6 +111,7 @@ class Settings(OperatorSettings):
     split_weight_gradient: bool = False
     timeline: str | None = None
     timeline_passes: int = 4096
+    digests: str | None = None
     verify_every: int = 0
     verify_limit: float | None = None
     take_over: bool = False
@@ -124,9 +128,16 @@ class Settings(OperatorSettings):
         require_switch("take_over", self.take_over)
         require_switch("split_weight_gradient", self.split_weight_gradient)
         if self.split_weight_gradient and self.deterministic:
+            asked = TP if self.deterministic == TP else 1
             raise SettingsError(
-                "COC_SPLIT_WEIGHT_GRADIENT=1 is not allowed with COC_DETERMINISTIC=1: the bits of a split weight "
-                "gradient depend on the chunks; set one of the two to 0"
+                f"COC_SPLIT_WEIGHT_GRADIENT=1 is not allowed with COC_DETERMINISTIC={asked}: the bits of a split "
+                "weight gradient depend on the chunks; set one of the two to 0"
+            )
+        if self.at_every_degree and (self.region or self.mode == 0):
+            other = "COC_MODE=0" if self.mode == 0 else f"COC_REGION={'1' if self.region is True else self.region}"
+            raise SettingsError(
+                f"{other} is not allowed with COC_DETERMINISTIC=tp, whose bits only this package's own linear layers "
+                "have, one by one: unset one of the two"
             )
         allowed = isinstance(self.region, bool) or self.region == "auto"
         require("region", self.region, allowed, 'true, false or "auto"')
@@ -144,6 +155,8 @@ class Settings(OperatorSettings):
         require("log_level", level, level is None or level in LOG_LEVELS, "debug, info, warning or error")
         folder = self.timeline
         require("timeline", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
+        folder = self.digests
+        require("digests", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
         kept = self.timeline_passes
         require("timeline_passes", kept, type(kept) is int and 1 <= kept <= MOST_PASSES, f"1 to {MOST_PASSES}")
 
@@ -196,6 +209,7 @@ __all__ = [
     "MAX_CHUNKS",
     "MODES",
     "MOST_ROWS",
+    "TP",
     "ChunkPlan",
     "Settings",
     "SettingsError",

@@ -1,6 +1,7 @@
-"""The three operators of tensor parallelism, and the kernels that run them.
+"""The three operators of tensor parallelism, the kernels that run them, and the exchange of a mixture of experts.
 
-matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul overlap a matmul with a collective.
+matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul overlap a matmul with a collective; expert_exchange
+overlaps all-to-alls with experts.
 Layers and their gradients are in ascend_parallel.overlap, frameworks in ascend_parallel.patches.
 """
 
@@ -13,12 +14,13 @@ from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.library import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ascend_parallel.ops.pending import CollectiveError, Pending
 from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import Choice, Explanation, UnmetRequestError, choose
+from ascend_parallel.ops.registry import Choice, DegreeError, Explanation, UnmetRequestError, choose
 
 __all__ = [
     "COUNTS",
     "Choice",
     "CollectiveError",
+    "DegreeError",
     "Explanation",
     "Pending",
     "Problem",

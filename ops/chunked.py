@@ -20,10 +20,18 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.blocks import summed_dtype
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import FinishingWork, StartScatter, reduce_scatters, summed_in_backend_order
+from ascend_parallel.ops.collectives import (
+    BY_BACKEND,
+    IN_TREE,
+    FinishingWork,
+    StartScatter,
+    reduce_scatters,
+    summed_in_backend_order,
+)
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import cut_blocks, multiply, multiply_blocks, rank_blocks
+from ascend_parallel.ops.multiply import BlockedWeight, cut_blocks, multiply, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
@@ -92,12 +100,12 @@ def _reduce_and_place(y_part: torch.Tensor, y_c: torch.Tensor, group: dist.Proce
 
 def matmul_reduce_scatter(
     x_m: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | BlockedWeight,
     group: dist.ProcessGroup,
     sizes: Sizes,
     after: Pending | None = None,
     *,
-    in_rank_order: bool = False,
+    order: str = BY_BACKEND,
     row_tile: int = 0,
     addend: torch.Tensor | None = None,
 ) -> Pending:
@@ -107,17 +115,17 @@ def matmul_reduce_scatter(
     result in place.
 
     Nothing is sent before `after` is done: on a backend that runs collectives concurrently, these would slow
-    `after` down. With `in_rank_order` the ranks are summed in rank order on every backend.
+    `after` down. `order` is that of the sum over ranks (ops/collectives.py).
     """
     ranks, (k, n) = group.size(), w.shape
     rows = x_m.shape[0] // ranks
-    partial = x_m.new_empty(x_m.shape[0], n)
+    partial = x_m.new_empty(x_m.shape[0], n, dtype=summed_dtype(x_m.dtype) if order == IN_TREE else x_m.dtype)
     y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes), sizes)
     computed: list[tuple[StartScatter, torch.Tensor]] = []
     added = [None] * len(sizes) if addend is None else torch.split_with_sizes(addend.view(ranks, rows, n), sizes, 1)
     with pending.launching():
-        starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, in_rank_order)
+        starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
         inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), row_tile), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
         for start, x_blocks, y_c, size, addend_r in zip(starts, inputs, outputs, sizes, added, strict=True):
@@ -137,7 +145,7 @@ def matmul_reduce_scatter(
 
 def all_gather_matmul(
     x_shard_m: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | BlockedWeight,
     group: dist.ProcessGroup,
     sizes: Sizes,
     *,

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.blocks import summed_dtype
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.pending import limited
-from ascend_parallel.ops.problem import ALL_GATHER, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
 
@@ -29,6 +30,11 @@ FIRST_TAG = 1 << 24
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+# Who decides in which order ranks are summed: the backend; the ranks' order, a left fold; or one binary tree, in fp32
+# for 16 bits, whose upper levels these are (ops/blocks.py has the lower ones).
+BY_BACKEND, BY_RANK, IN_TREE = "backend", "rank", "tree"
+
+SumParts = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 StartScatter = Callable[[torch.Tensor], Work]
 """Starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N]; out_c [c, N] gets rank r's, the r-th, c rows."""
 
@@ -74,23 +80,48 @@ def reduce_scatter_single(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: to
     return work
 
 
-def _all_to_all_and_sum(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torch.Tensor) -> Work:
-    """Start a reduce-scatter in rank order, for backends that sum in another order: all-to-all, then a local sum."""
+class FollowedWork:
+    """A started work, and another that `advance` starts when the first is done; `wait` waits for both."""
+
+    def __init__(self, first: Work, follow: Callable[[], Work]) -> None:
+        """Hold the first work; `follow` starts the second."""
+        self._first, self._follow = first, follow
+        self._second: Work | None = None
+
+    def is_completed(self) -> bool:
+        """Tell whether the second work is done."""
+        return self._second is not None and self._second.is_completed()
+
+    def advance(self) -> None:
+        """Wait for the first work, and start the second; a second call does nothing."""
+        if self._second is None:
+            self._first.wait()
+            self._second = self._follow()
+
+    def wait(self) -> None:
+        """Wait for both works."""
+        self.advance()
+        assert self._second is not None
+        self._second.wait()
+
+
+def _all_to_all_and_sum(sum_parts: SumParts, out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torch.Tensor) -> Work:
+    """Start a reduce-scatter in an order of ours, where the backend has another: all-to-all, then a local sum."""
     received = torch.empty_like(x_c)
     work = dist.all_to_all_single(received, x_c, group=group, async_op=True)
     parts = received.view(group.size(), *out_c.shape).unbind()
-    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, out_c), group, out_c)
+    return FinishingWork([work], functools.partial(sum_parts, parts, out_c), group, out_c)
 
 
 def _exchange_and_sum(
-    out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
+    sum_parts: SumParts, out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
 ) -> StartScatter:
     """Post the receives of a reduce-scatter for gloo: every rank sends each peer its slice, and sums the slices.
 
     gloo's own reduce-scatter is a full all-reduce of a copy: twice the traffic or more. Receives are posted before
     the matmuls: gloo announces a receive through the stream that carries the data, so a late receive waits behind
-    megabytes of the other direction, and the two directions run in turn. The sum runs in rank order, in fp32
-    for 16-bit types, so every run gives the same bits.
+    megabytes of the other direction, and the two directions run in turn. `sum_parts` has an order of its own, so every
+    run gives the same bits.
 
     received
         The buffers [c, N] by peer rank.
@@ -102,7 +133,7 @@ def _exchange_and_sum(
         for peer, part in received.items():
             works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
             parts[peer] = part
-        return FinishingWork(works, functools.partial(sum_in_rank_order, parts, out_c), group, out_c)
+        return FinishingWork(works, functools.partial(sum_parts, parts, out_c), group, out_c)
 
     return start
 
@@ -122,28 +153,49 @@ def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None
         out.copy_(total)
 
 
-def reduce_scatters(
-    out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, in_rank_order: bool = False
-) -> Sequence[StartScatter]:
-    """Return, for each chunk of rows of the contiguous out_m [M / R, N], the function that starts its reduce-scatter.
+def sum_in_tree(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write ``(parts[0] + parts[1]) + (parts[2] + parts[3]) + ...`` to `out`, level by level, and round once.
 
-    On gloo, posts the receives of all chunks. gloo always sums in rank order, other backends with `in_rank_order`.
+    The parts, a power of two of them, have the dtype of the sums, and are changed.
     """
-    outs = torch.split_with_sizes(out_m, sizes)
+    compute(BESIDE, "sum", _sum_in_tree, parts, out)
+
+
+def _sum_in_tree(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    while len(parts) > 1:
+        parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    out.copy_(parts[0])
+
+
+_SUMS: dict[str, SumParts] = {BY_BACKEND: sum_in_rank_order, BY_RANK: sum_in_rank_order, IN_TREE: sum_in_tree}
+
+
+def reduce_scatters(
+    out_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, order: str = BY_BACKEND
+) -> Sequence[StartScatter]:
+    """Return, for each chunk of rows of the contiguous out_m [M / R, ...], the function that starts its reduce-scatter.
+
+    On gloo, posts the receives of all chunks. gloo's own order is that of the ranks. For sums in a tree of 16-bit
+    results the functions take fp32.
+    """
+    outs, sum_parts = torch.split_with_sizes(out_m, sizes), _SUMS[order]
     if not on_gloo(group, out_m.device):
-        start = _all_to_all_and_sum if in_rank_order else reduce_scatter_single
+        start = reduce_scatter_single if order == BY_BACKEND else functools.partial(_all_to_all_and_sum, sum_parts)
         return [functools.partial(start, out_c, group) for out_c in outs]
     tag = FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
-    received = [torch.split_with_sizes(torch.empty_like(out_m), sizes) for _ in peers]
+    dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
+    received = [torch.split_with_sizes(torch.empty_like(out_m, dtype=dtype), sizes) for _ in peers]
     return [
-        _exchange_and_sum(out_c, dict(zip(peers, parts, strict=True)), group, tag)
+        _exchange_and_sum(sum_parts, out_c, dict(zip(peers, parts, strict=True)), group, tag)
         for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
     ]
 
 
 def summed_in_backend_order(problem: Problem) -> str | None:
     """Return a refusal if the problem needs sums in rank order and the backend chooses the order; else None."""
+    if problem.deterministic == TP:
+        return NOT_AT_EVERY_DEGREE
     if not problem.deterministic or problem.operator == ALL_GATHER or (problem.ranks == 2 and problem.device == "cpu"):
         return None
     return f"the backend decides in which order it sums {problem.ranks} {problem.device} ranks"

@@ -10,6 +10,7 @@ multiple of `ALIGNMENT` are therefore copied.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,20 @@ LINE_BYTES = 512
 BLOCK_BYTES = 32
 
 
-def multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int = 0) -> None:
+class BlockedWeight(Protocol):
+    """A weight [K, N] that is multiplied in blocks of its own (ops/blocks.py)."""
+
+    shape: torch.Size
+
+    def multiply(self, x_m: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
+        """Write ``x_m @ w`` to y_m: x_m [m, K], y_m [m, N]."""
+
+
+def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tensor, row_tile: int = 0) -> None:
     """Write ``x_m @ w`` to y_m: x_m [m, K], w [K, N], y_m [m, N]; in tiles of `row_tile` rows unless that is 0."""
+    if not isinstance(w, torch.Tensor):
+        w.multiply(x_m, y_m, row_tile)
+        return
     w = aligned(w)
     if not 0 < row_tile < x_m.shape[0]:
         _multiply(x_m, w, y_m)
@@ -61,11 +74,14 @@ def product(x_m: torch.Tensor, w: torch.Tensor, row_tile: int = 0, ranks: int = 
 
 
 def multiply_blocks(
-    x_blocks: Sequence[torch.Tensor], w: torch.Tensor, y_blocks: Sequence[torch.Tensor], row_tile: int = 0
+    x_blocks: Sequence[torch.Tensor],
+    w: torch.Tensor | BlockedWeight,
+    y_blocks: Sequence[torch.Tensor],
+    row_tile: int = 0,
 ) -> None:
-    """Write ``x_block @ w`` to each y_block: x_block [m, K] or a batch [r, m, K], w [K, N]."""
+    """Write ``x_block @ w`` to each y_block: x_block [m, K] or a batch [r, m, K] (w a tensor), w [K, N]."""
     for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
-        if x_block.dim() == 2:
+        if x_block.dim() == 2 or not isinstance(w, torch.Tensor):
             multiply(x_block, w, y_block, row_tile)
         else:
             torch.bmm(x_block, w.expand(x_block.shape[0], *w.shape), out=y_block)

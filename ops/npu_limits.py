@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TP, Problem
 from ascend_parallel.ops.soc import (
     AIV_RANKS,
     COMM_MODES,
@@ -64,7 +64,8 @@ def engine(problem: Problem) -> str | None:
 
 def _refusals(problem: Problem) -> Iterator[str]:
     """Yield the reasons why the fused operator cannot run `problem`."""
-    operator, deterministic = problem.operator, "which COC_DETERMINISTIC=1 requires"
+    asked = problem.deterministic if problem.deterministic == TP else 1
+    operator, deterministic = problem.operator, f"which COC_DETERMINISTIC={asked} requires"
     if problem.device != "npu":
         yield f"device {problem.device}, not npu"
     if problem.dtype not in DTYPES:

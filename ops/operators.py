@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import chunked, npu, reference, shm
+from ascend_parallel.ops import chunked, npu, reference, shm, tree
 from ascend_parallel.ops.bits import keep_bits
+from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.multiply import align_operands
@@ -27,8 +28,8 @@ from ascend_parallel.ops.probing import ANY
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
 from ascend_parallel.ops.quantised import Weight, whole
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
-from ascend_parallel.ops.record import BESIDE, RECORDING, compute
-from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, choose, name_of, usual_chunks
+from ascend_parallel.ops.record import BESIDE, MATMUL, RECORDING, compute
+from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, DegreeError, choose, name_of, usual_chunks
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 
@@ -72,6 +73,8 @@ class OperatorCall(NamedTuple):
         The memory layout of w (ops/bits.py), the same on every rank.
     comm_scales
         The scales of an exchange in int8.
+    parts
+        Of a fused weight, as in `Problem`.
     """
 
     operator: str
@@ -81,6 +84,7 @@ class OperatorCall(NamedTuple):
     settings: OperatorSettings
     layout: str = ANY
     comm_scales: CommScales | None = None
+    parts: tuple[int, ...] = ()
 
 
 def start_matmul_all_reduce(
@@ -91,14 +95,15 @@ def start_matmul_all_reduce(
     *,
     layout: str = ANY,
     comm_scales: CommScales | None = None,
+    parts: tuple[int, ...] = (),
 ) -> Pending:
     """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8; pending [M, N].
 
     `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
-    int8, the ranks exchange int8: sums are rounded.
+    int8, the ranks exchange int8: sums are rounded. `parts` as in `Problem`.
     """
     with autocast_off(x):
-        x_m, right, choice = _prepare(OperatorCall(ALL_REDUCE, x, w, group, settings, layout, comm_scales))
+        x_m, right, choice = _prepare(OperatorCall(ALL_REDUCE, x, w, group, settings, layout, comm_scales, parts))
         kernel, options = kernel_of(choice), dict(choice.options)
         if comm_scales is not None:
             options["comm_scales"] = comm_scales
@@ -116,20 +121,26 @@ def start_matmul_reduce_scatter(
     *,
     layout: str = ANY,
     addend: torch.Tensor | None = None,
+    parts: tuple[int, ...] = (),
 ) -> Pending:
     """Start ``reduce_scatter(x @ w + addend)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
 
     `addend` [M, N] is added to this rank's product; fused kernels, which settings alone request, cannot add one.
 
     `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
-    order; gloo runs them at the same time, so only gloo needs `after`. `layout` as in `start_matmul_all_reduce`.
+    order; gloo runs them at the same time, so only gloo needs `after`. `layout` and `parts` as in
+    `start_matmul_all_reduce`.
     """
     with autocast_off(x):
-        x_m, right, choice = _prepare(OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout))
+        x_m, right, choice = _prepare(OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout, parts=parts))
         if after is not None and not on_gloo(group, x.device):
             after = None
         kernel, options = kernel_of(choice), dict(choice.options)
         if addend is not None:
+            if choice.kernel == "tree":
+                raise DegreeError(
+                    "COC_DETERMINISTIC=tp: layers that share a gather do not sum their gradients in a tree"
+                )
             options["addend"] = addend
         with in_timeline(choice, group):
             pending: Pending = kernel(x_m, right, group, choice.sizes, after, **options)
@@ -146,23 +157,47 @@ def run_all_gather_matmul(
     layout: str = ANY,
     each: chunked.EachRows | None = None,
     leaves_rows: int = 0,
+    parts: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K]: w [K, N].
 
     x_shard and w may both be in int8; keep_gathered is then False. With keep_gathered=False the second result may be
-    None: fused kernels then need not store it. `layout` as in `start_matmul_all_reduce`. `each` is called for the rows
-    of each chunk; the chunked kernel alone does so. With leaves_rows its results may be
-    unfinished, if its chunks have as many rows of a rank.
+    None: fused kernels then need not store it. `layout` and `parts` as in `start_matmul_all_reduce`. `each` is called
+    for the rows of each chunk; the chunked kernel alone does so. With leaves_rows its results may be unfinished, if its
+    chunks have as many rows of a rank.
     """
     assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
     with autocast_off(x_shard):
-        x_m, right, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout))
+        x_m, right, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout, parts=parts))
         kernel, options = kernel_of(choice), dict(choice.options)
         if choice.kernel == "chunked":
             options |= {"each": each, "leaves_rows": leaves_rows}
         with in_timeline(choice, group):
             y_m, gathered_m = kernel(x_m, right, group, choice.sizes, keep_gathered=keep_gathered, **options)
     return y_m, gathered_m
+
+
+def run_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    parts: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """Return ``x @ w`` [..., N], whose columns the ranks of `group` share: x [..., K], w [K, N].
+
+    The call is one matmul of torch, or that of ops/tree.py if the bits are to be the same at every degree.
+    """
+    if not settings.at_every_degree:
+        return compute(MATMUL, "matmul", torch.matmul, x, w)
+    x_m = rows_of(x)
+    problem = Problem(
+        ALL_GATHER, x_m.shape[0], w.shape[0], w.shape[1], x.dtype, x.device.type, group.size(), parts=parts
+    )
+    if refusal := tree.shared_features_refusal(problem):
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {name_of(problem)}: {refusal}")
+    tile, features = degree_tile(x_m.shape[0]), tree.features_of(problem)
+    return shaped(tree.matmul(x_m, w, row_tile=tile, features=features), (*x.shape[:-1], w.shape[1]))
 
 
 def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings) -> Pending:
@@ -224,7 +259,7 @@ def recorded(choice: Choice) -> dict[str, object]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _log_once(choice: Choice) -> None:
+def log_once(choice: Choice) -> None:
     """Log each new choice on rank 0; warn, once for each reason, if it does not meet the user's request."""
     if dist.get_rank() != 0:
         return
@@ -251,12 +286,12 @@ def choice_for(
 
 def _new_choice(call: OperatorCall) -> Choice:
     """Check the operands, and choose kernel and chunks."""
-    problem = problem_of(call.operator, call.x, call.w, call.group)
+    problem = replace(problem_of(call.operator, call.x, call.w, call.group), parts=call.parts)
     if call.comm_scales is not None:
         problem = replace(problem, comm_quant=True)
         call.comm_scales.check(call.operator, problem.n, problem.dtype, call.x.device)
     choice = choice_for(problem, call.group, call.settings, call.x.device, call.layout)
-    _log_once(choice)
+    log_once(choice)
     return choice
 
 
@@ -265,13 +300,13 @@ def _choice_of_operands(call: OperatorCall) -> Choice:
 
     The choices of int8 weights, and of fused kernels, which may open shared memory, are not kept here.
     """
-    operator, x, w, group, settings, layout, comm_scales = call
+    operator, x, w, group, settings, layout, comm_scales, parts = call
     if settings.fused or not isinstance(w, torch.Tensor) or comm_scales is not None:
         return _new_choice(call)
     kept = _CHOICES.get(group)
     if kept is None:
         kept = _CHOICES[group] = {}
-    key = (operator, type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device, settings, layout)
+    key = (operator, type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device, settings, layout, parts)
     choice = kept.get(key)
     if choice is None:
         choice = _new_choice(call)

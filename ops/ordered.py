@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import FinishingWork, sum_in_rank_order
+from ascend_parallel.ops.collectives import BY_RANK, FinishingWork, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import multiply
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
@@ -32,6 +32,8 @@ __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "s
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why the kernel cannot run `problem`, or None if it can."""
+    if problem.deterministic == TP:
+        return NOT_AT_EVERY_DEGREE
     return "a gather sums nothing" if problem.operator == ALL_GATHER else None
 
 
@@ -70,7 +72,7 @@ def matmul_reduce_scatter(
 ) -> Pending:
     """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``, summed in rank order; shapes as in `chunked`."""
     run = chunked.matmul_reduce_scatter if len(sizes) > 1 else reference.matmul_reduce_scatter
-    return run(x_m, w, group, sizes, after, in_rank_order=True, row_tile=row_tile, addend=addend)
+    return run(x_m, w, group, sizes, after, order=BY_RANK, row_tile=row_tile, addend=addend)
 
 
 def _gather_and_sum(y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:

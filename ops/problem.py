@@ -14,6 +14,12 @@ ALL_REDUCE = "matmul_all_reduce"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+# Runs a rank's experts on rows of all ranks, between two all-to-alls (ops/expert_exchange.py).
+EXPERT_EXCHANGE = "expert_exchange"
+
+# The value of the setting `deterministic` that asks for the same bits at every tensor-parallel degree.
+TP = "tp"
+NOT_AT_EVERY_DEGREE = "its bits depend on the number of ranks, which COC_DETERMINISTIC=tp forbids"
 
 # Allowed values of the setting `fused_ranks`; the first is the default.
 FUSED_RANKS = (8, 16)
@@ -25,11 +31,15 @@ class Problem:
 
     m, k, n
         This rank's matmul ``[m, k] x [k, n]``; m counts gathered rows of all_gather_matmul, and rows before the
-        scatter of matmul_reduce_scatter.
+        scatter of matmul_reduce_scatter. For expert_exchange, m counts the experts of a rank, and k and n are the width
+        of a row: the number of rows differs between ranks, and no choice may depend on it.
     soc
         Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
-        Whether sums over ranks must run in rank order.
+        Whether sums over ranks must run in rank order; `TP`: in one tree at every degree.
+    parts
+        The number of features of each part of a fused weight on this rank, such as gate and up, along the dimension
+        that ranks share: k, or n of all_gather_matmul. Empty: one part. Only the tree distinguishes them.
     antiquant, group_size
         The grain of an int8 weight's scales: "tensor", "channel", or "group" (of `group_size` elements of K); empty
         for a weight of the operands' dtype. Only matmul_all_reduce takes an int8 weight with a floating input.
@@ -56,7 +66,8 @@ class Problem:
     ranks: int
     soc: str = ""
     shm: str | None = "the group was not asked"
-    deterministic: bool = False
+    deterministic: bool | str = False
+    parts: tuple[int, ...] = ()
     antiquant: str = ""
     group_size: int = 0
     scale_dtype: torch.dtype | None = None
@@ -76,8 +87,11 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two operators."""
-        return self.m if self.operator == ALL_REDUCE else self.m // self.ranks
+        """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two matmuls.
+
+        Of an expert_exchange the experts are split into groups.
+        """
+        return self.m if self.operator in (ALL_REDUCE, EXPERT_EXCHANGE) else self.m // self.ranks
 
     @property
     def cut(self) -> int:
@@ -110,6 +124,11 @@ def problem_of(operator: str, x: Input, w: Weight, group: dist.ProcessGroup) -> 
         assert isinstance(w, QuantisedWeight)
         return replace(problem, int8_input=True, scale_dtype=w.scale.dtype)
     return with_scales(problem, w) if isinstance(w, QuantisedWeight) else problem
+
+
+def experts_problem(x: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Problem:
+    """Return the problem of an exchange of rows x [S, H] with `experts` experts on each rank of `group`."""
+    return Problem(EXPERT_EXCHANGE, experts, x.shape[-1], x.shape[-1], x.dtype, x.device.type, group.size())
 
 
 def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters, summed_in_backend_order
+from ascend_parallel.ops.collectives import BY_BACKEND, all_gather_single, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import product
@@ -68,7 +68,7 @@ def matmul_reduce_scatter(
     sizes: Sizes,
     after: Pending | None = None,
     *,
-    in_rank_order: bool = False,
+    order: str = BY_BACKEND,
     row_tile: int = 0,
     addend: torch.Tensor | None = None,
 ) -> Pending:
@@ -84,7 +84,7 @@ def matmul_reduce_scatter(
         return Pending(partial, REDUCE_SCATTER, group)
     pending = Pending(partial.new_empty(rows, partial.shape[1]), REDUCE_SCATTER, group)
     if rows:
-        (start,) = pending.expect(reduce_scatters, pending.tensor, (rows,), group, in_rank_order)
+        (start,) = pending.expect(reduce_scatters, pending.tensor, (rows,), group, order)
         pending.launch(start, partial)
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return pending

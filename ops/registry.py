@@ -11,19 +11,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 
-from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
+from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
+from ascend_parallel.ops.blocks import degree_tile
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, TP, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 
 # In the order of preference. Fused kernels run only on request, "chunked" with two chunks or more, "ordered" if the
-# others do not sum in rank order.
+# others do not sum in rank order, "tree" if the bits must be the same at every degree.
 KERNELS: dict[str, ModuleType] = {
     "npu": npu,
     "shm": shm,
     "chunked": chunked,
     "reference": reference,
     "ordered": ordered,
+    "tree": tree,
 }
 FUSED = ("npu", "shm")
 
@@ -35,12 +37,16 @@ class UnmetRequestError(RuntimeError):
     """COC_STRICT=1, and a call cannot meet a request of the settings; raised on every rank."""
 
 
+class DegreeError(ValueError):
+    """COC_DETERMINISTIC=tp, and a layer's bits would depend on the tensor-parallel degree; raised on every rank."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Kernel and chunks of a problem, with the reason.
 
     sizes
-        Rows of each chunk; columns for an int8 weight.
+        Rows of each chunk; columns for an int8 weight; the experts of each group for an expert_exchange.
     bit_exact
         Whether the result has the bits of the plain layer (a whole matmul and a single collective); None if the first
         call has to probe the machines (ops/bits.py).
@@ -68,7 +74,8 @@ class Choice:
 def choose(problem: Problem, settings: OperatorSettings) -> Choice:
     """Return kernel and chunks for `problem`; the same on every rank.
 
-    Raises `UnmetRequestError` if the settings are strict and the problem cannot meet their request.
+    Raises `UnmetRequestError` if the settings are strict and the problem cannot meet their request, `DegreeError` if
+    they ask for the same bits at every degree and the problem cannot have them.
     """
     return _cached_choice(problem, settings.for_operators)
 
@@ -93,6 +100,9 @@ def name_of(problem: Problem) -> str:
     weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
     weight = " of int8 by int8" if problem.int8_input else weight
     weight += " with communication in int8" if problem.comm_quant else ""
+    if problem.operator == EXPERT_EXCHANGE:
+        where = f"on {problem.ranks} {problem.device} ranks"
+        return f"{problem.operator} of {problem.m} experts a rank, rows of {problem.k} {dtype} {where}"
     shape = [problem.m, problem.k, problem.n]
     return f"{problem.operator} {shape} {dtype}{weight} on {problem.ranks} {problem.device} ranks"
 
@@ -105,8 +115,11 @@ def usual_chunks(settings: OperatorSettings) -> int:
 
 
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
-    tile = deterministic_tile(problem.m) if problem.deterministic else 0
-    if problem.ranks == 1:
+    exchange = problem.operator == EXPERT_EXCHANGE  # it sums nothing and leaves each expert's rows together
+    tile = 0
+    if problem.deterministic and not exchange:
+        tile = degree_tile(problem.m) if problem.deterministic == TP else deterministic_tile(problem.m)
+    if problem.ranks == 1 and (exchange or problem.deterministic != TP):
         options = _options("reference", problem, settings, tile)
         return Choice(
             problem, "reference", (problem.cut,), not tile, "one rank: nothing to communicate", "", False, options
@@ -119,7 +132,7 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
             sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
             exact, options = _bit_exact(problem, name, len(sizes)), _options(name, problem, settings, tile)
             return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
-    step = tile or (ROW_TILE if problem.antiquant else settings.chunk_rows)
+    step = 1 if exchange else tile or (ROW_TILE if problem.antiquant else settings.chunk_rows)
     request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, step)
     sizes, why = request.sizes, request.why
     if problem.comm_quant:
@@ -127,16 +140,22 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     elif tile and problem.antiquant:
         sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and chunks of columns could change bits"
     elif tile and request.given and (sizes := snap(request.sizes, tile)) != request.sizes:
-        why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC=1"
+        why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC={_asked(problem)}"
     unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     refusal = _refusal(plain, problem)
     if refusal is not None:
-        why = f"{why}; COC_DETERMINISTIC=1, and {plain}: {refusal}"
-    kernel = plain if refusal is None else "ordered"
+        why = f"{why}; COC_DETERMINISTIC={_asked(problem)}, and {plain}: {refusal}"
+    kernel = plain if refusal is None else "tree" if problem.deterministic == TP else "ordered"
+    if kernel == "tree" and (refusal := _refusal(kernel, problem)) is not None:
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {name_of(problem)}: {refusal}")
     exact = _bit_exact(problem, kernel, len(sizes))
     options = _options(kernel, problem, settings, tile)
     return Choice(problem, kernel, sizes, exact, why, unmet, request.given, options, step)
+
+
+def _asked(problem: Problem) -> str:
+    return TP if problem.deterministic == TP else "1"
 
 
 def _refusal(name: str, problem: Problem) -> str | None:
@@ -144,6 +163,8 @@ def _refusal(name: str, problem: Problem) -> str | None:
 
     "reference" is the only kernel of this package with communication in int8. Its sums are exact in any order.
     """
+    if problem.operator == EXPERT_EXCHANGE:
+        return None if name in ("chunked", "reference") else "it runs no experts"
     if problem.comm_quant and name != "npu":
         return None if name == "reference" else "it has no communication in int8"
     refusal: str | None = KERNELS[name].supports(problem)
@@ -189,8 +210,11 @@ def _count_request(
     sizes = split_rows(problem.cut, chunks, tile)
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
-        because = ", because COC_DETERMINISTIC=1" if problem.deterministic else ""
-        why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
+        because = f", because COC_DETERMINISTIC={_asked(problem)}" if problem.deterministic else ""
+        if problem.operator == EXPERT_EXCHANGE:
+            why += f"; {problem.cut} experts a rank allow {len(sizes)} groups"
+        else:
+            why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
     return _Request(chunks, sizes, why, met)
 
 
@@ -218,7 +242,9 @@ def _options(name: str, problem: Problem, settings: OperatorSettings, tile: int)
     if name == "npu":
         mode = npu_limits.engine(problem)
         return () if mode is None else (("comm_mode", mode),)
-    tiled = (("row_tile", tile),) if tile else ()
+    tiled: tuple[tuple[str, object], ...] = (("row_tile", tile),) if tile else ()
+    if name == "tree":
+        return (*tiled, ("features", tree.features_of(problem)))
     return (("time_limit", float(settings.time_limit)), *tiled) if name == "shm" else tiled
 
 
@@ -230,6 +256,8 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     with bits of their own: tiles of the deterministic mode, fused operators of torch_npu, operands padded on NPUs,
     chunks of an int8 weight's columns. Communication in int8 rounds the sums.
     """
+    if problem.operator == EXPERT_EXCHANGE:  # each expert gets the same rows in the same order
+        return True
     if problem.deterministic or problem.comm_quant or kernel == "npu":
         return False
     same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
@@ -287,4 +315,6 @@ def _reason(name: str, choice: Choice, settings: OperatorSettings) -> str:
         return "can, but another fused kernel was tried first" if requested else "can, with USE_COC_FUSED_KERNEL=1"
     if name == "ordered":
         return "can, with COC_DETERMINISTIC=1 where nothing else sums in rank order"
+    if name == "tree":
+        return "can, with COC_DETERMINISTIC=tp"
     return f"can, with {'two or more chunks' if name == 'chunked' else 'one chunk'}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from ascend_parallel.ops.problem import FUSED_RANKS
+from ascend_parallel.ops.problem import FUSED_RANKS, TP
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.ops.shape_table import Cut, SettingsError, Shape, ShapeTable, require, whole_number
 
@@ -58,8 +58,9 @@ class OperatorSettings:
         Without other sizes every cut is at a multiple of this many rows, so only a last chunk has fewer. Under 16 rows
         chunks may change bits; the probe then takes fewer chunks. COC_CHUNK_ROWS.
     deterministic
-        Multiply in tiles of rows, and sum over ranks in rank order and in fp32. The bits then depend neither on the
-        run, nor on the number of chunks (1 included), nor on the kernel. COC_DETERMINISTIC.
+        True: multiply in tiles of rows, and sum over ranks in rank order and in fp32. The bits then depend neither on
+        the run, nor on the number of chunks (1 included), nor on the kernel. "tp": multiply in blocks, and sum in one
+        tree; the bits do not depend on the tensor-parallel degree either. COC_DETERMINISTIC.
     strict
         Raise an error instead of a warning if a call cannot meet a request (a fused operator, chunks). COC_STRICT.
     time_limit
@@ -86,7 +87,7 @@ class OperatorSettings:
     k_min: int = 1024
     k_max: int = 4096
     chunk_rows: int = ROW_TILE
-    deterministic: bool = False
+    deterministic: bool | str = False
     strict: bool = False
     time_limit: int = 300
     comm_mode: str | None = None
@@ -95,8 +96,10 @@ class OperatorSettings:
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that is not allowed."""
         whole_number("num_chunks", self.num_chunks)
-        for name in ("fused", "matmul_soc_friendly", "deterministic", "strict", "auto"):
+        for name in ("fused", "matmul_soc_friendly", "strict", "auto"):
             require_switch(name, getattr(self, name))
+        orders = isinstance(self.deterministic, bool) or self.deterministic == TP
+        require("deterministic", self.deterministic, orders, 'true, false or "tp"')
         require("mode", self.mode, type(self.mode) is int and self.mode in MODES, "-1, 0, 1 or 2")
         allowed = self.comm_mode is None or self.comm_mode in COMM_MODES
         require("comm_mode", self.comm_mode, allowed, " or ".join(COMM_MODES))
@@ -146,6 +149,11 @@ class OperatorSettings:
             return self.mode
         overlap = self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto or self.deterministic
         return 2 if overlap else 0
+
+    @property
+    def at_every_degree(self) -> bool:
+        """Whether the bits are to be the same at every tensor-parallel degree; what cannot keep them is an error."""
+        return self.deterministic == TP
 
     @property
     def enabled(self) -> bool:

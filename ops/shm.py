@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import CollectiveError, Pending, first_line
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, NOT_AT_EVERY_DEGREE, REDUCE_SCATTER, TP, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile
 from ascend_parallel.ops.shm_extension import extension
 from ascend_parallel.process_groups import describe
@@ -53,6 +53,8 @@ def supports(problem: Problem) -> str | None:
         return f"dtype {problem.dtype}, not one of {', '.join(map(str, DTYPES))}"
     if problem.antiquant:
         return "it takes no int8 weight"
+    if problem.deterministic == TP:
+        return NOT_AT_EVERY_DEGREE
     return _wrong_count(problem.ranks) or problem.shm
 
 

@@ -16,14 +16,15 @@ backward ends, or until somebody reads them.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from threading import RLock
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ FACTORIES = (
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 # With one of them autograd stores a gradient.
 STORES = (aten.detach.default, aten.clone.default)
+_ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 # A postponed gradient keeps its operands.
 MOST_POSTPONED = 2
@@ -92,7 +94,7 @@ class LazyRows:
         self._fill: Callable[[int], object] | None = fill
         self._next = 0
         self._filling = False
-        self._lock = RLock()  # two threads of a program may read the same rows
+        self._lock = threading.RLock()  # two threads of a program may read the same rows
         self._whole: LazyRows = self if part_of is None else part_of._whole
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []
@@ -111,7 +113,7 @@ class LazyRows:
         """Finish all rows before `stop`."""
         if self.filled >= stop or self.finished:
             return
-        with self._lock, without_grad_and_modes():
+        with self._lock, _filling():
             self._filling = True
             try:
                 while not self.finished and self.filled < stop:
@@ -160,7 +162,7 @@ class LazyRows:
         self.finish_readers()
         fill, bounds = self._fill, list(pairwise((0, *self._stops)))
         if self.filled:
-            with without_grad_and_modes():
+            with _filling():
                 act(0, self.filled)
         if fill is None:
             return
@@ -170,6 +172,29 @@ class LazyRows:
             act(*bounds[index])
 
         self._fill = fill_and_change
+
+
+class _Thread(threading.local):
+    """Whether a thread fills rows: what fills them may ask for others."""
+
+    fills = False
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def _filling() -> Iterator[None]:
+    """Run a fill without autograd and modes; entering these takes longer than a small operator."""
+    if _THREAD.fills:
+        yield
+        return
+    with without_grad_and_modes():
+        _THREAD.fills = True
+        try:
+            yield
+        finally:
+            _THREAD.fills = False
 
 
 def _finish(references: Sequence[weakref.ReferenceType[LazyRows]]) -> None:
@@ -289,6 +314,10 @@ class UnfinishedTensor(torch.Tensor):
         """Pickle the finished tensor."""
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: Any = None) -> torch.Tensor | None:
+        """Return the finished gradient for the backward of a compiled function."""
+        return self.finished() if expected_type is torch.Tensor else None
+
     def _plain(self) -> torch.Tensor:
         """Return the finished tensor, with gradients as this one has them."""
         value = self._given_away()
@@ -362,7 +391,7 @@ _GRADIENTS: dict[int, list[torch.Tensor]] = {}
 def _note_gradient() -> None:
     """Have a gradient that autograd stores now in a leaf replaced by a plain tensor at the end of backward."""
     node = torch._C._current_autograd_node()
-    if not isinstance(node, torch._C._functions.AccumulateGrad):
+    if not isinstance(node, _ACCUMULATE_GRAD):
         return
     task = torch._C._current_graph_task_id()
     if task not in _GRADIENTS:
@@ -376,7 +405,9 @@ def _finish_gradients(leaves: Sequence[torch.Tensor]) -> None:
     for leaf in leaves:
         gradient: Any = leaf.grad
         if isinstance(gradient, UnfinishedTensor):
-            leaf.grad = gradient.finished()
+            value = gradient.finished()
+            if leaf.shape == value.shape:  # DeepSpeed's ZeRO 3 has freed its weight before it takes the gradient
+                leaf.grad = value
         elif isinstance(local := getattr(gradient, "_local_tensor", None), UnfinishedTensor):  # of a DTensor
             gradient._local_tensor = local.finished()
 
@@ -440,7 +471,16 @@ def _any_unfinished(args: Any, kwargs: Any) -> bool:
 
 
 def _unfinished_in(args: Any, kwargs: Any) -> list[UnfinishedTensor]:
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, UnfinishedTensor)]
+    return [leaf for leaf in _tensors_in((*args, *kwargs.values())) if isinstance(leaf, UnfinishedTensor)]
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operator's arguments, which may be lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
 def _whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -619,12 +659,14 @@ class _Operands:
         """Find the rows of every tensor; `dims`: the number of dimensions of the result. Raises `_NotByRows`."""
         self._name = func._schema.name
         self._changes = args[0] if func._schema.is_mutable else None
-        self.rows, self._leaves, self._places = like._rows, *pytree.tree_flatten((args, kwargs))
+        self.rows, self._args, self._kwargs = like._rows, list(args), kwargs
+        if _hold_tensors(args, kwargs):
+            raise _NotByRows
         self.sources: list[LazyRows] = []
         self._read: list[_Unchanged] = []
         self._cut: dict[int, tuple[torch.Tensor, ...]] = {}
         lead, shape = like._rows.lead, like.shape[: like._rows.lead]
-        for place, leaf in enumerate(self._leaves):
+        for place, leaf in enumerate(args):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.dim() == dims and leaf.shape[:lead] == shape:
@@ -638,7 +680,7 @@ class _Operands:
             ):
                 raise _NotByRows
             else:  # as small as a row; FSDP may free a norm's weight before the rows are there
-                self._leaves[place] = leaf.reshape(leaf.shape[max(0, leaf.dim() - (dims - lead)) :]).clone()
+                self._args[place] = leaf.reshape(leaf.shape[max(0, leaf.dim() - (dims - lead)) :]).clone()
 
     def _source(self, leaf: torch.Tensor) -> torch.Tensor:
         if leaf is not self._changes:
@@ -660,10 +702,16 @@ class _Operands:
         """Return arguments and keyword arguments of some rows of a block."""
         for read in self._read:
             read.check(self._name)
-        leaves = list(self._leaves)
+        args = list(self._args)
         for place, blocks in self._cut.items():
-            leaves[place] = blocks[block][start:stop]
-        return pytree.tree_unflatten(leaves, self._places)
+            args[place] = blocks[block][start:stop]
+        return args, self._kwargs
+
+
+def _hold_tensors(args: Any, kwargs: Any) -> bool:
+    """Tell whether there are tensors in lists, or in arguments that are given by name."""
+    lists = [value for value in args if isinstance(value, (list, tuple))]
+    return any(True for _ in _tensors_in((*lists, *kwargs.values())))
 
 
 class _Unchanged:
@@ -694,11 +742,10 @@ class _NotByRows(Exception):
 
 def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None) -> Any:
     """Run an operator chunk by chunk: elementwise, or along the last `trailing` dimensions of its first argument."""
-    metas = [_on_meta(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
-    results = _results(func, pytree.tree_structure((args, kwargs)), tuple(metas))
+    results = _results(func, tuple(map(_on_meta, args)), tuple((name, _on_meta(kwargs[name])) for name in kwargs))
     if results is None:
         return NotImplemented
-    shapes, structure = results
+    shapes, several = results
     dims = args[0].dim() if trailing is not None else len(shapes[0][0])
     like = next((leaf for leaf in _unfinished_in(args, kwargs) if _leads(leaf, shapes[0][0], dims)), None)
     if like is None or (trailing is not None and (like is not args[0] or trailing > like.dim() - like._rows.lead)):
@@ -722,14 +769,18 @@ def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None) -> Any:
                 compute_rows(func._schema.name, into.func, *args_c, **kwargs_c, **{into.out: places[0]})
                 continue
             results_c = compute_rows(func._schema.name, func, *args_c, **kwargs_c)
-            for place, result_c in zip(places, pytree.tree_leaves(results_c), strict=True):
+            for place, result_c in zip(places, _listed(results_c), strict=True):
                 place.copy_(result_c)
 
     progress = LazyRows(rows.progress.sizes, fill)
     for source in operands.sources:
         source.read_by(progress)
     made = [UnfinishedTensor(buffer, Rows(progress, rows.blocks, lead)) for buffer in buffers]
-    return pytree.tree_unflatten(made, structure)
+    return made if several else made[0]
+
+
+def _listed(results: Any) -> Sequence[torch.Tensor]:
+    return (results,) if isinstance(results, torch.Tensor) else results
 
 
 @dataclass(frozen=True)
@@ -794,24 +845,23 @@ def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
 
     The whole operator runs, so that its bits stay.
     """
-    leaves, places = pytree.tree_flatten((args, kwargs))
-    results = _results(func, places, tuple(map(_on_meta, leaves)))
-    if results is None:
+    results = _results(func, tuple(map(_on_meta, args)), tuple((name, _on_meta(kwargs[name])) for name in kwargs))
+    if results is None or _hold_tensors(args, kwargs):
         return NotImplemented
-    shapes, structure = results
+    shapes, several = results
     x = args[0]
-    read = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == x.dim()]
+    read = [leaf for leaf in _tensors_in(args) if leaf.dim() == x.dim()]
     # What is as small as a row may change before, such as a weight that a hook updates.
-    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.dim() != x.dim() else leaf for leaf in leaves]
+    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.dim() != x.dim() else leaf for leaf in args]
     unchanged = [_Unchanged(leaf) for leaf in read]
     buffers = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in shapes]
 
     def fill(_: int) -> None:
-        whole_args, whole_kwargs = pytree.tree_unflatten(list(map(finished, kept)), places)
+        whole_args = list(map(finished, kept))
         for operand in unchanged:
             operand.check(func._schema.name)
-        found = compute_rows(func._schema.name, func, *whole_args, **whole_kwargs)
-        for buffer, result in zip(buffers, pytree.tree_leaves(found), strict=True):
+        found = compute_rows(func._schema.name, func, *whole_args, **kwargs)
+        for buffer, result in zip(buffers, _listed(found), strict=True):
             buffer.copy_(result)
 
     progress = LazyRows((1,), fill)
@@ -821,12 +871,12 @@ def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
     if len(sources) == 1:  # a second one would be waited for
         sources[0].followed_by(progress)
     made = [UnfinishedTensor(buffer, Rows(progress, 1, 0)) for buffer in buffers]
-    return pytree.tree_unflatten(made, structure)
+    return made if several else made[0]
 
 
 def _retains() -> bool:
     """Tell whether a copy made now may be a gradient that the user has asked autograd to retain."""
-    return in_backward() and not isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
+    return in_backward() and not isinstance(torch._C._current_autograd_node(), _ACCUMULATE_GRAD)
 
 
 def _leads(leaf: UnfinishedTensor, shape: Sequence[int], dims: int) -> bool:
@@ -838,6 +888,8 @@ def _leads(leaf: UnfinishedTensor, shape: Sequence[int], dims: int) -> bool:
 def _on_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    if isinstance(leaf, (list, tuple)):
+        return _Constant(list, tuple(map(_on_meta, leaf)))
     return _Constant(type(leaf), leaf)
 
 
@@ -857,23 +909,23 @@ class _Constant:
     value: Any
 
     def made(self) -> Any:
-        return self.value
+        return [each.made() for each in self.value] if self.kind is list else self.value
 
 
 @lru_cache(maxsize=4096)
-def _results(func: Any, structure: Any, leaves: tuple[Any, ...]) -> Any:
-    """Return shape and dtype of each result, and their structure; None if they are no contiguous tensors."""
+def _results(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """Return shape and dtype of each result, and whether there are several; None if they are no contiguous tensors."""
     if any(str(result.type) != "Tensor" for result in func._schema.returns):
         return None
     with without_grad_and_modes():
-        args, kwargs = pytree.tree_unflatten([leaf.made() for leaf in leaves], structure)
         try:
-            results, of_results = pytree.tree_flatten(func(*args, **kwargs))
+            found = func(*(each.made() for each in args), **{name: each.made() for name, each in kwargs})
         except (NotImplementedError, RuntimeError):  # no meta kernel; or the call is wrong, which the whole call says
             return None
+    results = _listed(found)
     if not all(isinstance(result, torch.Tensor) and result.is_contiguous() for result in results):
         return None
-    return [(tuple(result.shape), result.dtype) for result in results], of_results
+    return [(tuple(result.shape), result.dtype) for result in results], not isinstance(found, torch.Tensor)
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> Any:

@@ -11,6 +11,8 @@ from types import ModuleType
 
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.deepspeed import DEEPSPEED
+from ascend_parallel.patches.megatron import every_degree as megatron_every_degree
+from ascend_parallel.patches.megatron import experts as megatron_experts
 from ascend_parallel.patches.megatron import seam as megatron_core
 from ascend_parallel.patches.mindspeed import layernorm_column
 from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
@@ -21,7 +23,9 @@ from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-SEAMS = (megatron_core.seam(layernorm_column.ON_TOP), TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM)
+EVERY_DEGREE = [megatron_core.OnTop(module, make) for module, make in megatron_every_degree.patch_sets().items()]
+MEGATRON = megatron_core.seam(megatron_experts.ON_TOP, layernorm_column.ON_TOP, *EVERY_DEGREE)
+SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 
@@ -64,12 +68,12 @@ class Patches:
     def offer(self, seam: Seam, settings: Settings) -> None:
         """Patch a framework that has been imported, or leave it as it is and log the reason once on rank 0.
 
-        The reason is an error with COC_STRICT=1, or if COC_FRAMEWORKS names the framework.
+        The reason is an error with COC_STRICT=1 or COC_DETERMINISTIC=tp, or if COC_FRAMEWORKS names the framework.
         """
         try:
             self.apply(seam, settings)
         except PatchError as error:
-            if settings.strict or settings.frameworks is not None:
+            if settings.strict or settings.at_every_degree or settings.frameworks is not None:
                 raise
             self._left[seam.name] = str(error)
             say_once(f"left as it is: {error}")

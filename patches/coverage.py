@@ -18,6 +18,9 @@ from ascend_parallel.overlap.choices import backward_settings, column_backward_s
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.tuning.measured.pass_times import Case
 
+# The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
+EXPERTS = "ascend_parallel_experts"
+
 
 @dataclass(frozen=True)
 class Count:
@@ -46,17 +49,31 @@ class Count:
 
 @dataclass(frozen=True)
 class Coverage(Count):
-    """The number of covered linear layers of a model: those that are overlapped."""
+    """The number of covered linear layers of a model: those that are overlapped.
+
+    experts
+        The number of covered layers of experts, of all that a patched framework has made expert parallel.
+    """
+
+    experts: Count = Count(0, 0)
 
     def __str__(self) -> str:
         """Return the counts and reasons in a sentence."""
-        return self.of_total("linear layers covered")
+        text = self.of_total("linear layers covered")
+        return f"{text}; {self.experts.of_total('layers of experts covered')}" if self.experts.total else text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {**super().as_dict(), "experts": self.experts.as_dict()}
 
 
 def coverage(model: torch.nn.Module) -> Coverage:
     """Return the coverage of all linear layers of `model`, of every framework and torch's own."""
     linear = [module for module in model.modules() if _is_linear(type(module))]
-    return Coverage(**vars(_counted([_uncovered(module) for module in linear])))
+    experts = [module for module in model.modules() if hasattr(_forward(module), EXPERTS)]
+    uncovered = [getattr(_forward(module), EXPERTS).uncovered(module) for module in experts]
+    named = [reason and f"{type(module).__name__}: {reason}" for module, reason in zip(experts, uncovered, strict=True)]
+    return Coverage(**vars(_counted([_uncovered(module) for module in linear])), experts=_counted(named))
 
 
 def _counted(reasons: Sequence[str | None]) -> Count:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,16 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.patches.base import defined_in, full_name
-from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
+from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
 from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
 
+# Of a configuration of transformers: probabilities with which functions drop elements of attention.
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 # The attribute of a module that holds what was installed on it: a program may put another forward on top.
 INSTALLED = "_ascend_parallel_installed"
 # torch's own functions, for which an overlapped layer stands; None: replaced before this package was imported.
@@ -38,6 +43,7 @@ class InForce:
     def __init__(self) -> None:
         """No patch is in force, and no forward is installed."""
         self.framework: InstalledLayers | None = None
+        self.without_tree: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of COC_DETERMINISTIC=tp
         self._count = 0
         self._digest = hashlib.sha256()
 
@@ -64,6 +70,30 @@ class InstalledLayers(Framework):
         """Hold the settings; ranks compare the version and the layers of `in_force`."""
         super().__init__(settings)
         self._title, self._version, self._in_force = title, version, in_force
+        self._without_dropout: WeakSet[Any] = WeakSet()
+
+    def put_in_force(self) -> None:
+        """Have installed forwards run with these settings, and with them DTensor's norms if they have to be."""
+        self._in_force.framework = self
+        if self.settings.at_every_degree:
+            install_norms()
+
+    def put_out_of_force(self) -> None:
+        """Have installed forwards run the framework's own, and DTensor its own norms."""
+        self._in_force.framework = None
+        remove_norms()
+
+    def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Return what compares settings before ranks communicate, and refuses torch's parallel loss if it has to."""
+        compare = super().confirm(group)
+        if not self.settings.at_every_degree:
+            return compare
+
+        def confirm() -> None:
+            refuse_loss_parallel()
+            compare()
+
+        return confirm
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of a module with an installed forward."""
@@ -74,19 +104,40 @@ class InstalledLayers(Framework):
         return installed_on(layer).uncovered(layer)
 
     def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
-        """Return the tuner's description of a call of `layer`."""
-        return case_of(kind, x, weight, **options)
+        """Return the tuner's description of a call of `layer`; None: of experts, whose matmuls are the framework's."""
+        return None if kind == "experts" else case_of(kind, x, weight, **options)
 
     def refuse_conflicts(self, layer: Any) -> None:
-        """No feature of these frameworks overlaps the same layers eagerly."""
+        """No feature of these frameworks overlaps the same layers eagerly; COC_DETERMINISTIC=tp excludes dropout."""
+        looks = self.settings.at_every_degree and layer.training and torch.is_grad_enabled()
+        if looks and layer not in self._without_dropout:
+            for model in models_with(layer):
+                refuse_dropout(model)
+                self._without_dropout.update(model.modules())
 
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks: the version, and the layers that are overlapped."""
         title = self._title
         return {
             f"version of {title}": self._version,
-            f"tensor-parallel linear layers of {title}": self._in_force.layers,
+            f"parallel layers of {title}": self._in_force.layers,
         }
+
+
+def refuse_dropout(model: torch.nn.Module) -> None:
+    """Raise `DegreeError` if a model drops elements: each rank draws masks of its own features."""
+    config = getattr(model, "config", None)
+    asked = [f"config {name}={getattr(config, name)}" for name in ATTENTION_DROPOUT if getattr(config, name, 0)]
+    asked += [
+        f"{path} has p={module.p}"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p
+    ]
+    if asked:
+        raise DegreeError(
+            f"COC_DETERMINISTIC=tp: {type(model).__name__} trains with dropout ({asked[0]}), whose masks each rank "
+            "draws for its own features: set it to 0"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +179,10 @@ class Installed:
             return "it is being compiled, and a process group cannot be"
         if not _is_linear(type(module)):
             return "it is no torch.nn.Linear, but a class of its own"
-        if self.group.size() == 1:
+        if self.in_force.framework.settings.at_every_degree:
+            for text in self.in_force.without_tree.values():
+                return text
+        elif self.group.size() == 1:
             return ONE_RANK
         if (replaced := replaced_below()) is not None:
             return replaced

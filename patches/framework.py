@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,7 +14,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.ops import DegreeError, UnmetRequestError
+from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
 from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import Verifier
@@ -22,11 +24,36 @@ from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
 from ascend_parallel.tuning.measured.pass_times import Case
 
 log = logging.getLogger("ascend_parallel")
 
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
+
+
+def models_with(layer: Any) -> list[torch.nn.Module]:
+    """Return the modules of this process that contain `layer`: slow."""
+    models = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    return [model for model in models if any(module is layer for module in model.modules())]
+
+
+def described(layer: Any) -> str:
+    """Return the path of a module in its model, and its class, for an error: looks at all modules of the process."""
+    paths = [path for model in models_with(layer) for path, module in model.named_modules() if module is layer]
+    path, kind = max(paths, key=len, default=""), type(layer).__name__
+    return f"{path} ({kind})" if path else kind
+
+
+def _refuse_uneven(layer: Any, kind: str, weight: Any, group: dist.ProcessGroup) -> None:
+    """Raise `DegreeError` if the features that ranks share cannot be cut into the blocks of every degree."""
+    if kind == "experts":
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: experts and their router have no tree")
+    if BLOCKS % group.size():
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: {group.size()} ranks are not 1, 2, 4 or {BLOCKS}")
+    features = BlockedFeatures((weight.shape[0 if kind == "column" else 1],), BLOCKS // group.size())
+    if features.refusal:
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: {features.refusal}")
 
 
 class Framework(ABC):
@@ -49,6 +76,7 @@ class Framework(ABC):
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.confirm, self.by, self.beside_run) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
+        self.expert_groups = ExpertGroups(settings)
         self._logged: set[str] = set()
         self._announced = False
 
@@ -91,6 +119,8 @@ class Framework(ABC):
         """Raise an error for features that exclude overlap; return the call's group and settings."""
         group = self.group_of(layer)
         self.refuse_conflicts(layer)
+        if self.settings.at_every_degree:
+            _refuse_uneven(layer, kind, weight, group)
         if group not in self._checked:
             refuse_foreign_plan(self.settings, group, x.device)
             self._checked.add(group)
@@ -142,7 +172,12 @@ class Framework(ABC):
         return functools.partial(self._agreement.confirm, group)
 
     def log_uncovered(self, layer: Any, reason: str) -> None:
-        """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead."""
+        """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead.
+
+        Raises `DegreeError` if the bits are to be the same at every degree.
+        """
+        if self.settings.at_every_degree:
+            raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)} cannot run in the tree: {reason}")
         text = f"{type(layer).__name__} runs without overlap: {reason}"
         if self.settings.strict and reason != ONE_RANK:
             raise UnmetRequestError(f"COC_STRICT=1: {text}")

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.overlap.choices import cast_by_autocast, operand_dtype
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.linear import column_linear, row_linear
@@ -73,6 +74,11 @@ class LinearCall:
 
 def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
     """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks."""
+    if framework.settings.at_every_degree and call.sequence_dim is not None and torch.is_grad_enabled():
+        raise DegreeError(
+            "COC_DETERMINISTIC=tp: sequence parallelism: the gradients of norms are summed over the ranks' rows, which "
+            "has no tree; train without it"
+        )
     if (verifier := framework.verifier) is not None:
         y: torch.Tensor = framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
     elif framework.region_choice.undecided:
@@ -82,8 +88,10 @@ def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
     return y
 
 
-def too_few_rows(call: LinearCall) -> bool:
+def too_few_rows(framework: Framework, call: LinearCall) -> bool:
     """Tell whether the original should run because the call has few rows, and no backward follows."""
+    if framework.settings.at_every_degree:
+        return False
     graded = torch.is_grad_enabled() and (call.x.requires_grad or call.weight.requires_grad)
     return not graded and call.x.shape[:-1].numel() < LEAST_ROWS
 
@@ -153,7 +161,8 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
         x = swapped(x)
     options["dtensors"] = (call.dtensors[0] if x is call.x else None, call.dtensors[1])
     if call.kind == "column":
-        wrapper = run_directly if call.added or call.sequence_dim is not None else torch_linear(call)
+        direct = call.added or call.sequence_dim is not None or settings.at_every_degree
+        wrapper = run_directly if direct else torch_linear(call)
         y = column_linear(x, call.weight, call.bias, forward_wrapper=wrapper, **options)
     else:
         y = row_linear(x, call.weight, **options)

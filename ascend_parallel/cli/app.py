@@ -121,6 +121,9 @@ def verify(
     every: int = typer.Option(
         1, "--every", metavar="N", min=1, max=RAREST, help="Check the first and then every N-th call (COC_VERIFY)."
     ),
+    degrees: str | None = typer.Option(
+        None, "--degrees", metavar="1,2,4", help="Start the script at these degrees instead, and compare their bits."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Rank 0 prints the results as a last line of JSON."),
 ) -> None:
     """Run a training script with overlap, and compare its layers with the framework's own.
@@ -131,5 +134,7 @@ def verify(
     Example:
 
       COC_PARALLEL_NUM=4 torchrun --nproc-per-node 8 -m ascend_parallel verify --every 10 train.py --layers 32
+
+      ascend-parallel verify --degrees 1,2,4 train.py --layers 4
     """
     raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")

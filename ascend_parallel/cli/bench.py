@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 
 from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.bench import experts
 from ascend_parallel.tuning.bench.results import Row, plot, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
@@ -43,6 +45,7 @@ ParallelOption = Annotated[bool, typer.Option(help="All-gather and reduce-scatte
 DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
 ChunksOption = Annotated[str, typer.Option(help="Chunk counts to try, separated by commas.")]
 RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="Timings of each variant.")]
+ORDERS = {"1": ["1"], "tp": ["1", "tp"]}
 LinkOption = Annotated[
     str | None,
     typer.Option(
@@ -84,10 +87,21 @@ def bench(
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    deterministic: Annotated[
+        str | None,
+        typer.Option(metavar="1|tp", help="Time the values of COC_DETERMINISTIC up to this too, and print all lines."),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Print a line for every variant, not only the best.")] = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Write a chart to this file: .png, .svg, .pdf.")
     ] = None,
+    moe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EXPERTS,ROWS,HIDDEN,INNER", help="Time a layer of experts instead; --chunks are groups of experts."
+        ),
+    ] = None,
+    shared: Annotated[int, typer.Option(min=0, max=MOST_ROWS, help="For --moe: width of a shared expert.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
 ) -> None:
     """Time linear layers: serial, in chunks, with the cost model's chunk sizes and fused, beside the lower bound.
@@ -102,7 +116,15 @@ def bench(
       ascend-parallel bench --model llama2-7b --scale 8 --seq 512 --all
 
       ascend-parallel bench --model llama3-8b --scale 4 --tp 4 --json > bench.json
+
+      ascend-parallel bench --shape 2048,1024,1024 --deterministic tp
+
+      ascend-parallel bench --moe 8,1024,1024,512 --shared 128 --link 1gbit
     """
+    if moe is not None:
+        with errors("bench", LinkError):
+            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, as_json)
+        return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
     with errors("bench", LinkError):
@@ -111,14 +133,51 @@ def bench(
         request = _request(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
         )
-        measured = _measure(request, as_json)
+        orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
+        measured = _measure(request, as_json, orders)
         rows = rows_of(request.names, measured["passes"])
         if as_json:
             typer.echo(json.dumps(_report(request, measured, rows), indent=1))
         else:
-            show(rows, _conditions(request, measured), console(WIDTH), every=every)
+            show(rows, _conditions(request, measured), console(WIDTH), every=every or bool(orders))
         if plot_file is not None:
             plot(rows, _conditions(request, measured), plot_file)
+
+
+def _bench_experts(
+    moe: str,
+    shared: int,
+    model: str | None,
+    shapes: list[str] | None,
+    tp: int,
+    dtype: str,
+    chunks: str,
+    rounds: int,
+    link: str | None,
+    as_json: bool,
+) -> None:
+    if model is not None or shapes:
+        raise PlanningError("give one of --model, --shape and --moe")
+    lookup("--dtype", dtype, DTYPES)
+    case = experts.ExpertsCase.parse(moe, shared, dtype, tp)
+    groups = [count for count in _counts(chunks) if count <= case.experts // tp]
+    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
+        measured = call_on_ranks(
+            "ascend_parallel.tuning.bench.experts:measure",
+            tp,
+            limit=60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 4,
+            link=link,
+            on_progress=status.update,
+            case=asdict(case),
+            groups=groups,
+            rounds=rounds,
+        )
+    if as_json:
+        typer.echo(json.dumps(experts.as_dict(case, measured["times"]), indent=1))
+        return
+    over = f"a link of {link}" if link else "loopback"
+    conditions = f"{case}; {tp} ranks of one thread over {over}; torch {measured['torch']}; medians of {rounds} rounds"
+    experts.show(measured["times"], conditions, console(WIDTH))
 
 
 def tune(
@@ -205,11 +264,7 @@ def _request(
         kinds = lookup("--layer", layer, {"both": LAYERS, "row": ("row",), "column": ("column",)})
         names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
         title = "shapes"
-    counts = [whole(text) or 0 for text in chunks.split(",")]
-    if min(counts) < 2 or max(counts) > 64:
-        raise PlanningError(
-            f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
-        )
+    counts = _counts(chunks)
     return BenchRequest(
         names=names,
         cases=cases,
@@ -222,7 +277,16 @@ def _request(
     )
 
 
-def _measure(request: BenchRequest, as_json: bool) -> dict[str, Any]:
+def _counts(chunks: str) -> list[int]:
+    counts = [whole(text) or 0 for text in chunks.split(",")]
+    if min(counts) < 2 or max(counts) > 64:
+        raise PlanningError(
+            f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
+        )
+    return counts
+
+
+def _measure(request: BenchRequest, as_json: bool, deterministic: Sequence[str] = ()) -> dict[str, Any]:
     with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             "ascend_parallel.tuning.bench.passes:measure",
@@ -234,6 +298,7 @@ def _measure(request: BenchRequest, as_json: bool) -> dict[str, Any]:
             chunks=request.chunks,
             fused=request.fused and request.link is None,
             rounds=request.rounds,
+            deterministic=list(deterministic),
         )
     return measured
 

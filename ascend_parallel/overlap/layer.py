@@ -13,11 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ascend_parallel.ops.blocks import (
+    BLOCKS,
+    BlockedFeatures,
+    gradient_of_columns,
+    gradient_of_rows,
+    sum_of_rows,
+)
 from ascend_parallel.ops.operators import autocast_off, without_autocast
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import RECORDING, recorded_layer, recorded_pass
+from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.unfinished import in_backward, may_stay_unfinished, unfinished, whole
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, region_settings
+from ascend_parallel.overlap.digests import write_digests
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -41,16 +50,60 @@ class ParallelLinear:
     forward_wrapper: ForwardWrapper = run_directly
     leaves_rows: int = 0  # results in chunks of as many rows stay unfinished; 0: none
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    parts: tuple[int, ...] = ()  # features of a fused weight's parts on this rank; empty: one part
+    kind: str = ""  # "column" or "row" in backward
 
     @cached_property
     def in_column_backward(self) -> ParallelLinear:
         """The layer with the settings of a column layer's backward."""
-        return replace(self, settings=column_backward_settings(self.settings))
+        return replace(self, settings=column_backward_settings(self.settings), kind="column")
 
     @cached_property
     def in_row_backward(self) -> ParallelLinear:
         """The layer with the settings of a row layer's backward."""
-        return replace(self, settings=backward_settings(self.settings))
+        return replace(self, settings=backward_settings(self.settings), kind="row")
+
+    def write_digest(self, kind: str, name: str, tensor: torch.Tensor | None, dim: int | None) -> None:
+        """Write the digest of a tensor of a "column" or "row" layer, whose dimension `dim` ranks share, if asked to.
+
+        With dim=None every rank has the tensor whole, or with sequence parallelism its rows.
+        """
+        if self.settings.digests is None or tensor is None:
+            return
+        by_rows = dim is None and self.sequence_parallel
+        parts = () if dim is None else self.parts
+        write_digests(self.settings.digests, f"{kind} layer", name, tensor, self.group, 0 if by_rows else dim, parts)
+
+    def refuse_partial_gradient(self, x: torch.Tensor) -> None:
+        """Raise `DegreeError` for a column layer whose dx others sum over the ranks, if the sum has to be a tree."""
+        partial = not (self.sequence_parallel or self.reduce_input_grad) and x.requires_grad
+        if partial and self.settings.at_every_degree:
+            raise DegreeError(
+                "COC_DETERMINISTIC=tp: a column layer with reduce_input_grad=False leaves the sum of its input "
+                "gradient to others, whose bits depend on the number of ranks"
+            )
+
+    def weight_gradient_of(
+        self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return dw [N, K] of a backward, or None if it was accumulated elsewhere: contiguous x_m [M, K], dy_m [M, N].
+
+        For the same bits at every degree, the features that ranks share are multiplied block by block.
+        """
+        if not self.settings.at_every_degree:
+            return self.weight_gradient.compute(x_m, dy_m, out)
+        gradient, cut = (gradient_of_rows, dy_m) if self.kind == "column" else (gradient_of_columns, x_m)
+        dw = self.weight_gradient.compute(x_m, dy_m, None, functools.partial(gradient, features=self._features(cut)))
+        return dw if out is None or dw is None else out.copy_(dw)
+
+    def bias_gradient_of(self, dy_m: torch.Tensor) -> torch.Tensor:
+        """Return db [N] of a column layer's backward: dy_m [M, N]."""
+        if not self.settings.at_every_degree:
+            return self.weight_gradient.bias(dy_m)
+        return self.weight_gradient.bias(dy_m, functools.partial(sum_of_rows, features=self._features(dy_m)))
+
+    def _features(self, shared_m: torch.Tensor) -> BlockedFeatures:
+        return BlockedFeatures(self.parts or (shared_m.shape[1],), BLOCKS // self.group.size())
 
     @property
     def kept_for_backward(self) -> ParallelLinear:

@@ -17,6 +17,7 @@ from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
     run_all_gather_matmul,
+    run_matmul,
     scattered_shape,
     shaped,
     start_gather_rows,
@@ -26,7 +27,7 @@ from ascend_parallel.ops.operators import (
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, check_operands
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute
+from ascend_parallel.ops.record import BESIDE, compute
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
@@ -56,6 +57,7 @@ def column_linear(
     forward_wrapper: ForwardWrapper = run_directly,
     leaves_rows: int = 0,
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    parts: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Run a column-parallel linear layer on one rank of `group`.
 
@@ -67,7 +69,8 @@ def column_linear(
     With reduce_input_grad=False dx is this rank's part of the sum (sequence_parallel always reduce-scatters dx).
     before_communicating is called before each pass's first collective. ``forward_wrapper(fn)`` runs `fn`, or
     returns its saved products during recompute. `dtensors`: those whose local tensors x and the weight are; autograd
-    then notices an operator that changes them in place before backward.
+    then notices an operator that changes them in place before backward. `parts`: the outputs of each part of a fused
+    weight on this rank, such as (gate, up), which COC_DETERMINISTIC=tp has to know.
 
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
@@ -82,6 +85,7 @@ def column_linear(
         forward_wrapper=forward_wrapper,
         leaves_rows=leaves_rows,
         dtensors=dtensors,
+        parts=parts,
     )
     return run_column(x, weight_shard_n, bias_shard_n, layer)
 
@@ -90,6 +94,7 @@ def run_column(
     x: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: ParallelLinear
 ) -> torch.Tensor:
     """Run `column_linear` with the options of `layer`."""
+    layer.refuse_partial_gradient(x)
     if torch.is_autocast_enabled(x.device.type):
         x, weight_shard_n = cast_by_autocast(x), cast_by_autocast(weight_shard_n)
     y: torch.Tensor = ColumnLinear.apply(x, weight_shard_n, bias_shard_n, layer)  # type: ignore[no-untyped-call]
@@ -108,6 +113,7 @@ def row_linear(
     forward_wrapper: ForwardWrapper = run_directly,
     leaves_rows: int = 0,
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    parts: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Run a row-parallel linear layer, without its bias, on one rank of `group`.
 
@@ -128,6 +134,7 @@ def row_linear(
         forward_wrapper=forward_wrapper,
         leaves_rows=leaves_rows,
         dtensors=dtensors,
+        parts=parts,
     )
     return run_row(x_shard_k, weight_shard_k, layer)
 
@@ -173,6 +180,7 @@ class ColumnLinear(torch.autograd.Function):
             else:
                 y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
         _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
+        layer.write_digest("column", "output", y, -1)
         return y
 
     @staticmethod
@@ -192,14 +200,16 @@ class ColumnLinear(torch.autograd.Function):
         elif layer.reduce_input_grad and weight is not None:
             layer.about_to_communicate()
             settings = layer.settings_for(ALL_REDUCE, dy, weight)
-            pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR)
+            pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR, parts=layer.parts)
             with pending.launching():
                 dx, dw = gradients_under(layer, pending, lambda: kept, dy, kept)
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
         dx = None if dx is None else dx.view(ctx.x_shape)
         # Last: a sum over rows needs all of them, and dx is then on its way.
-        db = layer.weight_gradient.bias(rows_of(output_gradient.contiguous())) if ctx.needs_input_grad[2] else None
+        db = layer.bias_gradient_of(rows_of(output_gradient.contiguous())) if ctx.needs_input_grad[2] else None
+        for name, gradient, dim in (("input", dx, None), ("weight", dw, 0), ("bias", db, 0)):
+            layer.write_digest("column", f"{name} gradient", gradient, dim)
         return dx, placeholder if postponed else dw, db, None
 
 
@@ -230,6 +240,7 @@ class RowLinear(torch.autograd.Function):
             else:
                 y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
+        layer.write_digest("row", "output", y, None)
         return y
 
     @staticmethod
@@ -250,7 +261,10 @@ class RowLinear(torch.autograd.Function):
             dx, dw = row_sequence_backward(dy, x, weight, layer, layout)
         else:
             dx, dw = None, weight_gradient_of(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
-        return None if dx is None else dx.view(ctx.x_shape), dw, None
+        dx = None if dx is None else dx.view(ctx.x_shape)
+        for name, gradient, dim in (("input", dx, -1), ("weight", dw, 1)):
+            layer.write_digest("row", f"{name} gradient", gradient, dim)
+        return dx, dw, None
 
 
 def _column_forward(
@@ -261,13 +275,20 @@ def _column_forward(
     if layer.sequence_parallel:
         layer.about_to_communicate()
         y_m, gathered_m = run_all_gather_matmul(
-            x, weight.t(), layer.group, layer.settings, keep, layout=TRANSPOSED, leaves_rows=layer.leaves_rows
+            x,
+            weight.t(),
+            layer.group,
+            layer.settings,
+            keep,
+            layout=TRANSPOSED,
+            leaves_rows=layer.leaves_rows,
+            parts=layer.parts,
         )
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
     else:
         w = weight.t()
         check_operands("column_linear", x, w)
-        y = compute(MATMUL, "matmul", torch.matmul, x, w)
+        y = run_matmul(x, w, layer.group, layer.settings, layer.parts)
     if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
         y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
     return y, gathered_m if keep else None
@@ -281,9 +302,9 @@ def _row_forward(x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torc
         settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
     if layer.sequence_parallel:
         plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
-        y_m = layer.result(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout))
+        y_m = layer.result(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout, parts=layer.parts))
         return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-    y_m = layer.result(start_matmul_all_reduce(x, w, group, settings, layout=layout))
+    y_m = layer.result(start_matmul_all_reduce(x, w, group, settings, layout=layout, parts=layer.parts))
     return shaped(y_m, (*x.shape[:-1], w.shape[1]))
 
 
@@ -291,7 +312,7 @@ def _local_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication; of an unfinished dy each chunk as its rows come."""
-    dx = None if weight is None else finished(compute(MATMUL, "matmul", torch.matmul, dy, weight))
+    dx = None if weight is None else finished(run_matmul(dy, weight, layer.group, layer.settings, layer.parts))
     return dx, postponed_weight_gradient(layer, x, dy)
 
 

@@ -20,6 +20,9 @@ from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import finished, in_backward, may_be_filled_later, postponed, unfinished
 from ascend_parallel.overlap.layer import ParallelLinear
 
+Gathered = Callable[[], torch.Tensor | None]
+"""Returns the whole input of a layer, once its rows are gathered; None if it was not kept."""
+
 
 def column_sequence_backward(
     dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
@@ -40,7 +43,7 @@ def column_sequence_backward(
         if weight is None:
             return None
         scattering = layer.settings_for(REDUCE_SCATTER, dy, weight)
-        started = start_matmul_reduce_scatter(dy, weight, group, scattering, after, layout=ROW_MAJOR)
+        started = start_matmul_reduce_scatter(dy, weight, group, scattering, after, layout=ROW_MAJOR, parts=layer.parts)
         return running.enter_context(started)
 
     with ExitStack() as running:
@@ -49,7 +52,7 @@ def column_sequence_backward(
         else:
             pending_x = start_gather()
             pending_dx = start_input_gradient(pending_x)
-        gathered = pending_x.wait if pending_x else lambda: kept
+        gathered: Gathered = (lambda: kept) if pending_x is None else pending_x.wait
         if pending_dx is None:
             return None, weight_gradient_of(layer, gathered(), dy)
         gradients = gradients_under(layer, pending_dx, gathered, dy, kept)
@@ -60,7 +63,7 @@ def column_sequence_backward(
 def gradients_under(
     layer: ParallelLinear,
     pending_dx: Pending,
-    gathered: Callable[[], torch.Tensor | None],
+    gathered: Gathered,
     dy: torch.Tensor,
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -85,7 +88,7 @@ def row_sequence_backward(
     """
     group, settings = layer.group, layer.settings
     if x is None or not settings.split_weight_gradient:
-        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout)
+        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout, parts=layer.parts)
         return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
     x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()
 
@@ -105,14 +108,14 @@ def weight_gradient_of(
     if x is None:
         return None
     x_m, dy_m = rows_of(finished(x).contiguous()), rows_of(finished(dy).contiguous())
-    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out)
+    return compute(MATMUL, "weight gradient", layer.weight_gradient_of, x_m, dy_m, out)
 
 
 def postponed_weight_gradient(
     layer: ParallelLinear,
     kept: torch.Tensor | None,
     dy: torch.Tensor,
-    gathered: Callable[[], torch.Tensor | None] | None = None,
+    gathered: Gathered | None = None,
 ) -> torch.Tensor | None:
     """Return dw, in a region postponed: it then runs under the next collectives that are waited for.
 

@@ -65,7 +65,7 @@ class _SharedColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, dx: torch.Tensor) -> tuple[Any, ...]:
         layer: ParallelLinear = ctx.layer.in_column_backward
         gathered, weight = map(local, ctx.saved_tensors)
-        db = layer.weight_gradient.bias(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
+        db = layer.bias_gradient_of(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
         dy = dy.to(ctx.x_dtype)
         if weight is None:
             return None, weight_gradient_of(layer, gathered, dy), db, None

@@ -8,8 +8,16 @@ import torch
 
 from ascend_parallel.ops.record import MATMUL, compute
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``product(x_m, dy_m)`` returns ``dy_m.t() @ x_m`` [N, K]: x_m [M, K], dy_m [M, N]."""
+
 Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 """Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
+
+
+def sum_over_rows(dy_m: torch.Tensor) -> torch.Tensor:
+    """Return ``dy_m.sum(0)`` [N]: dy_m [M, N]."""
+    return dy_m.sum(dim=0)
 
 
 class GradientParts:
@@ -74,16 +82,25 @@ class WeightGradient:
         """Whether `compute` changes nothing but its result, which autograd may then get unfinished."""
         return True
 
-    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+    def compute(
+        self,
+        x_m: torch.Tensor,
+        dy_m: torch.Tensor,
+        out: torch.Tensor | None = None,
+        product: Product | None = None,
+    ) -> torch.Tensor | None:
         """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N].
 
-        out: where to write dw, if it `may_come_later`.
+        out: where to write dw, if it `may_come_later`. product: what multiplies, in blocks, with COC_DETERMINISTIC=tp;
+        out is then None.
         """
+        if product is not None:
+            return product(x_m, dy_m)
         return dy_m.t().matmul(x_m) if out is None else torch.mm(dy_m.t(), x_m, out=out)
 
-    def bias(self, dy_m: torch.Tensor) -> torch.Tensor:
-        """Return the bias's gradient [N]: dy_m [M, N]."""
-        return dy_m.sum(dim=0)
+    def bias(self, dy_m: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = sum_over_rows) -> torch.Tensor:
+        """Return the bias's gradient [N]: dy_m [M, N]. `total` sums; given as in `compute`."""
+        return total(dy_m)
 
     def parts(self) -> GradientParts:
         """Return what sums this backward's gradient part by part, in place of `compute`."""

@@ -3,8 +3,10 @@
     torchrun --nproc-per-node 2 examples/frameworks/transformers_tp.py
     COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/transformers_tp.py --model Qwen2
     COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/transformers_tp.py --accelerate
+    COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/transformers_tp.py --model Mixtral --ep
 
-With --accelerate the optimizer and the backward are accelerate's.
+With --accelerate the optimizer and the backward are accelerate's. With --ep the model's ep_plan shares its
+experts among the ranks, and FSDP the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from accelerate import Accelerator
 from results import Results, dtype_of, gradients_of, options, tokens
 from transformers.distributed import DistributedConfig
 
-args = options(__doc__, model="Llama", generate=False, accelerate=False)
+args = options(__doc__, model="Llama", generate=False, accelerate=False, ep=False)
 
 
 def main() -> None:
@@ -63,7 +65,10 @@ def load() -> torch.nn.Module:
             )
             getattr(transformers, f"{args.model}ForCausalLM")(config).save_pretrained(folder[0])
         dist.barrier()
-        plan = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan="auto")
+        ranks = int(os.environ["WORLD_SIZE"])
+        plan = DistributedConfig(tp_size=ranks, tp_plan="auto")
+        if args.ep:
+            plan = DistributedConfig(fsdp_size=ranks, ep_size=ranks)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder[0], distributed_config=plan, dtype=dtype_of(args)
         )

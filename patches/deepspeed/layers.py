@@ -43,6 +43,8 @@ class DeepSpeed(Framework):
         kind = type(layer)
         if (kind.__module__, kind.__name__) not in ((MODULE, ROW), (MODULE, COLUMN)):
             return "it is a class of its own"
+        if self.settings.at_every_degree:
+            return "how DeepSpeed cuts fused weights is not known here"
         if torch.compiler.is_compiling() or layer.defer_collectives_to_compiler:
             return "it is being compiled, and a process group cannot be"
         if layer.mp_group is None or layer.mp_group.size() == 1:
@@ -90,7 +92,7 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
             added=True,
             finish=_gather_of(self) if getattr(self, "gather_output", False) else None,
         )
-        return call.original(input) if too_few_rows(call) else run_linear(deepspeed, call)
+        return call.original(input) if too_few_rows(deepspeed, call) else run_linear(deepspeed, call)
 
     vars(forward)["ascend_parallel"] = deepspeed
     return forward

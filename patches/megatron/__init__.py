@@ -1,10 +1,12 @@
-"""Overlapped replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
+"""Overlapped replacements of the forwards of Megatron-core's parallel linear layers and mixtures of experts.
 
 seam       these and all other patches of Megatron-core, applied together
 layers     the two replacements, and which calls they cover
 uncovered  layers and calls that run the original
+experts    the replacement of MoELayer.forward, whose all-to-alls run under groups of experts
 region_patches, regions, layer_region, handover, region_checks  MLPs and transformer layers as regions
 check, original  checks inside a run, beside Megatron-core's own code
+every_degree  how weights are packed, and other sums and masks, with COC_DETERMINISTIC=tp
 wgrad      Megatron's weight gradient accumulation
 conflicts  features that exclude overlap, and replaced functions of Megatron
 built_classes  other classes that a program builds in place of Megatron's

@@ -7,6 +7,7 @@ forward. Nothing fails then, and no patched forward is ever called.
 from __future__ import annotations
 
 import logging
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.patches.base import full_name
+from ascend_parallel.patches.megatron.uncovered import TE_EXTENSION
 
 log = logging.getLogger("ascend_parallel")
 
@@ -27,16 +29,31 @@ FLAGS = {
     "mindspeed.core.tensor_parallel.unaligned_layers": "--unaligned-linear",
 }
 COC = "--use-ascend-coc"
+EVERY_DEGREE = "COC_DETERMINISTIC=tp"
+
+# The same for the class MoELayer of this module, by the class.
+MOE_LAYERS = "megatron.core.transformer.moe.moe_layer"
+MOE_FLAGS = {
+    "MindSpeedAlltoAllOverlapMoeLayerAdaptor": "--moe-alltoall-overlap-comm",
+    "MindSpeedAlltoAllSeqOverlapMoeLayerAdaptor": "--moe-alltoall-overlap-comm",
+    "MindSpeedAllGatherOverlapMoeLayerAdaptor": "--moe-allgather-overlap-comm",
+    "MindSpeedAlltoAllSEQTptoEpMoELayer": "--moe-tp-extend-ep",
+    "MindSpeedAlltoAllMC2MoeLayerAdaptor": "--moe-alltoall-mc2",
+}
 
 
 class BuiltClasses:
     """Looks at the modules that are called: until the first tensor-parallel layer, or at all layers if strict."""
 
-    def __init__(self, layers: ModuleType, patched: tuple[type, ...], *, strict: bool) -> None:
-        """Watch for instances of `patched`, the patched classes of `layers`; raise instead of logging if `strict`."""
+    def __init__(self, layers: ModuleType, patched: tuple[type, ...], *, strict: bool, asked: str) -> None:
+        """Watch for instances of `patched`, the patched classes of `layers`; raise instead of logging if `strict`.
+
+        asked
+            The setting that asks for it. COC_DETERMINISTIC=tp excludes TransformerEngine's linear layers too.
+        """
         self._layers = layers
         self._patched = patched
-        self._strict = strict
+        self._strict, self._asked = strict, asked
         self._hook = register_module_forward_pre_hook(self._look)
 
     def stop(self) -> None:
@@ -45,15 +62,23 @@ class BuiltClasses:
 
     def _look(self, module: Any, _: Any) -> None:
         if not isinstance(module, self._patched):
+            if (
+                self._asked == EVERY_DEGREE
+                and type(module).__module__ == TE_EXTENSION
+                and "Linear" in type(module).__name__
+            ):
+                raise UnmetRequestError(
+                    f"{EVERY_DEGREE}: TransformerEngine's {type(module).__name__} is not covered: use "
+                    "--transformer-impl local"
+                )
             return
         if not self._strict:
             self.stop()
         elif hasattr(getattr(type(module), "forward", None), "ascend_parallel"):
             return
-        text = replaced_classes(self._layers)
-        if text is not None:
+        for text in filter(None, (replaced_classes(self._layers), replaced_experts())):
             if self._strict:
-                raise UnmetRequestError(f"COC_STRICT=1: {text}")
+                raise UnmetRequestError(f"{self._asked}: {text}")
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("%s", text)
 
@@ -76,6 +101,17 @@ def replaced_classes(layers: ModuleType) -> str | None:
         return f"overlap covers no layer of {texts}: another package put them in place of Megatron-core's layers"
     advice = f"drop {flag}" + (", or export COC_TAKE_OVER=1 to run this package in its place" if flag == COC else "")
     return f"{flag} put {texts} in place of Megatron-core's layers, and overlap covers none of them: {advice}"
+
+
+def replaced_experts() -> str | None:
+    """Return which class stands under the name of Megatron-core's MoELayer instead, and the flag; None: its own."""
+    kind = getattr(sys.modules.get(MOE_LAYERS), "MoELayer", None)
+    if kind is None or full_name(kind) == f"{MOE_LAYERS}.MoELayer":
+        return None
+    flag = MOE_FLAGS.get(kind.__name__)
+    if flag is None:
+        return f"overlap covers no experts of {full_name(kind)}: another package put it in place of MoELayer"
+    return f"{flag} put {full_name(kind)} in place of Megatron-core's MoELayer, and overlap covers none: drop {flag}"
 
 
 def flag_of(kind: object) -> str | None:

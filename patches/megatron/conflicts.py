@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ascend_parallel.patches.base import ConflictError, full_name
 from ascend_parallel.patches.megatron.built_classes import flag_of
 from ascend_parallel.settings import Settings
@@ -36,7 +38,7 @@ CONFLICTS = {
 
 def refuse_conflicts(config: Any, settings: Settings) -> None:
     """Raise `ConflictError` if a Megatron configuration or the program's arguments exclude overlap with `settings`."""
-    for place, holder in (("config", config), ("argument", _arguments())):
+    for place, holder in (("config", config), ("argument", arguments())):
         for name, what in CONFLICTS.items():
             if getattr(holder, name, None) and not (settings.take_over and name == "use_ascend_coc"):
                 raise ConflictError(
@@ -45,7 +47,7 @@ def refuse_conflicts(config: Any, settings: Settings) -> None:
                 )
 
 
-def _arguments() -> Any:
+def arguments() -> Any:
     """Return the parsed arguments of Megatron's training program, or None if another program runs."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
@@ -160,7 +162,7 @@ def _places(layers: ModuleType) -> tuple[_Place, ...]:
     for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
         names = [name for name in (*owners, *FOREIGN_FUNCTIONS) if name in vars(module)]
         regions += [_Place(vars(module), name, None, f"{module.__name__}.{name}", vars(module)[name]) for name in names]
-    return tuple(regions)
+    return (*regions, _Place(vars(torch), "matmul", None, "torch.matmul", torch.matmul))
 
 
 def _own(attribute: object, home: ModuleType, name: str) -> bool:

@@ -28,6 +28,7 @@ from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
+from ascend_parallel.patches.megatron.every_degree import KnownLayouts, parts_of, refuse_what_depends_on_the_degree
 from ascend_parallel.patches.megatron.original import Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient, Postponed
@@ -49,12 +50,16 @@ class Megatron(Framework):
         self.layers = layers
         self.version = version
         self._originals = Originals(layers)
+        self._layouts = KnownLayouts()
         # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
         self.groups_handed_down = version >= (0, 13)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
-        """Return the tensor-parallel group of `layer`; a layer of MindSpeed holds it under another name."""
-        names = ("tp_group", "parallel_group") if self.groups_handed_down else ("parallel_group",)
+        """Return the tensor-parallel group of `layer`, or the expert-parallel group of a mixture of experts.
+
+        A layer of MindSpeed holds it under another name.
+        """
+        names = ("ep_group", "tp_group", "parallel_group") if self.groups_handed_down else ("parallel_group",)
         groups = (getattr(layer, name, None) for name in names)
         own = next((group for group in groups if group is not None), None)
         group: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if own is None else own
@@ -88,13 +93,18 @@ class Megatron(Framework):
             return replaced
         if getattr(layer, "explicit_expert_comm", False):
             return "expert layers communicate outside the layer"
-        if not dist.is_initialized() or self.group_of(layer).size() == 1:
+        if not dist.is_initialized():
+            return ONE_RANK
+        if self.group_of(layer).size() == 1 and not self.settings.at_every_degree:
             return ONE_RANK
         return uncovered_layer(layer, self.version)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` for features of Megatron-core that exclude overlap."""
         refuse_conflicts(layer.config, self.settings)
+        if self.settings.at_every_degree:
+            refuse_what_depends_on_the_degree(layer, self.group_of(layer).size(), self.version)
+            self._layouts.refuse_others(layer)
 
     def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
         """Return the tuner's description of a call; an int8 weight is not tuned."""
@@ -123,7 +133,8 @@ class Megatron(Framework):
 
     def with_options(self, layer: Any, settings: Settings) -> Settings:
         """Return the settings of a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1."""
-        return _deterministic(settings) if layer.config.deterministic_mode else settings
+        asked = layer.config.deterministic_mode and not settings.at_every_degree
+        return _deterministic(settings) if asked else settings
 
 
 class ColumnCall(NamedTuple):
@@ -227,6 +238,7 @@ def _column(megatron: Megatron, call: ColumnCall, begin: Begin | None = None) ->
         weight_gradient=megatron.weight_gradient(layer, call.weight, begin, deferrable=True),
         before_communicating=megatron.confirm(group),
         leaves_rows=megatron.leaves_rows,
+        parts=parts_of(layer, call.weight, "column"),
     )
     y = run_column(x, call.weight, None if layer.skip_bias_add else layer.bias, options)
     if call.gathers_output:

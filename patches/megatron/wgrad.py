@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ascend_parallel.overlap.weight_gradient import Begin, GradientParts, WeightGradient
+from ascend_parallel.overlap.weight_gradient import Begin, GradientParts, Product, WeightGradient
 
 
 class Postponed(NamedTuple):
@@ -76,17 +76,28 @@ class MegatronWeightGradient(WeightGradient):
         """Whether the gradient is returned to autograd, not added to main_grad."""
         return not self._fused
 
-    def compute(self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+    def compute(
+        self,
+        x_m: torch.Tensor,
+        dy_m: torch.Tensor,
+        out: torch.Tensor | None = None,
+        product: Product | None = None,
+    ) -> torch.Tensor | None:
         """Return ``dw = dy_m.t() @ x_m`` [N, K]; with fusion add dw to main_grad and return the dummy."""
         if not self._fused:
-            return super().compute(x_m, dy_m, out)
+            return super().compute(x_m, dy_m, out, product)
         weight = self._weight
         self._place_main_grad()
         if hasattr(weight, "__fsdp_param__"):
             weight.main_grad = weight.get_main_grad()
-            torch.matmul(dy_m.t(), x_m, out=weight.main_grad)
-        else:
+            if product is None:
+                torch.matmul(dy_m.t(), x_m, out=weight.main_grad)
+            else:
+                weight.main_grad.copy_(product(x_m, dy_m))
+        elif product is None:
             self._accumulate(x_m, dy_m)
+        else:  # Megatron's CUDA extension multiplies whole
+            weight.main_grad.add_(product(x_m, dy_m))
         return _dummy(weight, x_m)
 
     def parts(self) -> GradientParts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ascend_parallel.patches.base import PatchSet, PatchStatus
+from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.patches.seam import AppliedPatches, Seam
 from ascend_parallel.settings import Settings
 
@@ -15,6 +15,11 @@ class SymmMemPatches(AppliedPatches):
 
     def __init__(self, settings: Settings) -> None:
         """Nothing is registered yet; the kernels read the settings in force at each call."""
+        if settings.at_every_degree:
+            raise PatchError(
+                f"COC_FRAMEWORKS=symm_mem is not allowed with COC_DETERMINISTIC=tp: {TITLE} multiplies weight "
+                "gradients itself, in one call each: unset one of the two"
+            )
         super().__init__(TITLE, "", PatchSet(TITLE, None, []))
         self._registered: tuple[str, ...] = ()
 

@@ -39,12 +39,12 @@ class TorchPatches(AppliedPatches):
     def apply(self) -> None:
         """Patch; layers whose forward was installed under earlier patches are overlapped again."""
         super().apply()
-        IN_FORCE.framework = self._framework
+        self._framework.put_in_force()
 
     def revert(self) -> None:
         """Restore the methods; layers with an installed forward run the original."""
         super().revert()
-        IN_FORCE.framework = None
+        self._framework.put_out_of_force()
 
 
 def patch_set() -> PatchSet:

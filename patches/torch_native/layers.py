@@ -51,7 +51,9 @@ class InstalledByStyle(Installed):
             scatters = self.output != Replicate()
             return f"it scatters {self.output}" if scatters and not self._sequence(self.output, x) else None
         if placement == Replicate():
-            return None if hasattr(x, OWN) else GATHERED
+            framework = self.in_force.framework
+            in_tree = framework is not None and framework.settings.at_every_degree
+            return None if in_tree or hasattr(x, OWN) else GATHERED
         return None if self._sequence(placement, x) else f"its input is placed as {placement}"
 
     def _sequence(self, placement: Any, x: torch.Tensor) -> bool:
@@ -148,5 +150,5 @@ def _run(
     if column and gather is not None:
         y = gather.run(framework, call)
     else:
-        y = original(call.x) if too_few_rows(call) else run_linear(framework, call)
+        y = original(call.x) if too_few_rows(framework, call) else run_linear(framework, call)
     return DTensor.from_local(y, mesh, [given], run_check=False)

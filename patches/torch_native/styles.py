@@ -127,6 +127,8 @@ def prepare_module_input(original: Function) -> Function:
 
 def _shares(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, layout: Any) -> bool:
     """Tell whether the column layers of the module that is being called can gather x for each other."""
+    if framework.settings.at_every_degree:
+        return False
     if torch.compiler.is_compiling() or framework.verifier is not None or framework.settings.fused or mesh.ndim > 1:
         return False
     if isinstance(x, DTensor):

@@ -1,15 +1,22 @@
-"""Hugging Face transformers: the linear layers of a `tp_plan`, overlapped.
+"""Hugging Face transformers: the linear layers of a `tp_plan` and the experts of an `ep_plan`, overlapped.
 
-layers   the forward that is installed on each layer, and which layers and calls it covers
+layers   the forward that is installed on each linear layer, and which layers and calls it covers
+experts  the replaced call of a module of experts, and which modules it covers
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+from typing import Any
 
-from ascend_parallel.patches.base import Patch, PatchSet
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ascend_parallel.patches.base import Patch, PatchSet, in_range
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
 from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.transformers import experts
 from ascend_parallel.patches.transformers.layers import IN_FORCE, install_forward
 from ascend_parallel.settings import Settings
 
@@ -26,16 +33,18 @@ class TransformersPatches(AppliedPatches):
         version = importlib.metadata.version("transformers")
         self._framework = InstalledLayers(settings, "transformers", version, IN_FORCE)
         super().__init__("transformers", version, patch_set(), self._framework)
+        if in_range(version, experts.VERSIONS):  # older versions exchange no rows, or in another way
+            self._sets["experts of transformers"] = experts_patch_set()
 
     def apply(self) -> None:
         """Patch; layers whose forward was installed under earlier patches are overlapped again."""
         super().apply()
-        IN_FORCE.framework = self._framework
+        self._framework.put_in_force()
 
     def revert(self) -> None:
         """Restore the method; layers with an installed forward run the original."""
         super().revert()
-        IN_FORCE.framework = None
+        self._framework.put_out_of_force()
 
 
 def patch_set() -> PatchSet:
@@ -49,6 +58,40 @@ def patch_set() -> PatchSet:
         reason="reduces under a row layer's matmul, and the input gradient under a column layer's weight gradient",
     )
     return PatchSet("transformers", VERSIONS, [patch], newest=NEWEST)
+
+
+def on_one_rank(model: Any) -> Any:
+    """Apply the `tp_plan` of a loaded model on this process alone, and return the model: tensor-parallel degree 1.
+
+    transformers leaves a model as it is with ``tp_size=1``. COC_DETERMINISTIC=tp needs its layers to be tensor-parallel
+    at that degree too. Needs an initialised default group of one rank; raises `ValueError` for another one.
+    """
+    if dist.get_world_size() != 1:
+        raise ValueError(f"on_one_rank: the default group has {dist.get_world_size()} ranks: load with tp_size instead")
+    styles = importlib.import_module(MODULE)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (1,), mesh_dim_names=("tp",))
+    return styles.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(dict(model.tp_plan)))
+
+
+def experts_patch_set() -> PatchSet:
+    """Return the patches of the experts that an `ep_plan` dispatches rows to."""
+    noted = Patch(
+        module=experts.MODULE,
+        owner="EpDispatchExpertsParallel",
+        method="install_forward",
+        replacement=experts.install_forward,
+        parameters=("self", "module", "ep_mesh", "tp_mesh", "ep_implementation"),
+        reason="notes the experts of an ep_plan, for coverage",
+    )
+    called = Patch(
+        module=experts.MODULE,
+        owner="AllToAllEP",
+        method="__call__",
+        replacement=experts.call_experts,
+        parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
+        reason="exchanges rows with other experts' ranks under groups of experts",
+    )
+    return PatchSet("transformers", experts.VERSIONS, [noted, called], newest=NEWEST)
 
 
 TRANSFORMERS = Seam(

@@ -21,6 +21,8 @@ from ascend_parallel.patches.dtensor_linear import InForce, Installed, Installed
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 
 KINDS = {"ColwiseParallel": "column", "RowwiseParallel": "row"}
+# Styles whose sums over ranks COC_DETERMINISTIC=tp knows: of layers that are covered, none, or exact ones.
+IN_TREE = (*KINDS, "EmbeddingParallel", "TensorParallelLayer")
 IN_FORCE = InForce()
 
 
@@ -50,6 +52,8 @@ def install_forward(original: Function) -> Function:
     @functools.wraps(original)
     def install(self: Any, module: Any, mesh: Any) -> Any:
         returned = original(self, module, mesh)
+        if (name := type(self).__name__) not in IN_TREE:
+            IN_FORCE.without_tree[module] = f"sums over ranks, or packed weights, of the style {name} have no tree"
         if not hasattr(module, "in_features") or "forward" not in vars(module):
             return returned
         inner, installed = module.forward, _installed(self, mesh)
@@ -112,7 +116,7 @@ def _run(
         original=inner if not installed.splits else lambda part: inner(_placed(part, installed, Shard(-1))),
         finish=(lambda y: _moved(y, installed, Shard(-1), Replicate())) if installed.gathers else None,
     )
-    return inner(x) if too_few_rows(call) else run_linear(framework, call)
+    return inner(x) if too_few_rows(framework, call) else run_linear(framework, call)
 
 
 def _placed(x: torch.Tensor, installed: Installed, placement: Any) -> DTensor:

@@ -22,7 +22,8 @@ ROOMS = {
 # What the pages name in a sentence, because it stands elsewhere: torch's placements, and names that two rooms share.
 ELSEWHERE = {
     *(f"ascend_parallel.sharding.{name}" for name in ("Partial", "Replicate", "Shard")),
-    *(f"ascend_parallel.ops.{name}" for name in ("CollectiveError", "Explanation", "Problem", "UnmetRequestError")),
+    *(f"ascend_parallel.ops.{name}" for name in ("CollectiveError", "DegreeError", "Explanation", "Problem")),
+    "ascend_parallel.ops.UnmetRequestError",
     "ascend_parallel.training.TensorShard",
     "ascend_parallel.ops",
     "ascend_parallel.timeline",
@@ -85,6 +86,7 @@ def build(tree, page="", text=""):
             (tree / page).write_text(before)
 
 
+@pytest.mark.slow
 @NEEDS_MKDOCS
 def test_the_site_is_built_strictly_with_all_names(tree):
     ended = build(tree)

@@ -146,7 +146,7 @@ def test_an_explanation_names_every_kernel():
     explanation = explain(problem(), Settings(fused=True, strict=True))
     assert explanation.kernels["chunked"] == "taken"
     assert explanation.kernels["npu"] == "cannot: device cpu, not npu"
-    assert list(explanation.kernels) == ["npu", "shm", "chunked", "reference", "ordered"]
+    assert list(explanation.kernels) == ["npu", "shm", "chunked", "reference", "ordered", "tree"]
     text = str(explanation)
     assert text.startswith("matmul_all_reduce [512, 64, 32] float32 on 2 cpu ranks: chunked, chunks: 4")
     assert "COC_STRICT=1 makes this an error" in text

@@ -54,7 +54,8 @@ def test_bad_chunk_counts(value):
         ("USE_COC_FUSED_KERNEL", "yes", "0 or 1"),
         ("USE_COC_FUSED_KERNEL", "", "0 or 1"),
         ("USE_COC_FUSED_KERNEL", "2", "0 or 1"),
-        ("COC_DETERMINISTIC", "true", "0 or 1"),
+        ("COC_DETERMINISTIC", "true", "0, 1 or tp"),
+        ("COC_DIGESTS", " ", "the folder to write to"),
         ("COC_STRICT", "", "0 or 1"),
         ("COC_TIME_LIMIT", "0", "whole seconds from 1 to 86400"),
         ("COC_TIME_LIMIT", "5m", "whole seconds from 1 to 86400"),
@@ -83,6 +84,23 @@ def test_determinism_is_asked_of_one_chunk_too():
     """One chunk must have the same bits as many, so the original layer cannot run."""
     assert read_settings({"COC_DETERMINISTIC": "1"}).enabled
     assert not read_settings({"COC_DETERMINISTIC": "1", "COC_MODE": "0"}).enabled
+    assert read_settings({"COC_DETERMINISTIC": " TP "}) == Settings(deterministic="tp")
+    assert Settings(deterministic="tp").enabled
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"mode": 0}, "COC_MODE=0 is not allowed with COC_DETERMINISTIC=tp"),
+        ({"region": True}, "COC_REGION=1 is not allowed"),
+        ({"region": "auto"}, "COC_REGION=auto is not allowed"),
+        ({"split_weight_gradient": True}, "not allowed with COC_DETERMINISTIC=tp"),
+        ({"deterministic": "dp"}, 'true, false or "tp"'),
+    ],
+)
+def test_what_excludes_the_same_bits_at_every_degree(others, words):
+    with pytest.raises(SettingsError, match=words):
+        Settings(**{"deterministic": "tp", **others})
 
 
 def test_other_names_are_left_alone():

@@ -52,15 +52,21 @@ def _steps(engine, count):
     return found
 
 
-def trained(group, name, stage, dtype):
+REGION = {"region": True, "region_rows": 4}
+
+
+def trained(group, name, stage, dtype, settings):
     """Return the names that differ from plain, the worst error against the whole model, and the overlapped calls."""
     ascend_parallel.configure(num_chunks=1)
     plain = steps(engine_of(group, name, stage, dtype))
     before = COUNTS.as_dict().get("matmul_all_reduce", {"calls": 0})["calls"]
-    ascend_parallel.configure(num_chunks=4)
+    COUNTS.restore({name: count for name, count in COUNTS.as_dict().items() if not name.startswith("region")})
+    ascend_parallel.configure(num_chunks=4, **settings)
     overlapped = steps(engine_of(group, name, stage, dtype))
     ascend_parallel.configure(num_chunks=1)
     calls = COUNTS.as_dict()["matmul_all_reduce"]["calls"] - before
+    regions = COUNTS.as_dict().get("region", {"calls": 0})["calls"]
+    assert regions == (8 if settings else 0)  # o_proj and down_proj of two layers in two steps
     assert plain.keys() == overlapped.keys()
     assert len(plain) > 40
     different = [key for key in plain if not torch.equal(plain[key], overlapped[key])]
@@ -85,18 +91,20 @@ def with_truth(group, found, name):
     return {key: found[key] for key in expected}, expected
 
 
+@pytest.mark.parametrize("settings", [{}, REGION], ids=["layers", "regions"])
 @pytest.mark.parametrize(("name", "count"), [("Llama", 2), ("Qwen2", 2), ("GPTNeoX", 2), ("Llama", 3), ("Qwen2", 4)])
-def test_losses_and_gradients(ranks, name, count):
-    for different, (error, where), calls in ranks(count).run(trained, name, 0, torch.float32):
+def test_losses_and_gradients(ranks, name, count, settings):
+    for different, (error, where), calls in ranks(count).run(trained, name, 0, torch.float32, settings):
         if count == 2:
             assert different == []
         assert error < 2e-5, where
         assert calls == ((4 if name == "GPTNeoX" else 7) * 2 + 1) * 2
 
 
+@pytest.mark.parametrize("settings", [{}, REGION], ids=["layers", "regions"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_beside_zero(ranks, stage):
-    for different, _, calls in ranks(2).run(trained, "Qwen2", stage, torch.bfloat16):
+def test_beside_zero(ranks, stage, settings):
+    for different, _, calls in ranks(2).run(trained, "Qwen2", stage, torch.bfloat16, settings):
         assert different == []
         assert calls == (7 * 2 + 1) * 2
 

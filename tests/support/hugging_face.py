@@ -19,7 +19,24 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 GROUPED = {"num_key_value_heads": 12}
-MODELS = {"Phi3": {**GROUPED, "pad_token_id": 0}, "Llama": GROUPED, "Qwen2": GROUPED, "Mistral": GROUPED, "GPTNeoX": {}}
+HEADS_OF_LATENTS = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+EXPERTS = {
+    "Mixtral": {**GROUPED, "intermediate_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3Moe": {**GROUPED, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 4, "head_dim": 32},
+    "DeepseekV3": {
+        **{**HEADS_OF_LATENTS, "v_head_dim": 32, "num_key_value_heads": 12},
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    },
+}
+MODELS = {
+    **EXPERTS,
+    "Phi3": {**GROUPED, "pad_token_id": 0},
+    "Llama": GROUPED,
+    "Qwen2": GROUPED,
+    "Mistral": GROUPED,
+    "GPTNeoX": {},
+}
 
 
 def model_of(name, **changes):

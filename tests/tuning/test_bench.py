@@ -34,7 +34,7 @@ def command(*arguments, **variables):
 @pytest.mark.slow
 def test_bench_measures_every_pass_and_draws(tmp_path):
     picture = tmp_path / "bench.svg"
-    ended = command("bench", "--shape", "256,64,96", "--json", "--plot", str(picture), *FEW)
+    ended = command("bench", "--shape", "256,64,96", "--deterministic", "tp", "--json", "--plot", str(picture), *FEW)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     passes = [(row["layer"], row["run"], row["operator"]) for row in found["passes"]]
@@ -46,7 +46,7 @@ def test_bench_measures_every_pass_and_draws(tmp_path):
     ]
     for row, times in zip(found["passes"], found["times"], strict=True):
         names = [variant["name"] for variant in row["variants"]]
-        assert {"2 chunks", "4 chunks"} <= set(names)
+        assert {"2 chunks", "4 chunks", "serial, 1", "4 chunks, 1", "serial, tp", "2 chunks, tp"} <= set(names)
         assert ("shm" in names) == (not isinstance(shm.extension(), str))
         assert all(len(values) == 3 and min(values) > 0 for values in times.values())
         assert row["serial"] == sorted(times[SERIAL])[1]

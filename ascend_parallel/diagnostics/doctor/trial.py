@@ -1,4 +1,4 @@
-"""Try every kernel on one small problem, on a few real ranks of this machine."""
+"""Try every kernel, and the exchange of experts, on one small problem, on a few real ranks of this machine."""
 
 from __future__ import annotations
 
@@ -8,31 +8,57 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import shm
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, Problem
-from ascend_parallel.ops.registry import KERNELS
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, Rows, expert_exchange
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem, experts_problem
+from ascend_parallel.ops.registry import KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
 
 ROWS, K, N = 128, 64, 48  # input rows of one rank: ROWS for an all-gather, ROWS * ranks otherwise
+EXPERTS = 4  # of a rank
 DTYPE = torch.float32
 LIMIT = 1e-5  # share of the largest magnitude: rounding of fp32 sums of K R products, with a margin
 
 
 def try_kernels(ranks: int, time_limit: float = 60.0) -> dict[str, str]:
-    """Run the three operators with each kernel on `ranks` gloo ranks; return "right" or the error by kernel."""
+    """Run the operators with each kernel on `ranks` gloo ranks; return "right" or the error by kernel."""
     try:
         outcome: dict[str, str] = call_on_ranks(f"{__name__}:try_all", ranks, limit=time_limit)
     except RankError as error:
-        outcome = dict.fromkeys(KERNELS, f"wrong: {error}")
+        outcome = dict.fromkeys((*KERNELS, EXPERT_EXCHANGE), f"wrong: {error}")
     return outcome
 
 
 def try_all(group: dist.ProcessGroup) -> dict[str, str]:
     """Try every kernel on this group; return "right" for a kernel only if every rank found it right."""
-    own = {name: _try(name, group) for name in KERNELS}
+    own = {name: _try(name, group) for name in KERNELS} | {EXPERT_EXCHANGE: _try_experts(group)}
     answers: list[dict[str, str]] = [{} for _ in range(group.size())]
     dist.all_gather_object(answers, own, group=group)
-    return {name: max((answer[name] for answer in answers), key=lambda text: text != "right") for name in KERNELS}
+    return {name: max((answer[name] for answer in answers), key=lambda text: text != "right") for name in own}
+
+
+def _try_experts(group: dist.ProcessGroup) -> str:
+    """Exchange rows in groups of experts that each multiply by a number of their own; uneven, and one gets no rows."""
+    ranks, rank = group.size(), group.rank()
+    loads = [
+        [[(3 * source + expert) % 4 for expert in range(EXPERTS)] for _ in range(ranks)] for source in range(ranks)
+    ]
+    counts = RowCounts(sent=loads[rank], received=[sent[rank] for sent in loads])
+    numbers = torch.tensor(
+        [1 + expert for sent in counts.sent for expert, rows in enumerate(sent) for _ in range(rows)]
+    )
+    x = torch.randn(len(numbers), K, generator=torch.Generator().manual_seed(rank))
+    y = torch.empty_like(x)
+
+    def experts(_: int, expert_group: ExpertGroup, received: Rows) -> Rows:
+        factors = torch.tensor([1 + expert for expert in expert_group.experts]).repeat(ranks)
+        rows = torch.tensor([rows for counts in expert_group.received for rows in counts])
+        return [received[0] * factors.repeat_interleave(rows)[:, None]]
+
+    choice = choose(experts_problem(x, EXPERTS, group), OperatorSettings(num_chunks=2, mode=2))
+    expert_exchange([x], counts, experts, [y], group, choice)
+    return "right" if torch.equal(y, x * numbers[:, None]) else "wrong: rows came back from other experts"
 
 
 def _try(name: str, group: dist.ProcessGroup) -> str:

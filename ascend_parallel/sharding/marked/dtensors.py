@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from ascend_parallel.settings import current_settings
 from ascend_parallel.sharding.marked.call import PropagatedDTensor
 from ascend_parallel.sharding.marked.outside_ranks import is_outside, unknown
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -17,6 +18,7 @@ from ascend_parallel.sharding.redistribute import reshard as redistribute
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import as_kind, layout_of, leaf
 from ascend_parallel.sharding.redistribute.reshard import Mesh, sharded
+from ascend_parallel.sharding.runtime.input_checks import refuse_every_degree
 from ascend_parallel.sharding.tracing.marked_tensors import is_tracing, marked
 
 
@@ -31,6 +33,7 @@ def shard_tensor(tensor: Any, mesh: Mesh, placements: Sequence[dtensor.Placement
     """
     if is_tracing():
         return cast(DTensor, marked(tensor, placements))
+    refuse_every_degree(current_settings())
     whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
     if isinstance(whole, DTensor):
         placed = redistribute.reshard(whole, mesh, placements)

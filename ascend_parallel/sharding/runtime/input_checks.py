@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.process_groups.consistency import confirm_same, fingerprint
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Graph, Node, Value
@@ -60,6 +61,15 @@ def _check(plan: ShardingPlan, coordinate: Sequence[int] | None, node: Node, ten
         )
 
 
+def refuse_every_degree(settings: Settings) -> None:
+    """Raise `DegreeError` if the settings ask for bits that a planned model does not have."""
+    if settings.at_every_degree:
+        raise DegreeError(
+            "COC_DETERMINISTIC=tp: a planned or marked model sums as its plan says, which depends on the mesh: use "
+            "COC_DETERMINISTIC=1, or Megatron-core, transformers or torch for the tensor-parallel layers"
+        )
+
+
 def confirm_same_plan(
     plan: ShardingPlan,
     model: torch.nn.Module,
@@ -73,8 +83,10 @@ def confirm_same_plan(
 ) -> int:
     """Return a seed that is the same on all ranks of `group`, by default of the default group.
 
-    Raises `DisagreementError` on every rank unless plan, settings, options and the model's values agree on all ranks.
+    Raises `DisagreementError` on every rank unless plan, settings, options and the model's values agree on all ranks,
+    and `DegreeError` if the bits are to be the same at every degree.
     """
+    refuse_every_degree(settings)
     mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": fingerprint(model)}
     mine |= {"bucket_bytes": str(bucket_bytes), "recompute": repr(recompute or Recompute())}
     mine |= {"compile": str(compile)}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import shm
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.problem import TP, Problem
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
@@ -34,10 +34,12 @@ def measure(
     fused: bool,
     rounds: int,
     equal: bool = False,
+    deterministic: list[str] | None = None,
 ) -> dict[str, Any]:
     """Time every pass of `cases`; return the times of each pass by variant, and the plan that they make.
 
     equal: also time chunks of equal rows, under the names "2 equal", "4 equal" ...
+    deterministic: also time one chunk and each count with these values of COC_DETERMINISTIC: "1", "tp".
     """
     machine = this_machine(group.size(), torch.device("cpu"), "gloo")
     results, entries = [], []
@@ -47,17 +49,27 @@ def measure(
         for operator in case.passes(group.size()):
             shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
             report(f"{index + 1}/{len(cases)}  {case.kind} {operator.run} {shape}")
-            result = _measure_pass(layer, operator, chunks, fused, rounds, equal)
+            result = _measure_pass(layer, operator, chunks, fused, rounds, equal, deterministic or [])
             entries.append(result.pop("entry"))
             results.append({"case": index, **result})
     return {"passes": results, "plan": Plan(machine, tuple(entries)).as_dict(), "torch": torch.__version__}
 
 
 def _measure_pass(
-    layer: TimedLinear, operator: LayerOperator, chunks: list[int], fused: bool, rounds: int, equal: bool
+    layer: TimedLinear,
+    operator: LayerOperator,
+    chunks: list[int],
+    fused: bool,
+    rounds: int,
+    equal: bool,
+    deterministic: list[str],
 ) -> dict[str, Any]:
     candidates = _candidate_sizes(layer, operator, layer.parts(operator, ROUNDS), chunks, equal)
     variants = {name: layer.with_sizes(operator, sizes) for name, sizes in candidates.items()}
+    for value in deterministic:
+        for count in (1, *chunks):
+            name = f"{SERIAL if count == 1 else f'{count} chunks'}, {value}"
+            variants[name] = replace(PLAIN, num_chunks=count, deterministic=TP if value == TP else True)
     if fused and _shm_takes(layer, operator):
         variants["shm"] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
     parts, times = layer.time_with_parts(operator, variants, rounds)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +50,7 @@ LOST = 1  # rounds that a winning cut may lose
 MOST_CHUNKS = 16
 MOST_UNLIKE = 8  # the parts of a pass with so many times the operations or bytes are measured anew
 FEW = 4  # the model also searches with at most this many chunks, because its cost per chunk is a rough estimate
+LONGER = "; it communicates longer than it multiplies: COC_REGION=auto may hide the rest under other layers"
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,12 @@ class Tuner:
         with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
             layer = TimedLinear(case, group, self._settings, machine)
             if self._measure:
-                tuned = measured(layer, operator, layer.parts(operator, ROUNDS))
+                parts = layer.parts(operator, ROUNDS)
             else:
-                tuned = confirmed(layer, operator, self._parts.setdefault(group, MeasuredParts()).of(layer, operator))
-        self._log_once(operator, case, tuned)
+                parts = self._parts.setdefault(group, MeasuredParts()).of(layer, operator)
+            tuned = (measured if self._measure else confirmed)(layer, operator, parts)
+        bound = parts.communication > parts.computation and self._settings.region is False
+        self._log_once(operator, case, tuned, LONGER if bound else "")
         return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
 
     def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
@@ -303,7 +307,8 @@ def scaled(parts: PassBreakdown, measured: LayerOperator, wanted: LayerOperator)
         name: parts.latency + moved * max(0.0, getattr(parts, name) - parts.latency) if getattr(parts, name) else 0.0
         for name in ("collective", "pieces", "gather", "gather_pieces")
     }
-    return replace(parts, **computed, **sent)
+    changes: dict[str, Any] = computed | sent
+    return replace(parts, **changes)
 
 
 def confirmed(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:

@@ -1,0 +1,399 @@
+"""A rank's experts in a mixture of experts: dispatch, experts and combine in overlapped groups, with autograd.
+
+`run_experts` is one autograd function over the rows and their probabilities. Inside of it each group of experts builds
+its own autograd graph (`InnerGraph`), so that backward can run group by group between the all-to-alls. What these
+graphs keep for backward goes through the function's own ``save_for_backward``: activation checkpoints, hooks on saved
+tensors and ``retain_graph`` act as on any function, and start at the same point on every rank.
+
+    forward    dispatch 0, 1 -> [shared expert, first part] -> experts 0 -> combine 0, dispatch 2 -> experts 1 -> ...
+               -> combine of the last group -> [shared expert, last part]
+    backward   the same, with gradients: the shared expert's last part under the first all-to-all, and the weight
+               gradients of the last group and the shared expert's first part under the last one
+
+Hidden are the all-to-alls of every group but the first (dispatch) and the last (combine), and those too where the layer
+has a shared expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, Rows, exchange_choice, expert_exchange
+from ascend_parallel.ops.record import MATMUL, compute, recorded_pass
+from ascend_parallel.ops.registry import Choice
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.settings import Settings
+
+Tensors = Sequence[torch.Tensor]
+RunGroup = Callable[[ExpertGroup, torch.Tensor, torch.Tensor | None, Tensors], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalExperts:
+    """The experts of a rank.
+
+    run
+        ``run(group, rows, probs, weights)`` returns the experts' outputs, in the shape and dtype of `rows` [n, H]. The
+        rows are in the order [source][expert]: ``group.received[source][expert]`` rows for each of ``group.experts``.
+        `probs` are those of the same rows, or None. It is called for every group, with zero rows too, and may use
+        autograd as it likes, but no collective of the same ranks.
+    weights
+        Tensors [E, ...] with a part for each expert; `run` gets the group's parts, and autograd their gradients. They
+        must be all that `run` reads of what requires a gradient. Empty: `run` reads parameters by itself; these get
+        their gradients inside backward, with the hooks that are on them.
+    parameters
+        The parameters that `run` reads by itself, for experts without `weights`.
+    weight_gradients
+        Computes what `run` has put off in backward, under the last all-to-alls; for experts without `weights`.
+    """
+
+    run: RunGroup
+    weights: Tensors = ()
+    parameters: Tensors = ()
+    weight_gradients: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpert:
+    """An expert of all of a rank's own rows, computed under all-to-alls that no other expert can hide.
+
+    x
+        What it is called with.
+    parts
+        Functions of one tensor, called in turn: the first on `x`, under the first dispatch, the others, on the result
+        before them, under the last combine.
+    parameters
+        What they read: these get their gradients inside backward, with the hooks that are on them.
+    """
+
+    x: torch.Tensor
+    parts: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    parameters: Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsCall:
+    """The options of `run_experts` that are no tensors."""
+
+    experts: LocalExperts
+    counts: RowCounts
+    group: dist.ProcessGroup
+    choice: Choice
+    parts: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    graded: bool
+
+
+def run_experts(
+    rows: torch.Tensor,
+    counts: RowCounts,
+    experts: LocalExperts,
+    *,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    probs: torch.Tensor | None = None,
+    shared: SharedExpert | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Send rows to the ranks of their experts, run the experts, and return their outputs for each row, in its place.
+
+    rows     [S, H], sorted by the global number of their expert: first those of rank 0's experts
+    probs    [S, ...] or None: sent with the rows
+    returns  [S, H], and the result of the shared expert, or None
+
+    Each expert gets its rows in the order of their source ranks, as without groups, so that outputs and gradients keep
+    their bits. Whether tensors require gradients, and which of probs and shared there are, must be the same on all
+    ranks; the counts need not be. Raises `ValueError` if the counts do not fit, `CollectiveError` if a rank fails.
+    """
+    counts.check(rows, group)
+    call = ExpertsCall(
+        experts=experts,
+        counts=counts,
+        group=group,
+        choice=exchange_choice(rows, counts.experts, group, settings),
+        parts=() if shared is None else tuple(shared.parts),
+        graded=torch.is_grad_enabled(),
+    )
+    parameters = [*experts.parameters, *(() if shared is None else shared.parameters)]
+    reads = any(parameter.requires_grad for parameter in parameters)  # backward runs for them, too
+    anchor = torch.empty(0, device=rows.device, requires_grad=reads)
+    x = None if shared is None else shared.x
+    out, shared_out = _Experts.apply(anchor, rows, probs, x, call, *experts.weights)  # type: ignore[no-untyped-call]
+    return out, shared_out
+
+
+class _Experts(torch.autograd.Function):
+    """The autograd function of `run_experts`. Its inputs from `FIRST_WEIGHT` on are the experts' weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        rows: torch.Tensor,
+        probs: torch.Tensor | None,
+        shared_x: torch.Tensor | None,
+        call: ExpertsCall,
+        *weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.call, ctx.saved, ctx.groups, ctx.shared = call, SavedTensors(), [], []
+        ctx.sent = [_Like(rows)] if probs is None else [_Like(rows), _Like(probs)]
+        ctx.weights = [_Like(weight) for weight in weights]
+        with hide_from_selective_checkpoint(), recorded_pass(ctx, "experts", "forward", rows.device.type):
+            outputs = _forward(ctx, [rows] if probs is None else [rows, probs], shared_x, weights)
+        # The empty tensor makes a checkpoint stop, and compute again, at the same point on every rank.
+        ctx.save_for_backward(rows.new_empty(0), *ctx.saved.give())
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor, d_shared: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _, *saved = ctx.saved_tensors  # a checkpoint computes the forward again here
+        with ctx.saved.given(saved), recorded_pass(ctx, "experts", "backward", d_out.device.type):
+            return _backward(ctx, d_out, d_shared)
+
+
+FIRST_WEIGHT = 5
+
+
+def _forward(
+    ctx: Any, sent: Tensors, shared_x: torch.Tensor | None, weights: Tensors
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Exchange `sent`: the rows and, if there are any, their probabilities; return the outputs of all experts."""
+    call: ExpertsCall = ctx.call
+    needs = [call.graded and need for need in ctx.needs_input_grad]
+    input_needs = [*needs[1 : 1 + len(sent)], *needs[FIRST_WEIGHT:]]
+    out = torch.empty_like(sent[0], memory_format=torch.contiguous_format)
+
+    def experts(_: int, group: ExpertGroup, received: Rows) -> Rows:
+        def run(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+            probs = more[0] if len(received) == 2 else None
+            return _checked(call.experts.run(group, x, probs, more[len(received) - 1 :]), x)
+
+        graph = InnerGraph(ctx.saved, call.graded, reads_parameters=not weights)
+        ctx.groups.append(graph)
+        return [graph.run(run, [*received, *(_part(weight, group) for weight in weights)], input_needs)]
+
+    def run_shared(*indices: int) -> None:
+        nonlocal shared_x
+        for index in indices:
+            graph = InnerGraph(ctx.saved, call.graded, reads_parameters=True)
+            need = needs[3] if index == 0 else ctx.shared[-1].needs_backward
+            ctx.shared.append(graph)
+            assert shared_x is not None
+            shared_x = compute(MATMUL, "shared expert", graph.run, call.parts[index], [shared_x], [need])
+
+    expert_exchange(
+        sent,
+        call.counts,
+        experts,
+        [out],
+        call.group,
+        call.choice,
+        under_first=functools.partial(run_shared, 0) if call.parts else None,
+        under_last=functools.partial(run_shared, *range(1, len(call.parts))) if call.parts else None,
+    )
+    return out, shared_x
+
+
+def _backward(ctx: Any, d_out: torch.Tensor, d_shared: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Exchange d_out: what comes back are the gradients of the rows, and of their probabilities."""
+    call, needs, count = ctx.call, ctx.needs_input_grad, len(ctx.sent)
+    d_weights = [like.empty() if need else None for like, need in zip(ctx.weights, needs[FIRST_WEIGHT:], strict=True)]
+    d_sent = [like.empty() if need else None for like, need in zip(ctx.sent, needs[1:], strict=False)]
+    postponed = [call.experts.weight_gradients] if call.experts.weight_gradients is not None else []
+
+    def keep(group: ExpertGroup, gradients: Sequence[torch.Tensor]) -> None:
+        for d_weight, gradient in zip(d_weights, gradients, strict=True):
+            if d_weight is not None:
+                _part(d_weight, group).copy_(gradient)
+
+    def experts(index: int, group: ExpertGroup, received: Rows) -> Rows:
+        graph, (dy,) = ctx.groups[index], received
+        if d_weights and index == len(ctx.groups) - 1:
+            gradients = graph.gradients(dy, range(count))
+            postponed.append(lambda: keep(group, graph.gradients(dy, range(count, count + len(d_weights)))))
+        else:
+            gradients = graph.gradients(dy, range(count + len(d_weights)))
+            keep(group, gradients[count:])
+        return [gradient for gradient, whole in zip(gradients, d_sent, strict=False) if whole is not None]
+
+    def run_shared(graphs: Sequence[InnerGraph]) -> None:
+        nonlocal d_shared
+        for graph in graphs:
+            assert d_shared is not None
+            d_shared = compute(MATMUL, "shared expert", graph.gradients, d_shared, range(1))[0]
+
+    last = ctx.shared[:1] if len(ctx.shared) > 1 else []
+
+    def under_last() -> None:
+        for weight_gradients in postponed:
+            compute(MATMUL, "weight gradients", weight_gradients)
+        run_shared(last)
+
+    expert_exchange(
+        [d_out],
+        call.counts,
+        experts,
+        [d_x for d_x in d_sent if d_x is not None],
+        call.group,
+        call.choice,
+        under_first=functools.partial(run_shared, ctx.shared[len(last) :][::-1]) if ctx.shared else None,
+        under_last=under_last,
+    )
+    d_rows, d_probs = d_sent if count == 2 else (d_sent[0], None)
+    return None, d_rows, d_probs, d_shared if needs[3] else None, None, *d_weights
+
+
+def _part(weight: torch.Tensor, group: ExpertGroup) -> torch.Tensor:
+    """Return the part of a weight [E, ...] that belongs to the experts of a group."""
+    return weight.narrow(0, group.experts.start, len(group.experts))
+
+
+def _checked(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the experts' outputs; raise `ValueError` unless they are like the rows."""
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        given = f"{list(y.shape)} {y.dtype} of rows {list(x.shape)} {x.dtype}"
+        raise ValueError(f"expert_exchange: the experts made {given}; both must be alike")
+    return y
+
+
+class _Like:
+    """The shape, dtype and device of a tensor, without the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+class SavedTensors:
+    """What graphs inside an autograd function keep for backward, to be saved by the function itself.
+
+    The graphs hold numbers in place of tensors. Parameters stay what they are: frameworks keep attributes on them, and
+    they outlive the graph anyway.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self._tensors: list[torch.Tensor] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect what the graphs that are built inside this context keep."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def give(self) -> list[torch.Tensor]:
+        """Return the collected tensors, and hold them no longer."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    @contextmanager
+    def given(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+        """Let the graphs read `tensors`, as `give` has returned them, inside this context."""
+        self._tensors = tensors
+        try:
+            yield
+        finally:
+            self._tensors = []
+
+    def _pack(self, tensor: torch.Tensor) -> int | tuple[torch.Tensor, int]:
+        if tensor.is_leaf and tensor.requires_grad:
+            return tensor, tensor._version
+        self._tensors.append(tensor.detach())
+        return len(self._tensors) - 1
+
+    def _unpack(self, packed: int | tuple[torch.Tensor, int]) -> torch.Tensor:
+        if isinstance(packed, int):
+            return self._tensors[packed]
+        parameter, version = packed
+        if parameter._version != version:
+            raise RuntimeError(
+                f"a parameter {list(parameter.shape)} of an expert was changed in place between forward and backward: "
+                f"it is at version {parameter._version}, and forward read version {version}"
+            )
+        return parameter
+
+
+class InnerGraph:
+    """The autograd graph of a function that is called inside another autograd function's forward.
+
+    It holds edges of the graph in place of tensors, so that hooks on saved tensors decide what stays in memory.
+    """
+
+    def __init__(self, saved: SavedTensors, graded: bool, *, reads_parameters: bool) -> None:
+        """Build a graph if `graded`; with reads_parameters, gradients of leaves are accumulated in backward."""
+        self._saved, self._graded, self._reads_parameters = saved, graded, reads_parameters
+        self._boxes: list[list[torch.Tensor]] = []  # of the inputs that need a gradient
+        self._result: GradientEdge | None = None
+        self._inputs: list[tuple[_Like, GradientEdge | None]] = []
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether the result requires a gradient."""
+        return self._result is not None
+
+    def run(
+        self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], needs: Sequence[bool]
+    ) -> torch.Tensor:
+        """Return ``function(*inputs)``, detached; `needs` tells of which inputs gradients will be asked for."""
+        with torch.set_grad_enabled(self._graded), self._saved.collecting():
+            given = [self._source(x) if need else x.detach() for x, need in zip(inputs, needs, strict=True)]
+            y = function(*given)
+        self._inputs = [(_Like(x), get_gradient_edge(x) if x.requires_grad else None) for x in given]
+        self._result = get_gradient_edge(y) if y.requires_grad else None
+        return y.detach()
+
+    def _source(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x at the beginning of the graph.
+
+        Each input has a node of its own: the engine computes what any input of a node needs, although it is asked for
+        another.
+        """
+        self._boxes.append([])
+        # Detached: an input may have a graph outside, where this graph's backward must not go on.
+        anchor, x = torch.empty(0, requires_grad=True), x.detach()
+        source: torch.Tensor = _Source.apply(self._boxes[-1], anchor, x)  # type: ignore[no-untyped-call]
+        return source
+
+    def gradients(self, dy: torch.Tensor, which: range) -> list[torch.Tensor]:
+        """Return the gradients of the inputs with the numbers `which`; zeros for inputs that were not read.
+
+        May be called again, for other inputs, unless the function reads parameters: those get theirs at every call.
+        """
+        likes, edges = zip(*(self._inputs[index] for index in which), strict=True)
+        found: list[torch.Tensor | None] = [None] * len(edges)
+        if self._result is not None and self._reads_parameters:
+            torch.autograd.backward([self._result], [dy], retain_graph=True)
+            boxes = iter(self._boxes)
+            own = [next(boxes) if edge is not None else [] for edge in edges]
+            found = [box.pop() if box else None for box in own]
+        elif self._result is not None and (wanted := [edge for edge in edges if edge is not None]):
+            gradients = iter(torch.autograd.grad([self._result], wanted, [dy], retain_graph=True, allow_unused=True))
+            found = [next(gradients) if edge is not None else None for edge in edges]
+        return [like.zeros() if dx is None else dx for like, dx in zip(likes, found, strict=True)]
+
+
+class _Source(torch.autograd.Function):
+    """The beginning of an inner graph: passes a tensor on, and puts its gradient into a box."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[torch.Tensor], anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.box = box
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, None, None]:
+        ctx.box[:] = [dx]
+        return None, None, None

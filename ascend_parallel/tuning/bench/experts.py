@@ -1,0 +1,276 @@
+"""The part of ``bench --moe`` that runs on the ranks, and its figures: forward and backward of a layer of experts.
+
+Gated experts get the rows of all ranks; beside them a shared expert may run on a rank's own rows. All variants compute
+the same: in turn ("serial"), with the shared expert and weight gradients under whole all-to-alls ("no cut"), and in
+groups of experts with both. T_comp and T_comm are those of the experts alone and of the four all-to-alls alone, whole
+or in pieces: gloo sends whole ones in one direction after the other if a rank comes late.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.functional import linear, silu
+
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, all_to_all
+from ascend_parallel.ops.problem import experts_problem
+from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.bench.results import interval
+from ascend_parallel.tuning.cost_model.tables import PlanningError
+from ascend_parallel.tuning.launch.ranks import report
+from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
+
+SERIAL, NO_CUT, AUTO = "serial", "no cut", "auto"
+COMPUTATION, COMMUNICATION = "T_comp", {"T_comm": 1, "T_comm in 4 pieces": 4}
+SEED = 7
+WARM_UP = 2
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsCase:
+    """A layer of experts.
+
+    experts  of all ranks together
+    rows     that each rank sends, over all experts; the experts' loads differ at random
+    hidden   width of a row
+    inner    width inside an expert
+    shared   width inside the shared expert; 0: none
+    """
+
+    experts: int
+    rows: int
+    hidden: int
+    inner: int
+    shared: int = 0
+    dtype: str = "float32"
+
+    @classmethod
+    def parse(cls, text: str, shared: int, dtype: str, ranks: int) -> ExpertsCase:
+        """Read ``EXPERTS,ROWS,HIDDEN,INNER``; raises `PlanningError` for another text."""
+        sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+        if len(sizes) != 4 or min(sizes) < 1 or sizes[0] % ranks or sizes[0] // ranks < 2:
+            raise PlanningError(
+                f"--moe {text!r} is not allowed: give EXPERTS,ROWS,HIDDEN,INNER, with two experts or more on each of "
+                f"the {ranks} ranks, such as {4 * ranks},2048,1024,512"
+            )
+        experts, rows, hidden, inner = sizes
+        return cls(experts=experts, rows=rows, hidden=hidden, inner=inner, shared=shared, dtype=dtype)
+
+    def __str__(self) -> str:
+        """Return the case in words."""
+        shared = f", a shared expert of {self.shared}" if self.shared else ""
+        return f"{self.experts} experts of {self.inner}{shared}, {self.rows} rows of {self.hidden} a rank, {self.dtype}"
+
+
+def measure(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int], rounds: int) -> dict[str, Any]:
+    """Return the seconds of the slowest rank, by variant and round; T_comp and T_comm are among the variants."""
+    layer = _Layer(ExpertsCase(**case), group)
+    runs: dict[str, Run] = {COMPUTATION: layer.compute}
+    runs |= {name: functools.partial(layer.communicate, pieces) for name, pieces in COMMUNICATION.items()}
+    runs[SERIAL] = layer.serial
+    runs[NO_CUT] = functools.partial(layer.overlapped, 1)
+    runs |= {f"{count} groups": functools.partial(layer.overlapped, count) for count in groups}
+    report("auto")
+    runs[AUTO] = layer.automatic()
+    return {"times": _in_turn(runs, rounds, group), "torch": torch.__version__}
+
+
+def _in_turn(runs: Mapping[str, Run], rounds: int, group: dist.ProcessGroup) -> dict[str, list[float]]:
+    """Time all of `runs` once a round, in a random order that is the same on all ranks."""
+    order = np.random.default_rng(SEED)
+    seconds = torch.zeros(rounds, len(runs), dtype=torch.float64)
+    for number in range(-WARM_UP, rounds):
+        report(f"round {max(number, 0) + 1} of {rounds}")
+        for index in order.permutation(len(runs)):
+            dist.barrier(group)
+            begin = time.perf_counter()
+            list(runs.values())[index]()
+            if number >= 0:
+                seconds[number, index] = time.perf_counter() - begin
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return {name: column.tolist() for name, column in zip(runs, seconds.unbind(1), strict=True)}
+
+
+class _Layer:
+    """The operands of this rank, and the variants of a forward and backward."""
+
+    def __init__(self, case: ExpertsCase, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks = group, group.size()
+        local, dtype = case.experts // group.size(), getattr(torch, case.dtype)
+        draw = np.random.default_rng(SEED)
+        shares = draw.uniform(0.5, 1.5, case.experts)
+        loads = [
+            draw.multinomial(case.rows, shares / shares.sum()).reshape(-1, local).tolist() for _ in range(self._ranks)
+        ]
+        self._counts = RowCounts(sent=loads[group.rank()], received=[each[group.rank()] for each in loads])
+        (self._whole,) = self._counts.groups((local,))
+
+        def drawn(*shape: int) -> torch.Tensor:
+            made: torch.Tensor = torch.randn(shape) / shape[-1] ** 0.5
+            return made.to(dtype).requires_grad_()
+
+        self._rows, self._dy = drawn(case.rows, case.hidden), torch.ones(case.rows, case.hidden, dtype=dtype)
+        self._up = drawn(local, 2 * case.inner, case.hidden)
+        self._down = drawn(local, case.hidden, case.inner)
+        self._shared = [drawn(2 * case.shared, case.hidden), drawn(case.hidden, case.shared)] if case.shared else []
+        self._received = drawn(sum(self._whole.received_sizes), case.hidden)
+
+    def overlapped(self, groups: int) -> None:
+        """Run the layer's operator in `groups` groups of experts."""
+        local = LocalExperts(run=_run_group, weights=[self._up, self._down])
+        shared = None
+        if self._shared:
+            shared = SharedExpert(x=self._rows, parts=self._shared_parts(), parameters=self._shared)
+        settings = Settings(num_chunks=groups, mode=2)
+        y, shared_y = run_experts(self._rows, self._counts, local, group=self._group, settings=settings, shared=shared)
+        self._backward(y, shared_y)
+
+    def serial(self) -> None:
+        """Run all-to-all, experts, all-to-all and the shared expert in turn, with torch's own autograd."""
+        sizes = self._whole.received_sizes, self._whole.sent_sizes
+        received = all_to_all_single_autograd(self._rows, *sizes, self._group)
+        made = _run_group(self._whole, received * 1, None, [self._up, self._down])
+        y = all_to_all_single_autograd(made, *sizes[::-1], self._group) * 1
+        self._backward(y, self._run_shared())
+
+    def compute(self) -> None:
+        """Run the experts and the shared expert on rows that are there."""
+        made = _run_group(self._whole, self._received, None, [self._up, self._down])
+        made.backward(torch.ones_like(made))  # type: ignore[no-untyped-call]
+        if (y := self._run_shared()) is not None:
+            y.backward(self._dy)  # type: ignore[no-untyped-call]
+
+    def automatic(self) -> Run:
+        """Return the variant that COC_PARALLEL_NUM=auto takes."""
+        problem = experts_problem(self._rows, self._counts.experts, self._group)
+        found = ExpertGroups(Settings(auto=True)).settings_for(
+            problem, self._group, lambda tried: self.overlapped(tried.num_chunks), self._rows.device
+        )
+        return functools.partial(self.overlapped, found.num_chunks) if found.enabled else self.serial
+
+    def communicate(self, pieces: int) -> None:
+        """Run the four all-to-alls of a forward and backward, each in pieces that are started together."""
+        rows, received = self._rows.detach(), self._received.detach()
+        groups = self._counts.groups(split_rows(self._counts.experts, pieces, 1))
+        for _ in range(2):
+            for sent, out, there in ((rows, received, True), (received, rows, False)):
+                sizes = [(each.received_sizes, each.sent_sizes) for each in groups]
+                if not there:
+                    sizes = [(theirs, ours) for ours, theirs in sizes]
+                parts = torch.split_with_sizes(sent, [sum(theirs) for _, theirs in sizes])
+                places = torch.split_with_sizes(torch.empty_like(out), [sum(ours) for ours, _ in sizes])
+                works = [
+                    all_to_all(place, part, ours, theirs, self._group)
+                    for place, part, (ours, theirs) in zip(places, parts, sizes, strict=True)
+                ]
+                for work in works:
+                    work.wait()
+
+    def _shared_parts(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        up, down = self._shared
+        return [lambda x: _gated(x, up), lambda x: linear(x, down)]
+
+    def _run_shared(self) -> torch.Tensor | None:
+        if not self._shared:
+            return None
+        first, second = self._shared_parts()
+        return second(first(self._rows))
+
+    def _backward(self, y: torch.Tensor, shared_y: torch.Tensor | None) -> None:
+        results = [y] if shared_y is None else [y, shared_y]
+        torch.autograd.backward(results, [self._dy] * len(results))
+
+
+def _gated(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, value = linear(x, up).chunk(2, dim=-1)
+    return silu(gate) * value
+
+
+def _run_group(group: ExpertGroup, rows: torch.Tensor, _: object, weights: Any) -> torch.Tensor:
+    """Compute experts one by one, of rows in the order [source][expert]."""
+    parts = iter(torch.split_with_sizes(rows, [count for counts in group.received for count in counts]))
+    table = [[next(parts) for _ in counts] for counts in group.received]
+    made = []
+    for column, up, down in zip(zip(*table, strict=True), *weights, strict=True):
+        y = linear(_gated(torch.cat(column), up), down)
+        made.append(torch.split_with_sizes(y, [len(part) for part in column]))
+    return torch.cat([part for row in zip(*made, strict=True) for part in row])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A variant: median seconds, median of the paired ratio serial / own with its 95 % interval, share of the bound."""
+
+    name: str
+    seconds: float
+    speedup: float
+    low: float
+    high: float
+    of_bound: float
+
+
+def parts_of(times: Mapping[str, list[float]]) -> tuple[float, float]:
+    """Return T_comp and T_comm: the medians, of whole all-to-alls or of pieces, whichever are faster."""
+    return median(times[COMPUTATION]), min(median(times[name]) for name in COMMUNICATION)
+
+
+def figures_of(times: Mapping[str, list[float]]) -> list[Figure]:
+    """Return the figures of all variants, serial first."""
+    bound = max(parts_of(times))
+    figures = []
+    for name, ours in times.items():
+        if name != COMPUTATION and name not in COMMUNICATION:
+            ratios = np.array(times[SERIAL]) / np.array(ours)
+            low, high = interval(ratios)
+            seconds, speedup = median(ours), float(np.median(ratios))
+            figures.append(
+                Figure(name=name, seconds=seconds, speedup=speedup, low=low, high=high, of_bound=seconds / bound)
+            )
+    return figures
+
+
+def as_dict(case: ExpertsCase, times: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Return plain values, for JSON; seconds."""
+    variants = [asdict(figure) for figure in figures_of(times)]
+    computation, communication = parts_of(times)
+    return {
+        "case": asdict(case),
+        "computation": computation,
+        "communication": communication,
+        "variants": variants,
+        "times": dict(times),
+    }
+
+
+def show(times: Mapping[str, list[float]], conditions: str, console: Console) -> None:
+    """Print the figures beside their lower bound."""
+    parts = parts_of(times)
+    ideal = sum(parts) / max(parts)
+    table = Table(title=conditions, title_justify="left")
+    for heading in ("variant", "ms", "serial / own", "95 %", "time / bound"):
+        table.add_column(heading, justify="left" if heading == "variant" else "right")
+    for figure in figures_of(times):
+        interval_text = f"{figure.low:.2f}-{figure.high:.2f}"
+        milliseconds, share = f"{1e3 * figure.seconds:.1f}", f"{figure.of_bound:.2f}"
+        table.add_row(figure.name, milliseconds, f"{figure.speedup:.2f}", interval_text, share)
+    console.print(table)
+    computed, moved = (f"{1e3 * seconds:.1f}" for seconds in parts)
+    console.print(
+        f"T_comp {computed} ms, T_comm {moved} ms: no schedule is faster than the longer of the two; in turn they "
+        f"take {ideal:.2f} times as long."
+    )

@@ -1,0 +1,103 @@
+"""The norm of sharded DTensors with the same bits at every tensor-parallel degree: what torch clips gradients with.
+
+torch sums the squares of each rank's shard, then those sums. With COC_DETERMINISTIC=tp a norm of all elements is that
+of the blocks of the sharded dimension, in the tree. `torch.nn.utils.clip_grad_norm_` then needs no other call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
+from ascend_parallel.ops.registry import DegreeError
+from ascend_parallel.ops.tree import sum_of_blocks
+
+_NORM = torch.ops.aten.linalg_vector_norm.default
+_NORMS = torch.ops.aten._foreach_norm.Scalar
+_LOG_SOFTMAX = torch.ops.aten._log_softmax.default
+
+
+def install_norms() -> None:
+    """Have DTensor call the norms of this module."""
+    _handlers().update({_NORM: _norm, _NORMS: _norms})
+
+
+def remove_norms() -> None:
+    """Have DTensor call its own norms."""
+    for operator in (_NORM, _NORMS):
+        _handlers().pop(operator, None)
+
+
+def refuse_loss_parallel() -> None:
+    """Raise `DegreeError` inside of torch's `loss_parallel`: its sum over the vocabulary has no tree."""
+    if _LOG_SOFTMAX in _handlers():
+        raise DegreeError(
+            "COC_DETERMINISTIC=tp: loss_parallel() sums over each rank's part of the vocabulary, which has no tree: "
+            "give the output layer output_layouts=Replicate(), and the loss plain logits"
+        )
+
+
+def _handlers() -> dict[Any, Any]:
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def _norm(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, order, dims = (*args, 2, None)[:3] if len(args) < 3 else args[:3]
+    if order != 2 or dims is not None or kwargs or len(args) > 3 or not _sharded(x):
+        return _by_torch(operator, args, kwargs)
+    return _norm_of(x)
+
+
+def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if order != 2 or not any(map(_sharded, tensors)):
+        return _by_torch(operator, args, kwargs)
+    return [_norm_of(x) if _sharded(x) else torch.linalg.vector_norm(x) for x in tensors]
+
+
+def _by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    own = _handlers().pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        _handlers()[operator] = own
+
+
+def _sharded(x: Any) -> bool:
+    return isinstance(x, DTensor) and any(isinstance(each, Shard) for each in x.placements)
+
+
+def _norm_of(x: DTensor) -> DTensor:
+    """Return the norm of x, sharded on the only dimension of its mesh, in fp32 or float64."""
+    if x.device_mesh.ndim > 1:
+        raise DegreeError(
+            f"COC_DETERMINISTIC=tp: the norm of a DTensor placed as {x.placements} on {x.device_mesh.ndim} "
+            "dimensions of a mesh has no tree"
+        )
+    group, (placement,) = x.device_mesh.get_group(), x.placements
+    assert isinstance(placement, Shard)
+    total = sum_of_blocks(list(squares_of_blocks(x.to_local(), [x.shape[placement.dim]], placement.dim, group)), group)
+    return DTensor.from_local(total.sqrt().to(x.dtype), x.device_mesh, [Replicate()], run_check=False)
+
+
+def squares_of_blocks(local: torch.Tensor, features: Iterable[int], dim: int, group: Any) -> torch.Tensor:
+    """Return the sums of squares [8 / R], in fp32 or float64, of this rank's blocks along `dim`.
+
+    features
+        Of all ranks, for each packed part.
+    """
+    blocked = BlockedFeatures(tuple(each // group.size() for each in features), BLOCKS // group.size())
+    if BLOCKS % group.size() or blocked.refusal or sum(blocked.parts) != local.shape[dim]:
+        raise DegreeError(
+            f"COC_DETERMINISTIC=tp: norm of a tensor {list(local.shape)} on {group.size()} ranks: dimension {dim} "
+            f"cannot be cut into {BLOCKS} equal blocks"
+        )
+    rows = local.detach().movedim(dim, -1)
+    rows = rows.flatten(0, -2) if rows.ndim > 1 else rows.view(1, -1)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.stack([blocked.columns(rows, index).to(wide).square().sum() for index in range(blocked.count)])

@@ -1,0 +1,497 @@
+"""The replacement of Megatron-core's MoELayer.forward: dispatch, experts and combine, overlapped in groups of experts.
+
+The original forward runs on an overlay of the layer, whose parts between the all-to-alls are those of `OverlappedCall`.
+Router, permutation, losses, recomputation and the shared expert stay Megatron's; the order in which gradients are
+summed too, so that every bit stays.
+
+    router, permute       Megatron's
+    dispatch              waits for the counts on the host, as Megatron's does, and sends nothing
+    experts               `run_experts`: rows to the experts' ranks and back; the shared expert under them
+    combine               unpermutes and adds the shared expert's result, as Megatron's does
+
+Written against megatron-core 0.13 to 0.19, transformer/moe/moe_layer.py, token_dispatcher.py, shared_experts.py and
+experts.py. Older versions have no such parts: their layers run the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
+from ascend_parallel.ops.problem import experts_problem
+from ascend_parallel.ops.registry import name_of
+from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.check import CheckedCall, Tensors
+from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
+from ascend_parallel.patches.megatron.conflicts import arguments
+from ascend_parallel.patches.megatron.layers import Megatron
+from ascend_parallel.patches.megatron.original import AttributeOverlay
+from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.expert_groups import in_groups, without_trace
+
+MODULE = "megatron.core.transformer.moe.moe_layer"
+DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
+EXPERTS = "megatron.core.transformer.moe.experts"
+SHARED = "megatron.core.transformer.moe.shared_experts"
+FIRST = (0, 13)
+
+# Methods whose work a replacement repeats or skips, by class; a version need not have all of them.
+REPEATED = {
+    "MoELayer": ("dispatch", "experts_compute", "routed_experts_compute", "shared_experts_compute", "combine"),
+    "MoEAlltoAllTokenDispatcher": (
+        "token_dispatch",
+        "dispatch_postprocess",
+        "combine_preprocess",
+        "token_combine",
+        "combine_postprocess",
+        "_maybe_dtoh_and_synchronize",
+    ),
+}
+
+# Field of the configuration -> why the original runs if it is set.
+FEATURES = {
+    "fp8": "its experts multiply in fp8",
+    "fp4": "its experts multiply in fp4",
+    "moe_latent_size": "its experts work in a latent space (moe_latent_size)",
+    "moe_router_padding_for_quantization": "its routing is padded (moe_router_padding_for_quantization)",
+    "moe_router_padding_for_fp8": "its routing is padded (moe_router_padding_for_fp8)",
+    "enable_cuda_graph": "it may be captured in a CUDA graph (enable_cuda_graph)",
+    "external_cuda_graph": "it may be captured in a CUDA graph (external_cuda_graph)",
+    "cpu_offloading": "its activations are offloaded (cpu_offloading)",
+    "fine_grained_activation_offloading": "its activations are offloaded (fine_grained_activation_offloading)",
+    "overlap_moe_expert_parallel_comm": "megatron-core overlaps it with another micro-batch "
+    "(overlap_moe_expert_parallel_comm)",
+    "delay_wgrad_compute": "its weight gradients are computed later (delay_wgrad_compute)",
+    "overlap_dispatch_backward_with_experts_wgrad": "megatron-core overlaps its backward "
+    "(overlap_dispatch_backward_with_experts_wgrad)",
+}
+
+# Argument of MindSpeed -> its flag: each puts an exchange of its own in place of Megatron-core's.
+MINDSPEED = {
+    "moe_alltoall_overlap_comm": "--moe-alltoall-overlap-comm",
+    "moe_allgather_overlap_comm": "--moe-allgather-overlap-comm",
+    "moe_fb_overlap": "--moe-fb-overlap",
+    "moe_tp_extend_ep": "--moe-tp-extend-ep",
+    "moe_alltoall_mc2": "--moe-alltoall-mc2",
+}
+
+
+def forward_parameters(version: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the parameters of MoELayer.forward of a version."""
+    return ("self", "hidden_states", *(("intermediate_tensors", "padding_mask") if version >= (0, 16) else ()))
+
+
+def patch_set(megatron: Megatron) -> PatchSet:
+    """Return the patches of the layer and of its experts, whose modules have been imported."""
+    layer = Patch(
+        module=MODULE,
+        owner="MoELayer",
+        method="forward",
+        replacement=lambda original: moe_forward(original, megatron),
+        parameters=forward_parameters(megatron.version),
+        reason="exchanges rows with the experts' ranks under groups of experts and the shared expert",
+    )
+    if megatron.version < FIRST:
+        return PatchSet("megatron-core", None, [layer])
+    experts = Patch(
+        module=EXPERTS,
+        owner="SequentialMLP",
+        method="forward",
+        replacement=experts_forward,
+        parameters=("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
+        reason="computes a group of its experts",
+    )
+    return PatchSet("megatron-core", None, [layer, experts])
+
+
+ON_TOP = OnTop(MODULE, patch_set)
+
+
+@dataclass(frozen=True)
+class CoveredExperts:
+    """What the replaced forward tells coverage."""
+
+    megatron: Megatron
+
+    def uncovered(self, layer: Any) -> str | None:
+        """Return the reason why the original forward of `layer` must run, or None; the same on all ranks."""
+        return uncovered(layer, self.megatron)
+
+
+def moe_forward(original: Function, megatron: Megatron) -> Function:
+    """Make the method that replaces ``MoELayer.forward``."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reason = uncovered(self, megatron)
+        if reason is None and (args[0] if args else kwargs.get("intermediate_tensors")) is not None:
+            reason = "it is called for a part of its work (intermediate_tensors)"
+        if reason is not None:
+            megatron.log_uncovered(self, reason)
+            return original(self, hidden_states, *args, **kwargs)
+        group, settings = megatron.prepare(self, "experts", hidden_states, None)
+        if not settings.enabled or _measured_as_fast(self, megatron, hidden_states):
+            return original(self, hidden_states, *args, **kwargs)
+        return original(OverlappedCall(self, megatron, group, settings).overlay, hidden_states, *args, **kwargs)
+
+    setattr(forward, COVERAGE, CoveredExperts(megatron))
+    return forward
+
+
+def uncovered(layer: Any, megatron: Megatron) -> str | None:
+    """Return the reason why the original forward of `layer` must run, or None; the same on all ranks."""
+    if megatron.version < FIRST:
+        return "megatron-core below 0.13 has its dispatch, experts and combine in one piece"
+    if torch.compiler.is_compiling():
+        return "it is being compiled, and a process group cannot be"
+    kind = type(layer)
+    if (kind.__module__, kind.__name__) != (MODULE, "MoELayer"):
+        return "it is a class of its own"
+    if not dist.is_initialized() or layer.ep_group.size() == 1:
+        return "its expert-parallel group has one rank, so nothing is communicated"
+    if flag := next((flag for name, flag in MINDSPEED.items() if getattr(arguments(), name, None)), None):
+        return f"MindSpeed runs its all-to-alls: drop {flag} to overlap them here"
+    config = layer.config
+    reasons = (text for name, text in FEATURES.items() if getattr(config, name, None))
+    if reason := next(reasons, None):
+        return reason
+    if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(layer, "_inference_token_dispatcher", None):
+        return "it may be captured in a CUDA graph (cuda_graph_impl, transformer_impl)"
+    return _other_dispatcher(layer) or _other_experts(layer) or _replaced_methods(layer)
+
+
+def _measured_as_fast(layer: Any, megatron: Megatron, x: torch.Tensor) -> bool:
+    """Tell whether groups gained nothing when they were measured, and no shared expert can be hidden."""
+    if layer.shared_expert_overlap or _hides_shared_expert(layer):
+        return False
+    problem = experts_problem(x, layer.num_local_experts, layer.ep_group)
+    return megatron.expert_groups.keeps_original(problem, layer.ep_group)
+
+
+def _other_dispatcher(layer: Any) -> str | None:
+    dispatcher = layer.token_dispatcher
+    if (type(dispatcher).__module__, type(dispatcher).__name__) != (DISPATCHERS, "MoEAlltoAllTokenDispatcher"):
+        return f"its dispatcher is {type(dispatcher).__name__}, not MoEAlltoAllTokenDispatcher"
+    if dispatcher.tp_size > 1:
+        return f"its experts are split among {dispatcher.tp_size} tensor-parallel ranks (expert_tensor_parallel_size)"
+    return None
+
+
+def _other_experts(layer: Any) -> str | None:
+    experts, shared = layer.experts, layer.shared_experts
+    if (type(experts).__module__, type(experts).__name__) != (EXPERTS, "SequentialMLP"):
+        return f"its experts are {type(experts).__name__}, not SequentialMLP"
+    if getattr(experts, "add_bias", False):
+        return "its experts have a bias, which megatron-core refuses"
+    if any(hasattr(parameter, "__fsdp_param__") for parameter in layer.parameters()):
+        return "Megatron-FSDP gathers its parameters"
+    if layer.shared_expert_overlap and not _own_shared_expert(layer):
+        return f"its shared expert is {type(shared).__name__}, not SharedExpertMLP"
+    if layer.num_local_experts == 1 and not (layer.shared_expert_overlap or _hides_shared_expert(layer)):
+        return "a rank has one expert, so there is nothing to overlap"
+    return None
+
+
+def _own_shared_expert(layer: Any) -> bool:
+    kind = type(layer.shared_experts)
+    return (kind.__module__, kind.__name__) == (SHARED, "SharedExpertMLP")
+
+
+def _hides_shared_expert(layer: Any) -> bool:
+    """Tell whether the shared expert can run under an all-to-all where Megatron itself does not overlap it.
+
+    A gate reads the layer's input, too: its gradients would be summed in another order.
+    """
+    if not layer.use_shared_expert or layer.shared_expert_overlap or not _own_shared_expert(layer):
+        return False
+    return not getattr(layer.shared_experts, "use_shared_expert_gate", False)
+
+
+def _replaced_methods(layer: Any) -> str | None:
+    """Return which method of Megatron-core another package has replaced, or None."""
+    for held, home in ((layer, MODULE), (layer.token_dispatcher, DISPATCHERS)):
+        for name in REPEATED[type(held).__name__]:
+            function = getattr(type(held), name, None)
+            if name in vars(held) or (function is not None and not _of_megatron(function, sys.modules[home])):
+                return f"what it computes was replaced: {type(held).__name__}.{name} is another package's"
+    return None
+
+
+def _of_megatron(function: Any, home: ModuleType) -> bool:
+    """Tell whether a function was defined in `home`, with decorators of megatron-core only."""
+    while inspect.isfunction(function):
+        inner = getattr(function, "__wrapped__", None)
+        if inner is None:
+            return function.__globals__ is vars(home)
+        if not str(function.__globals__.get("__name__")).startswith("megatron.core"):
+            return False
+        function = inner
+    return False
+
+
+class GroupTokens(NamedTuple):
+    """The rows of each expert of a group, in place of those of all local experts."""
+
+    counts: list[int]
+    experts: range
+
+    def tolist(self) -> list[int]:
+        """Return the counts, as Megatron-core asks for them."""
+        return self.counts
+
+
+def experts_forward(original: Function) -> Function:
+    """Make the method that replaces ``SequentialMLP.forward``: called with `GroupTokens`, it runs these experts."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: Any, permuted_probs: torch.Tensor
+    ) -> Any:
+        experts = self
+        if isinstance(tokens_per_expert, GroupTokens):
+            own = [self.local_experts[index] for index in tokens_per_expert.experts]
+            experts = AttributeOverlay(self, local_experts=own, num_local_experts=len(own))
+        return original(experts, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+
+    return forward
+
+
+class OverlappedCall:
+    """A call of an MoELayer: the parts that Megatron-core's own forward calls in place of the layer's."""
+
+    def __init__(self, layer: Any, megatron: Megatron, group: dist.ProcessGroup, settings: Settings) -> None:
+        """Prepare a call of `layer`, whose experts are on the ranks of `group`."""
+        self._layer, self._megatron, self._group, self._settings = layer, megatron, group, settings
+        self._shared_x: torch.Tensor | None = None
+        self._shared_output: torch.Tensor | None = None
+        parts: dict[str, Any] = {"dispatch": self._dispatch, "combine": self._combine, "postprocess": self._postprocess}
+        if hasattr(layer, "experts_compute"):  # to 0.14 it runs the shared expert, too
+            parts["experts_compute"] = self._all_experts
+        else:
+            parts |= {"shared_experts_compute": self._shared_expert, "routed_experts_compute": self._routed_experts}
+        self.overlay = AttributeOverlay(layer, **parts)
+
+    def _dispatch(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows, probs
+
+    def _shared_expert(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return what stands for the shared expert's result until the experts run, or the result."""
+        layer = self._layer
+        if not _hides_shared_expert(layer):
+            result: torch.Tensor | None = _shared_experts_compute(layer)(hidden_states)
+            return result
+        # The gradient of this view reaches hidden_states when that of Megatron's shared expert does.
+        self._shared_x = hidden_states.view_as(hidden_states)
+        return self._shared_x
+
+    def _all_experts(self, rows: torch.Tensor, probs: torch.Tensor, residual: torch.Tensor) -> tuple[Any, ...]:
+        layer = self._layer
+        shared = self._shared_expert(residual) if layer.use_shared_expert and not layer.shared_expert_overlap else None
+        return self._run(rows, probs), shared, None
+
+    def _routed_experts(self, rows: torch.Tensor, probs: torch.Tensor, residual: Any = None) -> tuple[Any, ...]:
+        return self._run(rows, probs), None
+
+    def _run(self, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Exchange the permuted rows, and run the experts; the shared expert runs under the all-to-alls."""
+        layer, megatron = self._layer, self._megatron
+        state = dict(vars(layer.token_dispatcher))
+        counts = row_counts(layer.token_dispatcher)
+        megatron.confirm(self._group)()
+        settings = self._measured(rows, probs, counts)
+        if megatron.verifier is None:
+            return self._exchange(rows, probs, counts, settings)
+        checked = self._checked(rows, probs, counts, settings, state)
+        output: torch.Tensor = megatron.verifier.run(checked)
+        return output
+
+    def _exchange(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings) -> torch.Tensor:
+        layer = self._layer
+        shared = None
+        if self._shared_x is not None:
+            compute = _shared_experts_compute(layer)
+            shared = SharedExpert(x=self._shared_x, parts=[compute], parameters=[*layer.shared_experts.parameters()])
+        elif layer.shared_expert_overlap:
+            shared = _shared_expert_in_parts(layer.shared_experts)
+        local = LocalExperts(run=self._run_group, parameters=[*layer.experts.parameters()])
+        out, self._shared_output = run_experts(
+            rows, counts, local, group=self._group, settings=settings, probs=probs, shared=shared
+        )
+        if layer.shared_expert_overlap:
+            layer.shared_experts.cached_fc2_output = self._shared_output
+            layer.shared_experts.post_forward_comm()
+        return out
+
+    def _measured(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts) -> Settings:
+        """Return the settings of the exchange; with COC_PARALLEL_NUM=auto those that were measured."""
+        if self._layer.config.gradient_accumulation_fusion:  # the experts' backward would write into main_grad
+            return self._settings
+        problem = experts_problem(rows, counts.experts, self._group)
+
+        def trial(tried: Settings) -> None:
+            with without_trace(rows.device):
+                copies = _copies(self._layer.experts)
+                run = functools.partial(self._run_group, parameters=copies)
+                local, x = LocalExperts(run=run, parameters=[*copies.values()]), rows.detach().requires_grad_()
+                out, _ = run_experts(x, counts, local, group=self._group, settings=tried, probs=probs.detach())
+                torch.autograd.grad(out, [x], torch.ones_like(out))
+
+        settings = self._megatron.expert_groups.settings_for(problem, self._group, trial, rows.device)
+        if settings is self._megatron.settings:  # nothing was measured
+            return self._settings
+        return settings if settings.enabled else in_groups(self._settings, 1)
+
+    def _run_group(
+        self,
+        group: ExpertGroup,
+        rows: torch.Tensor,
+        probs: torch.Tensor | None,
+        _: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Run the experts of a group as Megatron-core's module of experts does, on rows [source][expert]."""
+        experts, received = self._layer.experts, group.received
+        assert probs is not None, "the exchange sends probabilities with the rows"
+        counts = [sum(column) for column in zip(*received, strict=True)]
+        arguments = _by_expert(rows, received), GroupTokens(counts, group.experts), _by_expert(probs, received)
+        y, bias = experts(*arguments) if parameters is None else functional_call(experts, dict(parameters), arguments)
+        assert bias is None, "uncovered() leaves experts with a bias to the original"
+        return _by_source(y, received)
+
+    def _checked(
+        self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings, state: Mapping[str, Any]
+    ) -> CheckedCall:
+        """Return the exchange beside Megatron-core's own, on the dispatcher's `state` of this call."""
+        layer, dispatcher = self._layer, self._layer.token_dispatcher
+        choice = exchange_choice(rows, counts.experts, self._group, settings)
+
+        def original(operands: Tensors) -> Tensors:
+            own, kind = AttributeOverlay(dispatcher, **{**state, "shared_experts": None}), type(dispatcher)
+            sent = kind.token_dispatch(own, operands["input"], operands["probabilities"])
+            arguments = kind.dispatch_postprocess(own, *sent)
+            frozen = {name: parameter.detach() for name, parameter in layer.experts.named_parameters()}
+            made, _ = functional_call(layer.experts, frozen, arguments)
+            return {"output": kind.token_combine(own, kind.combine_preprocess(own, made))}
+
+        return CheckedCall(
+            layer=layer,
+            path="experts",
+            group=self._group,
+            operands={"input": rows, "probabilities": probs},
+            run=lambda _: self._exchange(rows, probs, counts, settings),
+            results=lambda output: {"output": output},
+            original=original,
+            operators=lambda: lambda direction: f"Its {direction} ran {name_of(choice.problem)} in {choice.sizes}",
+        )
+
+    def _combine(self, output: torch.Tensor, *shared: torch.Tensor | None) -> torch.Tensor:
+        """Run Megatron-core's own combine on rows that are back."""
+        result: torch.Tensor = type(self._layer).combine(self._combining(), output, *map(self._result_of, shared))
+        return result
+
+    def _postprocess(self, output: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = type(self._layer).postprocess(self._combining(), output, self._result_of(shared))
+        return result
+
+    def _result_of(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the shared expert's result in place of what stood for it."""
+        return self._shared_output if shared is not None and shared is self._shared_x else shared
+
+    def _combining(self) -> Any:
+        """Return an overlay of the layer whose dispatcher sends nothing back."""
+        dispatcher = self._layer.token_dispatcher
+        overlay = AttributeOverlay(
+            dispatcher,
+            token_combine=lambda output: output,
+            combine_postprocess=functools.partial(_combine_postprocess, dispatcher),
+        )
+        return AttributeOverlay(self._layer, token_dispatcher=overlay)
+
+
+def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module by name, as leaves that get gradients of their own."""
+    return {name: p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+
+
+def _shared_experts_compute(layer: Any) -> Any:
+    """Return the method that runs the shared expert; to 0.14 it is the module."""
+    return getattr(layer, "shared_experts_compute", layer.shared_experts)
+
+
+def _combine_postprocess(dispatcher: Any, output: torch.Tensor) -> torch.Tensor:
+    """Unpermute rows as Megatron-core does; to 0.17 this runs the end of the shared expert, which has run."""
+    own, shared = type(dispatcher).combine_postprocess, dispatcher.shared_experts
+    if shared is not None:
+        ran = AttributeOverlay(shared, linear_fc2_forward=lambda *_: None, post_forward_comm=lambda *_: None)
+        dispatcher = AttributeOverlay(dispatcher, shared_experts=ran)
+    result: torch.Tensor = own(dispatcher, output)
+    return result
+
+
+def _shared_expert_in_parts(shared: Any) -> SharedExpert:
+    """Return the shared expert as Megatron-core's own overlap (moe_shared_expert_overlap) cuts it."""
+
+    def fc1(x: torch.Tensor) -> torch.Tensor:
+        shared.cached_fc1_input = x
+        shared.linear_fc1_forward_and_act()
+        y: torch.Tensor = shared.cached_fc2_input
+        return y
+
+    def fc2(x: torch.Tensor) -> torch.Tensor:
+        shared.cached_fc2_input = x
+        shared.linear_fc2_forward()
+        y: torch.Tensor = shared.cached_fc2_output
+        return y
+
+    parameters = [*shared.linear_fc1.parameters(), *shared.linear_fc2.parameters()]
+    return SharedExpert(x=shared.cached_fc1_input, parts=[fc1, fc2], parameters=parameters)
+
+
+def row_counts(dispatcher: Any) -> RowCounts:
+    """Return the counts of a dispatcher that has permuted its rows; the host waits where Megatron-core's dispatch does.
+
+    Megatron-core's stream for counts has waited for the routing, not for the permutation.
+    """
+    ranks, experts = dispatcher.ep_size, dispatcher.num_local_experts
+    if dispatcher.drop_and_pad:
+        padded = [[int(dispatcher.capacity)] * experts for _ in range(ranks)]
+        return RowCounts(sent=padded, received=padded)
+    received = dispatcher.num_global_tokens_per_local_expert if experts > 1 else None
+    with torch.cuda.stream(dispatcher.cuda_dtoh_stream):
+        sent = dispatcher.routing_map.sum(dim=0).to("cpu", non_blocking=True)
+        if received is not None:
+            received = received.to("cpu", non_blocking=True)
+    dispatcher.cuda_dtoh_stream.record_event().synchronize()
+    dispatcher._maybe_dtoh_and_synchronize("before_ep_alltoall", dispatcher.tokens_per_expert)
+    dispatcher.tokens_per_expert = None
+    if received is None:
+        received = torch.tensor([int(count) for count in dispatcher.output_splits])
+    return RowCounts(sent=sent.reshape(ranks, experts).tolist(), received=received.reshape(ranks, experts).tolist())
+
+
+def _by_expert(rows: torch.Tensor, received: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return rows in the order [source][expert] in the order [expert][source]."""
+    if len(received[0]) == 1:
+        return rows
+    parts = torch.split_with_sizes(rows, [count for counts in received for count in counts])
+    experts = len(received[0])
+    return torch.cat([part for expert in range(experts) for part in parts[expert::experts]])
+
+
+def _by_source(rows: torch.Tensor, received: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return rows in the order [expert][source] in the order [source][expert]."""
+    if len(received[0]) == 1:
+        return rows
+    return _by_expert(rows, [*zip(*received, strict=True)])

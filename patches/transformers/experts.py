@@ -1,0 +1,350 @@
+"""The experts of a Hugging Face `ep_plan`, style "ep_dispatch_experts": dispatch, experts and combine, overlapped.
+
+`AllToAllEP.__call__` is replaced: the rows are sorted, sent and weighted as transformers does, with the same operators
+in the same order, and the experts' own forward computes a group of experts at a time. What it does not cover runs
+transformers' own code. Written against transformers 5.23, transformers/distributed/expert_parallel.py; older versions
+have no such class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
+from ascend_parallel.ops.multiply import ALIGNMENT
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import experts_problem
+from ascend_parallel.ops.registry import name_of
+from ascend_parallel.overlap.experts import LocalExperts, run_experts
+from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.check import CheckedCall
+from ascend_parallel.patches.coverage import EXPERTS
+from ascend_parallel.patches.dtensor_linear import INSTALLED, Installed, InstalledLayers
+from ascend_parallel.patches.transformers.layers import IN_FORCE
+from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.expert_groups import without_trace
+
+MODULE = "transformers.distributed.expert_parallel"
+VERSIONS = ">=5.23,<5.24"
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstalledExperts(Installed):
+    """What an `ep_plan` installed on a module of experts; `mesh` is that of the experts.
+
+    implementation
+        transformers' object that brings the experts their rows.
+    """
+
+    implementation: Any
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The expert-parallel group."""
+        group: dist.ProcessGroup = self.mesh.get_group()
+        return group
+
+    def uncovered(self, module: Any) -> str | None:
+        """Return the reason why transformers' own code must run, or None; the same on all ranks."""
+        implementation = self.implementation
+        if self.in_force.framework is None:
+            return "overlap is switched off"
+        if self.reason is not None:
+            return self.reason
+        if torch.compiler.is_compiling():
+            return "it is being compiled, and a process group cannot be"
+        if self.group.size() == 1:
+            return "its expert-parallel group has one rank, so nothing is communicated"
+        if getattr(implementation.experts_forward, "__self__", None) is not module:
+            return "its forward was replaced before the ep_plan was applied"
+        return _other_experts(module, implementation.num_local_experts)
+
+
+def _other_experts(module: Any, experts: int) -> str | None:
+    """Return how a module of experts differs from those whose experts can be computed in groups, or None."""
+    how = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not hasattr(module, "is_transposed") or how not in IMPLEMENTATIONS:
+        return f"its experts_implementation is {how!r}, not one of {', '.join(map(repr, IMPLEMENTATIONS))}"
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    others = [name for name, _ in module.named_parameters() if name not in own]
+    others += [name for name, _ in module.named_buffers()]
+    if others:
+        return f"it has parameters or buffers that its experts share: {', '.join(others)}"
+    for name, parameter in module.named_parameters():
+        rows, *widths = parameter.shape
+        if parameter.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            return f"its {name} is {parameter.dtype}"
+        if not isinstance(parameter, DTensor) and rows != experts:
+            return f"its {name} is no DTensor"
+        # Experts of a group begin at other addresses than in a buffer of all experts' rows.
+        if how == "grouped_mm" and any(width * parameter.itemsize % ALIGNMENT for width in widths):
+            return f"its {name} {list(parameter.shape)} has rows of no multiple of {ALIGNMENT} bytes, under grouped_mm"
+    return None
+
+
+def install_forward(original: Function) -> Function:
+    """Make the method that replaces ``EpDispatchExpertsParallel.install_forward``: it notes what was installed."""
+
+    @functools.wraps(original)
+    def install(self: Any, module: Any, ep_mesh: Any, *, tp_mesh: Any, ep_implementation: str = "auto") -> Any:
+        returned = original(self, module, ep_mesh, tp_mesh=tp_mesh, ep_implementation=ep_implementation)
+        implementation = _implementation(module.forward)
+        own = getattr(implementation, "all_to_all", implementation)
+        setattr(module.forward, EXPERTS, _installed(own, module))
+        return returned
+
+    return install
+
+
+def _implementation(forward: Any) -> Any:
+    """Return the object that an installed forward calls."""
+    names = forward.__code__.co_freevars
+    return forward.__closure__[names.index("implementation")].cell_contents if "implementation" in names else None
+
+
+def _installed(implementation: Any, module: Any) -> InstalledExperts:
+    """Return what is noted of the experts of `implementation`, and note it at the first time."""
+    noted = vars(module).get(INSTALLED)
+    if isinstance(noted, InstalledExperts) and noted.implementation is implementation:
+        return noted
+    kind, reason = type(implementation), None
+    if (kind.__module__, kind.__name__) != (MODULE, "AllToAllEP"):
+        reason = f"its ep_implementation is {kind.__name__}, not all_to_all"
+    mesh = getattr(implementation, "ep_mesh", None)
+    noted = InstalledExperts(in_force=IN_FORCE, kind="experts", mesh=mesh, reason=reason, implementation=implementation)
+    vars(module)[INSTALLED] = noted
+    shapes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters())
+    IN_FORCE.add_text(f"{type(module).__name__} {shapes} {reason}")
+    return noted
+
+
+def call_experts(original: Function) -> Function:
+    """Make the method that replaces ``AllToAllEP.__call__``."""
+
+    @functools.wraps(original)
+    def call(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        framework, module = IN_FORCE.framework, getattr(self.experts_forward, "__self__", None)
+        own = functools.partial(original, self)
+        if framework is None or not isinstance(module, torch.nn.Module):
+            return own(hidden_states, top_k_index, top_k_weights)
+        if not torch.is_grad_enabled() and not module.training:  # how few rows there are, no rank knows of another
+            return own(hidden_states, top_k_index, top_k_weights)
+        if (reason := _installed(self, module).uncovered(module)) is not None:
+            framework.log_uncovered(module, reason)
+            return own(hidden_states, top_k_index, top_k_weights)
+        routed = RoutedCall(module, self, hidden_states, top_k_index, top_k_weights, own)
+        if (verifier := framework.verifier) is not None:
+            return verifier.run(_checked(framework, routed))
+        return _run(framework, routed)
+
+    return call
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """A call of a module of experts: hidden_states [T, H], and for each token its top_k experts and their weights.
+
+    original
+        transformers' own code, which takes the three.
+    """
+
+    module: Any
+    implementation: Any
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    original: Callable[..., torch.Tensor]
+
+
+def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
+    """Return the weighted outputs of each token's experts, [T, H]."""
+    group, settings = framework.prepare(call.module, "experts", call.hidden_states, None)
+    implementation, tp_mesh = call.implementation, call.implementation.tp_mesh
+    problem = experts_problem(call.hidden_states, implementation.num_local_experts, group)
+    if not settings.enabled or framework.expert_groups.keeps_original(problem, group):
+        return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
+    framework.confirm(group)()
+    hidden, index, weights = (_own_rows(x, tp_mesh) for x in (call.hidden_states, call.top_k_index, call.top_k_weights))
+    expert_ids = index.reshape(-1)
+    order = torch.argsort(expert_ids)
+    sent = hidden[order // index.size(-1)]
+    received_counts, counts = _exchange_counts(expert_ids, implementation.num_local_experts, group)
+    names = [name for name, parameter in call.module._parameters.items() if parameter is not None]
+    orders = _Orders(received_counts, counts)
+
+    def run(expert_group: ExpertGroup, rows: torch.Tensor, _: object, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not len(rows):
+            return rows
+        experts = expert_group.experts
+        ids = torch.arange(len(experts), device=rows.device).repeat(group.size())
+        their_counts = received_counts[:, experts.start : experts.stop].reshape(-1)
+        ids = ids.repeat_interleave(their_counts, output_size=len(rows)).unsqueeze(-1)
+        with _only(call.module, dict(zip(names, parts, strict=True)), len(experts)), orders.of(expert_group):
+            made: torch.Tensor = implementation.experts_forward(rows, ids, torch.ones_like(ids, dtype=rows.dtype))
+        return made
+
+    local = LocalExperts(run=run, weights=[call.module._parameters[name] for name in names])
+
+    def trial(tried: Settings) -> None:
+        _pass_on_copies(sent, counts, local, group, tried)
+
+    settings = framework.expert_groups.settings_for(problem, group, trial, sent.device)
+    if not settings.enabled:
+        return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
+    made, _ = run_experts(sent, counts, local, group=group, settings=settings)
+    by_token = torch.empty_like(made)
+    by_token[order] = made
+    output = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)
+    return _all_rows(output, tp_mesh, call.hidden_states.size(0))
+
+
+def _pass_on_copies(
+    sent: torch.Tensor, counts: RowCounts, local: LocalExperts, group: dist.ProcessGroup, settings: Settings
+) -> None:
+    """Run a forward and backward that leave no trace in the run's graph, gradients or random states."""
+    with without_trace(sent.device):
+        copies = [x.detach().requires_grad_(x.requires_grad) for x in local.weights]
+        rows = sent.detach().requires_grad_()
+        made, _ = run_experts(rows, counts, replace(local, weights=copies), group=group, settings=settings)
+        torch.autograd.grad(made, [rows], torch.ones_like(made))
+
+
+def _own_rows(x: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
+    """Return this rank's share of rows that all ranks of the tensor-parallel group have."""
+    if tp_mesh.size() == 1:
+        return x
+    shared = DTensor.from_local(x, tp_mesh, [Replicate()], run_check=False)
+    own: torch.Tensor = shared.redistribute(tp_mesh, [Shard(0)]).to_local()
+    return own
+
+
+def _all_rows(y: torch.Tensor, tp_mesh: Any, rows: int) -> torch.Tensor:
+    """Return the rows of all ranks of the tensor-parallel group."""
+    if tp_mesh.size() == 1:
+        return y
+    shape, stride = (rows, y.size(-1)), (y.size(-1), 1)
+    gathered: torch.Tensor = DTensor.from_local(
+        y.contiguous(), tp_mesh, [Shard(0)], shape=torch.Size(shape), stride=stride
+    ).full_tensor()
+    return gathered
+
+
+def _exchange_counts(
+    expert_ids: torch.Tensor, experts: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, RowCounts]:
+    """Return how many rows this rank's experts get from each rank, [R, E], and all counts on the host.
+
+    The host waits for the device once, as in transformers' own code.
+    """
+    sent = expert_ids.new_zeros(group.size() * experts, dtype=torch.long)
+    sent = sent.scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.long)).view(-1, experts)
+    pending = Pending(torch.empty_like(sent), "all_to_all of the experts' counts", group)
+    with pending.launching():
+        pending.launch(dist.all_to_all_single, pending.tensor, sent, group=group, async_op=True)
+        received = pending.wait()
+    on_host: list[list[list[int]]] = torch.stack([sent, received]).tolist()
+    return received, RowCounts(sent=on_host[0], received=on_host[1])
+
+
+class _Orders:
+    """The order in which the experts' own sort takes rows, kept when a group is sorted by itself.
+
+    torch.sort leaves equal numbers in any order: the sort of a group would take the rows of an expert in another order
+    than the sort of all rows, and their weight gradient would be summed in another order.
+    """
+
+    def __init__(self, received: torch.Tensor, counts: RowCounts) -> None:
+        """Hold how many rows this rank's experts get from each rank, [R, E], on the device and on the host."""
+        self._received, self._counts = received, counts
+        self._by_expert: torch.Tensor | None = None
+
+    def of(self, group: ExpertGroup) -> AbstractContextManager[object]:
+        """Return a context in which torch.sort of a group's experts gives the order of all rows' sort."""
+        if len(group.experts) == self._counts.experts:
+            return nullcontext()
+        first, stop = group.experts.start, group.experts.stop
+        before = sum(sum(counts[:first]) for counts in self._counts.received)
+        own = sum(group.received_sizes)
+        return _SortedAs(self._place_in(first, stop)[self._sorted()[before : before + own]])
+
+    def _sorted(self) -> torch.Tensor:
+        """Return the order of all rows, which arrive as [source][expert], by expert."""
+        if self._by_expert is None:
+            ranks, experts = self._received.shape
+            ids = torch.arange(experts, device=self._received.device).repeat(ranks)
+            total = sum(map(sum, self._counts.received))
+            self._by_expert = torch.sort(ids.repeat_interleave(self._received.reshape(-1), output_size=total))[1]
+        return self._by_expert
+
+    def _place_in(self, first: int, stop: int) -> torch.Tensor:
+        """Return for each row its place among the rows of the experts from `first` to `stop`; others: any number."""
+        places, begin = [], 0
+        for counts in self._counts.received:
+            inside = sum(counts[first:stop])
+            places.append(torch.arange(begin - sum(counts[:first]), begin + sum(counts[first:])))
+            begin += inside
+        return torch.cat(places).to(self._received.device, non_blocking=True)
+
+
+class _SortedAs(TorchFunctionMode):
+    """Sorts a tensor in the order that is given."""
+
+    def __init__(self, order: torch.Tensor) -> None:
+        super().__init__()
+        self._order = order
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.sort:
+            return args[0][self._order], self._order
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _only(module: Any, parameters: Mapping[str, torch.Tensor], experts: int) -> Iterator[None]:
+    """Let the module have only some of its experts inside this context."""
+    own, number = {name: module._parameters[name] for name in parameters}, module.num_experts
+    module._parameters.update(parameters)
+    module.num_experts = experts
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+        module.num_experts = number
+
+
+def _checked(framework: InstalledLayers, call: RoutedCall) -> CheckedCall:
+    """Return the call beside transformers' own code."""
+    parameters = {name: x for name, x in call.module._parameters.items() if x is not None}
+
+    def original(operands: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        own = {name: operands[name] for name in parameters}
+        with _only(call.module, own, call.module.num_experts):
+            y = call.original(operands["input"], call.top_k_index, operands["routing weights"])
+        return {"output": y}
+
+    def operators(direction: str) -> str:
+        group = framework.group_of(call.module)
+        experts = call.implementation.num_local_experts
+        choice = exchange_choice(call.hidden_states, experts, group, framework.settings)
+        return f"Its {direction} ran {name_of(choice.problem)} in groups of experts {list(choice.sizes)}"
+
+    return CheckedCall(
+        layer=call.module,
+        path="experts",
+        group=framework.group_of(call.module),
+        operands={"input": call.hidden_states, "routing weights": call.top_k_weights, **parameters},
+        run=lambda _: _run(framework, call),
+        results=lambda y: {"output": y},
+        original=original,
+        operators=lambda: operators,
+    )

@@ -1,0 +1,88 @@
+"""``ascend-parallel verify --degrees``: the script runs at each degree, and every tensor of its layers is compared."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ascend_parallel.diagnostics.degrees import DegreesError, degrees_of, difference, read
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import ascend_parallel
+
+dist.init_process_group("gloo")
+group, settings = dist.group.WORLD, ascend_parallel.configure()
+torch.manual_seed(0)
+x, up, down = torch.randn(24, 64, requires_grad=True), torch.randn(128, 64), torch.randn(64, 128)
+mine = slice(group.rank() * 128 // group.size(), (group.rank() + 1) * 128 // group.size())
+up, down = up[mine].clone().requires_grad_(), down[:, mine].clone().requires_grad_()
+z = ascend_parallel.column_linear(x, up, group=group, settings=settings)
+if "--wrong" in sys.argv and group.size() > 1:
+    z = z + 1e-3
+ascend_parallel.row_linear(z.relu(), down, group=group, settings=settings).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def verify(tmp_path, *arguments, **variables):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "ascend_parallel", "verify", "--degrees", "1,2", str(script), *arguments]
+    names = {name: value for name, value in os.environ.items() if not name.startswith("COC_") and name != "RANK"}
+    finished = subprocess.run(command, env={**names, **variables}, capture_output=True, text=True, timeout=300)
+    return finished.returncode, finished.stdout.strip(), finished.stderr
+
+
+def test_equal_bits_have_one_digest(tmp_path):
+    code, printed, errors = verify(tmp_path)
+    assert code == 0, errors
+    assert printed.startswith("degrees 1, 2: all 6 tensors have the same bits, digest ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ((), {"COC_DETERMINISTIC": "1"}, "tensor 2, the output of row layer, differs first"),
+        (("--wrong",), {}, "tensor 2, the output of row layer, differs first"),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path, arguments, variables, words):
+    code, printed, errors = verify(tmp_path, *arguments, **variables)
+    assert code == 1, errors
+    assert words in printed
+
+
+def written(folder, ranks):
+    folder.mkdir()
+    for rank, lines in enumerate(ranks):
+        text = "".join(json.dumps({"layer": "row layer", "tensor": name, "digests": of}) + "\n" for name, of in lines)
+        (folder / f"rank{rank}.jsonl").write_text(text)
+    return read(folder, len(ranks))
+
+
+def test_blocks_of_all_ranks_are_compared(tmp_path):
+    one = written(tmp_path / "1", [[("output", {"whole": "a"}), ("input gradient", {"0": "b", "1": "c"})]])
+    same = [[("output", {"whole": "a"}), ("input gradient", {str(rank): "bc"[rank]})] for rank in range(2)]
+    two = written(tmp_path / "2", same)
+    assert difference((1, 2), [one, two])[0]
+    other = written(tmp_path / "3", [same[0], [same[1][0], ("input gradient", {"1": "d"})]])
+    equal, words = difference((1, 2), [one, other])
+    assert not equal
+    assert (
+        words == "tensor 2, the input gradient of row layer, block 1 of 2, differs first: c at degree 1, d at degree 2"
+    )
+    assert difference((1, 2), [one, two[:1]]) == (False, "degree 1 computed 2 tensors, degree 2 1")
+    with pytest.raises(DegreesError, match="rank 1 has another output of row layer"):
+        written(tmp_path / "4", [[("output", {"whole": "a"})], [("output", {"whole": "b"})]])
+
+
+@pytest.mark.parametrize("text", ["1", "1,3", "1,,2", "1,x", "0,1", "1,16", ""])
+def test_degrees_that_are_not_allowed(text):
+    with pytest.raises(DegreesError, match="give two or more of 1, 2, 4 and 8"):
+        degrees_of(text)

@@ -1,0 +1,166 @@
+"""COC_DETERMINISTIC=tp with transformers' tp_plan and torch's own styles: the same bits at every degree, 1 included."""
+
+import hashlib
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import ascend_parallel
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch_parallel
+from hugging_face import load, tokens, whole, write
+
+from ascend_parallel.patches.transformers import on_one_rank
+
+STEPS = 5
+TREE = {"deterministic": "tp"}
+SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+def digest(tensor):
+    return hashlib.sha1(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
+def clip(gradients, limit):
+    """Clip by torch's own norm; its own scaling takes no DTensors beside plain tensors, as transformers has them."""
+    norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
+    for gradient in gradients:
+        gradient.mul_(min(1.0, limit / norm))
+    return norm
+
+
+def trained(model, loss_of, clips=True):
+    """Losses, norms and digests of whole weights of some steps, with clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        if clips:
+            norms.append(clip([p.grad for p in model.parameters()], 0.1))
+        optimizer.step()
+        losses.append(loss.item().hex())
+    return {"losses": losses, "norms": norms, **{name: digest(whole(p)) for name, p in model.named_parameters()}}
+
+
+def llama(group, path, dtype, settings):
+    model = load(group, path, dtype, tensor_parallel=group.size() > 1).train()
+    model = model if group.size() > 1 else on_one_rank(model)
+    ascend_parallel.configure(**settings)
+    try:
+        clips = settings == TREE or "num_chunks" in settings  # torch has no norm of DTensors beside plain tensors
+        return trained(model, lambda model, step: model(input_ids=tokens(step), labels=tokens(step)).loss, clips)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+
+
+def native_loss(model, step):
+    ids = torch.randint(torch_parallel.VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(step))
+    return torch.nn.functional.cross_entropy(whole(model(ids)).float().flatten(0, 1), ids.flatten())
+
+
+def native(group, dtype, settings, plan="plain"):
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(**settings)
+    model = torch_parallel.decoder(dtype, bias=True, heads=16)
+    try:
+        return trained(torch_parallel.parallel(model, mesh, plan), native_loss)
+    except ascend_parallel.DegreeError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+
+
+def at_degrees(ranks, *args, degrees=(1, 2, 4)):
+    found = []
+    for degree in degrees:
+        first, *others = ranks(degree).run(*args)
+        assert all(other == first for other in others)
+        found.append(first)
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("models"), "Llama", **SIZES)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_llama_trains_alike_at_every_degree(ranks, path, dtype):
+    one, two, four = at_degrees(ranks, llama, path, dtype, TREE)
+    assert two == one
+    assert four == one
+    assert len(set(one["losses"])) == STEPS
+    assert all(norm > 0.1 for norm in one["norms"])
+
+
+def test_without_it_a_llama_differs(ranks, path):
+    one, two = at_degrees(ranks, llama, path, torch.float32, {"deterministic": True}, degrees=(1, 2))
+    assert one["losses"] != two["losses"]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_own_styles_train_alike_at_every_degree(ranks, dtype):
+    one, two, four = at_degrees(ranks, native, dtype, TREE)
+    assert two == one
+    assert four == one
+    assert len(set(one["losses"])) == STEPS
+
+
+@pytest.mark.slow
+def test_chunks_and_eight_ranks_change_nothing(ranks, path):
+    (one,) = at_degrees(ranks, llama, path, torch.float32, TREE, degrees=(1,))
+    assert at_degrees(ranks, llama, path, torch.float32, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
+
+
+@pytest.mark.parametrize("plan", ["sequence", "layers"])
+def test_sequence_parallelism_is_an_error(ranks, plan):
+    for text in ranks(2).run(native, torch.float32, TREE, plan):
+        assert "sequence parallelism: the gradients of norms" in text
+
+
+def dropping(group, path):
+    model = load(group, path)
+    model.config.attention_dropout = 0.1
+    ascend_parallel.configure(**TREE)
+    try:
+        model.eval()(input_ids=tokens())
+        model.train()(input_ids=tokens())
+    except ascend_parallel.DegreeError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+    return ""
+
+
+def test_dropout_is_an_error(ranks, path):
+    for text in ranks(2).run(dropping, path):
+        assert "trains with dropout (config attention_dropout=0.1)" in text
+
+
+def parallel_loss(group):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(**TREE)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(use_local_output=False)}
+    parallelize_module(model, mesh, styles)
+    try:
+        with loss_parallel():
+            torch.nn.functional.cross_entropy(model(torch.randn(16, 64)), torch.randint(64, (16,))).backward()
+    except ascend_parallel.DegreeError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+    return ""
+
+
+def test_a_parallel_loss_is_an_error(ranks):
+    assert all("loss_parallel()" in text for text in ranks(2).run(parallel_loss))

@@ -1,0 +1,191 @@
+"""COC_DETERMINISTIC=tp in Megatron-core: a GPT trains with the same bits at every tensor-parallel degree."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpt_training import LLAMA, megatron
+
+import ascend_parallel
+
+STEPS = 5
+TREE = {"deterministic": "tp"}
+# Fused [gate; up] and grouped queries, dropout, an untied output layer.
+GPT = {"hidden": 128, "heads": 16, "ffn_hidden_size": 512, "tied": False, **LLAMA, "num_query_groups": 8}
+GPT |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+BIASES = {"hidden": 128, "heads": 8, "ffn_hidden_size": 512}
+
+
+def digest(tensor):
+    return hashlib.sha1(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
+def whole(parameter, tensor, group):
+    """The weight or gradient of all ranks, packed as that of one rank."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    packed = zip(*(part.chunk(stride, dim) for part in parts), strict=True)
+    return torch.cat([torch.cat(of_ranks, dim) for of_ranks in packed], dim)
+
+
+class ClippingOptimizer:
+    """Megatron's DDP and optimizer in fp32. Its scaling and its 16-bit optimizer take CUDA tensors alone."""
+
+    def __init__(self, model):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, params_dtype=torch.float32)
+        self.optimizer = get_megatron_optimizer(config, [self.model])
+
+    def zero_grad(self):
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self):
+        """Scale the gradients by Megatron's norm, and step; return the norm."""
+        self.model.finish_grad_sync()
+        self.optimizer.prepare_grads()
+        norm = self.optimizer.get_grad_norm()
+        for parameter in self.model.parameters():
+            parameter.main_grad.mul_(min(1.0, 0.1 / norm))
+        self.optimizer.step()
+        return norm
+
+
+class PlainOptimizer(torch.optim.AdamW):
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=1e-2)
+        self.model = model
+
+    def step(self):
+        super().step()
+        return 1.0
+
+
+def train(group, options, settings, dtype=torch.float32):
+    """The losses and norms of some steps, and digests of all weights after them, of all ranks together."""
+    from megatron_cpu import megatron_on_cpu, next_token_loss, small_gpt
+
+    with megatron(group.size()), megatron_on_cpu(schedules=True):
+        ascend_parallel.configure(**settings)
+        model = small_gpt(seq=32, dtype=dtype, **options)
+        optimizer = ClippingOptimizer(model) if dtype is torch.float32 else PlainOptimizer(model)
+        torch.manual_seed(11)
+        losses, norms = [], []
+        for _ in range(STEPS):
+            tokens = torch.randint(256, (4, 33))
+            optimizer.zero_grad()
+            loss = next_token_loss(optimizer.model, tokens)
+            loss.backward()
+            norms.append(optimizer.step())
+            losses.append(loss.item().hex())
+        found = {name: digest(whole(p, p.data, group)) for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, **found}
+
+
+def at_degrees(ranks, *args, degrees=(1, 2, 4)):
+    found = []
+    for degree in degrees:
+        first, *others = ranks(degree).run(train, *args)
+        assert all(other == first for other in others)
+        found.append(first)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [(GPT, torch.float32), (BIASES, torch.bfloat16)], ids=["swiglu", "biases, bf16"]
+)
+def test_a_gpt_trains_alike_at_every_degree(ranks, options, dtype):
+    one, two, four = at_degrees(ranks, options, TREE, dtype)
+    assert two == one
+    assert four == one
+    assert len(set(one["losses"])) == STEPS
+    assert all(norm > 0.1 for norm in one["norms"])  # all steps clip
+
+
+@pytest.mark.slow
+def test_chunks_and_eight_ranks_change_nothing(ranks):
+    (one,) = at_degrees(ranks, GPT, TREE, degrees=(1,))
+    assert at_degrees(ranks, GPT, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
+
+
+def test_without_it_degrees_differ(ranks):
+    """The comparison above can fail, also without dropout."""
+    options = {**GPT, "attention_dropout": 0.0}
+    one, two = at_degrees(ranks, options, {"deterministic": True}, degrees=(1, 2))
+    assert one["losses"] != two["losses"]
+
+
+IMPORTS = """
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+import ascend_parallel
+print(sorted(patch.target.split(".")[-2] for patch in ascend_parallel.status().patches if patch.applied))
+"""
+
+
+@pytest.mark.slow
+def test_an_exported_variable_patches_what_is_imported_later():
+    """The modules of the sums import the layers themselves: they cannot be imported while the layers are."""
+    environ = {**os.environ, "COC_DETERMINISTIC": "tp"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], env=environ, capture_output=True, text=True)
+    for name in ("VocabParallelCrossEntropy", "_VocabParallelCrossEntropy", "DotProductAttention", "MegatronOptimizer"):
+        assert repr(name) in done.stdout, done.stderr
+
+
+def refused(group, options, settings):
+    from megatron_cpu import next_token_loss, small_gpt
+
+    with megatron(group.size()):
+        ascend_parallel.configure(**settings)
+        try:
+            next_token_loss(small_gpt(seq=32, **options), torch.randint(256, (4, 33)))
+        except ascend_parallel.DegreeError as error:
+            return str(error)
+    return ""
+
+
+REFUSALS = {
+    "sequence parallel": ({"sequence_parallel": True}, "sequence_parallel=True"),
+    "features": ({"hidden": 68, "heads": 4}, "decoder.layers.0.self_attention.linear_qkv (ColumnParallelLinear): 102"),
+    "norms of queries": ({"qk_layernorm": True}, "qk_layernorm=True"),
+}
+
+
+def of_another_class(group):
+    from megatron_cpu import small_gpt
+
+    kind = type("MambaMixer", (torch.nn.Module,), {"__module__": "megatron.core.ssm.mamba_mixer"})
+    with megatron(group.size()):
+        ascend_parallel.configure(**TREE)
+        mixer = kind()
+        mixer.in_proj = small_gpt().decoder.layers[0].mlp.linear_fc1
+        try:
+            mixer.in_proj(torch.randn(4, 64))
+        except ascend_parallel.DegreeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_layer_of_a_class_that_is_not_known_is_an_error(ranks):
+    text = "how megatron.core.ssm.mamba_mixer.MambaMixer packs its weight is not known"
+    assert all(text in found for found in ranks(2).run(of_another_class))
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_what_has_no_tree_is_an_error(ranks, options, words):
+    for text in ranks(2).run(refused, options, TREE):
+        assert "COC_DETERMINISTIC=tp" in text
+        assert words in text

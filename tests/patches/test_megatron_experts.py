@@ -1,0 +1,380 @@
+"""Megatron-core's mixture of experts, trained plain and overlapped: everything that a step computes, bit for bit."""
+
+import re
+import sys
+import types
+from unittest import mock
+
+import pytest
+import torch
+
+from ascend_parallel.patches.base import version_tuple
+from ascend_parallel.patches.megatron import installed_version
+from ascend_parallel.patches.megatron.built_classes import replaced_experts
+
+pytestmark = pytest.mark.skipif(version_tuple(installed_version()) < (0, 13), reason="its parts are of 0.13 and later")
+
+SHARED = {"moe_shared_expert_intermediate_size": 80}
+
+
+def train(options, settings, steps=3):
+    """Train from scratch; return everything that a step computes, the exchanges' counts, and the coverage."""
+    from megatron_cpu import finalize_gradients, next_token_loss
+    from megatron_moe import moe_config, skew, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    options = dict(options)
+    skewed, outputs = options.pop("skewed", False), []
+    ascend_parallel.configure(**settings)
+    ascend_parallel.ops.COUNTS.clear()
+    model = small_moe_gpt(moe_config(**options))
+    if skewed:
+        skew(model)
+    for name, module in model.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_hook(lambda module, x, y: outputs.append(y[0].detach().clone()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            loss = next_token_loss(model, tokens_of(step + 10 * micro_batch))
+            loss.backward()
+            found[f"loss {step}.{micro_batch}"] = loss.detach()
+        finalize_gradients(model)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            found[f"gradient {step} {name}"] = parameter.grad.clone()
+        optimizer.step()
+    found |= {f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+    found |= {f"output {index}": output for index, output in enumerate(outputs)}
+    return found, ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}), ascend_parallel.coverage(model)
+
+
+def compared(group, options, group_counts, tp=1):
+    """Return for each number of groups the names that differ from the unpatched run, and the exchanges."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron_moe import expert_parallel
+
+    ep = group.size() // tp
+    options = {"ep": ep, "tp": tp, **options}
+    answers = []
+    with expert_parallel(ep, tp):
+        plain, none, _ = train(options, {"num_chunks": 1})
+        assert none == {}
+        for count in group_counts:
+            model_parallel_cuda_manual_seed(1234)
+            found, counts, coverage = train(options, {"num_chunks": count})
+            different = [name for name in plain if not torch.equal(plain[name], found[name])]
+            answers.append((different, counts, str(coverage), len(plain)))
+    return answers
+
+
+CASES = {
+    "plain": {},
+    "top-1": {"top_k": 1},
+    "top-4": {"top_k": 4},
+    "skewed": {"skewed": True},
+    "skewed, top-1, shared expert": {"top_k": 1, "skewed": True, **SHARED},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16, shared expert": {"dtype": torch.bfloat16, **SHARED},
+    "shared expert": SHARED,
+    "shared expert, Megatron's overlap": {**SHARED, "moe_shared_expert_overlap": True},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
+    "padded to capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"], **SHARED},
+    "recompute of layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "z-loss": {"moe_z_loss_coeff": 1e-3},
+    "probabilities on the input": {"top_k": 1, "moe_apply_probs_on_input": True},
+    "odd widths": {"hidden": 36, "ffn": 44},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_two_ranks_train_with_the_same_bits(ranks, options):
+    for answers in ranks(2).run(compared, options, [2, 4]):
+        for count, (different, counts, _, names) in zip([2, 4], answers, strict=True):
+            assert different == []
+            assert counts["chunks"] == count * counts["calls"] > 0
+            assert names > 50
+
+
+FOUR = {
+    "4 expert-parallel ranks": (1, {"top_k": 4, **SHARED}),
+    "4 expert-parallel ranks with an expert each": (1, {"experts": 4, **SHARED}),
+    "2 x 2 tensor-parallel ranks": (2, {**SHARED}),
+    "2 x 2 tensor-parallel ranks, Megatron's overlap": (2, {**SHARED, "moe_shared_expert_overlap": True}),
+    "2 expert-parallel groups": (0, {"skewed": True}),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("tp", "options"), FOUR.values(), ids=FOUR)
+def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
+    if tp == 0:
+        tp, options = 1, {"ep": 2, **options}
+    overlapped_linears = tp > 1  # two ranks sum alike
+    for ((different, counts, coverage, _),) in ranks(4).run(compared, options, [2], tp):
+        assert different == []
+        groups = 1 if options.get("experts") == 4 else 2
+        assert counts["chunks"] == groups * counts["calls"] > 0
+        assert "2 of 2 layers of experts covered" in coverage
+        assert ("0 of" in coverage.split(";")[0]) != overlapped_linears
+
+
+def error_of_unsharded(group):
+    """Return the largest relative error of a gradient, against float64 with all experts on each rank, and its name."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, skew, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    def unsharded_name(name, rank):
+        before, mark, after = name.partition("local_experts.")
+        index, dot, rest = after.partition(".")
+        return f"{before}{mark}{int(index) + 4 * rank}{dot}{rest}" if mark else name
+
+    with expert_parallel(2):
+        ascend_parallel.configure(num_chunks=4)
+        model = small_moe_gpt(moe_config(**SHARED))
+        skew(model)
+        next_token_loss(model, tokens_of(0)).backward()
+        weights = {unsharded_name(name, group.rank()): p.detach() for name, p in model.named_parameters()}
+        gradients = {unsharded_name(name, group.rank()): p.grad for name, p in model.named_parameters()}
+    of_ranks = [None] * group.size()
+    torch.distributed.all_gather_object(of_ranks, weights)
+    with expert_parallel(1):
+        whole = small_moe_gpt(moe_config(ep=1, dtype=torch.float64, **SHARED))
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                parameter.copy_(next(weights[name] for weights in of_ranks if name in weights))
+        next_token_loss(whole, tokens_of(0)).backward()
+    worst, rows = {}, 0
+    for name, parameter in whole.named_parameters():
+        if "local_experts" in name:  # of the rows of both ranks
+            torch.distributed.all_reduce(parameter.grad)
+            rows += bool(parameter.grad.abs().sum() > 0)
+        if name in gradients:
+            scale = parameter.grad.abs().max().clamp(min=1e-6)
+            worst[name] = float((gradients[name].double() - parameter.grad).abs().max() / scale)
+    return max(worst.values()), max(worst, key=worst.get), rows
+
+
+def test_gradients_are_those_of_all_experts_on_a_rank(ranks):
+    for worst, name, trained in ranks(2).run(error_of_unsharded):
+        assert worst < 1e-4, name
+        assert trained == 2 * 4 * 2  # layers, experts that get rows, weights
+
+
+def data_parallel(group, distributed_optimizer):
+    """Megatron's DistributedDataParallel with overlapped reductions: gradients and weights of 3 steps by chunks."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    runs, counts = [], []
+    with expert_parallel(2, schedules=True):
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            ascend_parallel.ops.COUNTS.clear()
+            config = moe_config(ep=2, **SHARED)
+            ddp = DistributedDataParallelConfig(
+                overlap_grad_reduce=True, bucket_size=4000, use_distributed_optimizer=distributed_optimizer
+            )
+            model = DistributedDataParallel(config, ddp, small_moe_gpt(config))
+            options = OptimizerConfig(lr=1e-3, clip_grad=0.0, use_distributed_optimizer=distributed_optimizer)
+            optimizer = get_megatron_optimizer(options, [model])
+            run = {}
+            for step in range(3):
+                model.zero_grad_buffer()
+                optimizer.zero_grad()
+                with model.no_sync():
+                    next_token_loss(model, tokens_of(step)).backward()
+                next_token_loss(model, tokens_of(step + 10)).backward()
+                finalize_model_grads([model])
+                run |= {f"gradient {step} {n}": p.main_grad.clone() for n, p in model.named_parameters()}
+                optimizer.step()
+            run |= {f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+            runs.append(run)
+            counts.append(ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}).get("chunks", 0))
+    different = [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])]
+    return different, counts, all(bool(x.abs().sum() > 0) for name, x in runs[1].items() if name.startswith("gradient"))
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_overlapped_reductions_of_data_parallel_gradients(ranks, distributed_optimizer):
+    for different, (plain, overlapped), not_zero in ranks(4).run(data_parallel, distributed_optimizer):
+        assert different == []
+        assert not_zero
+        assert (plain, overlapped) == (0, 4 * 2 * 2 * 2 * 3)  # groups, passes, layers, micro-batches, steps
+
+
+def refusals(group):
+    """Train with what is left to the original; return by case the reasons of coverage, and the exchanges."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    found = {}
+    with expert_parallel(2):
+        ascend_parallel.configure(num_chunks=4)
+
+        def run(name, change=None, **options):
+            model = small_moe_gpt(moe_config(**options))
+            if change is not None:
+                change(model)
+            ascend_parallel.ops.COUNTS.clear()
+            next_token_loss(model, tokens_of(0)).backward()
+            counts = ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {})
+            found[name] = [*ascend_parallel.coverage(model).experts.reasons], counts
+
+        run("allgather", moe_token_dispatcher_type="allgather")
+        run("one expert", experts=2, top_k=1)
+
+        def wrap(model):
+            for layer in model.decoder.layers:
+                own = layer.mlp.token_dispatcher.token_dispatch
+                layer.mlp.token_dispatcher.token_dispatch = lambda *args, own=own: own(*args)
+
+        run("a wrapped dispatcher", wrap)
+
+        def derive(model):
+            for layer in model.decoder.layers:
+                layer.mlp.__class__ = type("MyLayer", (type(layer.mlp),), {})
+
+        run("a subclass", derive)
+
+        def no_cut(model):
+            for layer in model.decoder.layers:
+                layer.mlp.config.delay_wgrad_compute = True
+
+        run("delayed weight gradients", no_cut)
+        arguments = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(moe_fb_overlap=True))
+        with mock.patch.dict(sys.modules, {"megatron.training.global_vars": arguments}):
+            run("MindSpeed", None)
+    with expert_parallel(1):
+        ascend_parallel.configure(num_chunks=4)
+        run("one rank", ep=1)
+    return found
+
+
+def test_what_is_not_covered_runs_the_original(ranks):
+    for found in ranks(2).run(refusals):
+        for reasons, counts in found.values():
+            assert counts == {}
+            assert len(reasons) == 1
+        reasons = {name: reasons[0] for name, (reasons, _) in found.items()}
+        assert "MoEAllGatherTokenDispatcher, not MoEAlltoAllTokenDispatcher" in reasons["allgather"]
+        assert "a rank has one expert" in reasons["one expert"]
+        assert "MoEAlltoAllTokenDispatcher.token_dispatch is another package's" in reasons["a wrapped dispatcher"]
+        assert "it is a class of its own" in reasons["a subclass"]
+        assert "delay_wgrad_compute" in reasons["delayed weight gradients"]
+        assert "MindSpeed runs its all-to-alls: drop --moe-fb-overlap" in reasons["MindSpeed"]
+        assert "expert-parallel group has one rank" in reasons["one rank"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MindSpeedAlltoAllOverlapMoeLayerAdaptor", "--moe-alltoall-overlap-comm put .* overlap covers none"),
+        ("MyMoELayer", "overlap covers no experts of .*MyMoELayer: another package put it in place of MoELayer"),
+    ],
+)
+def test_a_class_in_place_of_the_layer_is_named(monkeypatch, name, text):
+    from megatron.core.transformer.moe import moe_layer
+
+    assert replaced_experts() is None
+    monkeypatch.setattr(moe_layer, "MoELayer", type(name, (moe_layer.MoELayer,), {}))
+    assert re.search(text, replaced_experts())
+
+
+def hooked(group):
+    """Return how often hooks of the experts and of the shared expert ran, on rank 0 alone, and what they changed."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    seen, losses = [], []
+    with expert_parallel(2):
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            model = small_moe_gpt(moe_config(**SHARED))
+            for name, module in model.named_modules():
+                if group.rank() == 0 and name.endswith(("mlp.experts", "shared_experts", "0.linear_fc1")):
+                    module.register_forward_hook(lambda m, x, y, name=name: seen.append(name.split(".")[-1]))
+            loss = next_token_loss(model, tokens_of(0))
+            loss.backward()
+            losses.append(loss.item())
+            seen.append(chunks)
+    return losses, seen
+
+
+def test_hooks_on_one_rank_run_once_for_each_group(ranks):
+    answers = ranks(2).run(hooked)
+    assert all(plain == overlapped for (plain, overlapped), _ in answers)
+    seen = answers[0][1]
+    plain, overlapped = seen[: seen.index(1)], seen[seen.index(1) + 1 : -1]
+    assert {name: overlapped.count(name) / plain.count(name) for name in set(plain)} == {
+        "experts": 4,
+        "shared_experts": 1,
+        "linear_fc1": 1,
+    }
+
+
+def measured(group, options):
+    """Train plain and with COC_PARALLEL_NUM=auto; return what differs, and in how many groups exchanges ran."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron_moe import expert_parallel
+
+    with expert_parallel(2):
+        plain, _, _ = train(options, {"num_chunks": 1}, steps=1)
+        model_parallel_cuda_manual_seed(1234)
+        found, counts, _ = train(options, {"auto": True}, steps=1)
+    return [name for name in plain if not torch.equal(plain[name], found[name])], counts
+
+
+@pytest.mark.parametrize("options", [{"skewed": True}, SHARED], ids=["skewed", "shared expert"])
+def test_auto_measures_at_the_first_call_and_leaves_no_trace(ranks, options):
+    answers = ranks(2).run(measured, options)
+    assert [different for different, _ in answers] == [[], []]
+    assert answers[0][1] == answers[1][1]
+    assert answers[0][1]["calls"] > 0
+
+
+def verified(group, wrong):
+    """Train with every call checked; return the report, or the message of the error."""
+    from megatron_cpu import next_token_loss
+    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
+
+    import ascend_parallel
+
+    with expert_parallel(2):
+        ascend_parallel.configure(num_chunks=4, verify_every=1)
+        model = small_moe_gpt(moe_config(**SHARED))
+        mlp = model.decoder.layers[1].mlp
+        if wrong:  # only where the experts of a group run by themselves
+            mlp.experts.register_forward_hook(
+                lambda module, x, y: (y[0] * 1.01, None) if type(x[1]).__name__ == "GroupTokens" else None
+            )
+        try:
+            next_token_loss(model, tokens_of(0)).backward()
+            return str(ascend_parallel.verification())
+        except ascend_parallel.VerificationError as error:
+            return str(error)
+        finally:
+            ascend_parallel.configure(num_chunks=1, verify_every=0)
+
+
+def test_verification_compares_with_megatrons_own_and_finds_a_planted_fault(ranks):
+    for report in ranks(2).run(verified, False):
+        assert "decoder.layers.0.mlp" in report
+        assert "decoder.layers.1.mlp" in report
+    for error in ranks(2).run(verified, True):
+        assert "MoELayer, experts): the output of call 1 is wrong" in error, error
+        assert "expert_exchange of 4 experts a rank" in error
