@@ -33,7 +33,7 @@ def step_memory(model: Model, batch: Batch, layout: Layout) -> RankBytes:
     activations = np.array(_activations(model, batch, layout))
     buffers = np.minimum(weights, BUCKET) * WIDE * (replicas > 1) + _working(model, batch)
     kinds = (parameters, gradients, optimizer, activations, buffers)
-    fullest = int(sum(kinds).argmax())
+    fullest = int(np.sum(kinds, axis=0).argmax())
     return RankBytes(*(float(kind[fullest]) for kind in kinds))
 
 
