@@ -62,6 +62,7 @@ FREE = {(("explain",), "--chip")}
 # What a value is called where the message has another name than the option.
 CALLED = {
     "--hardware": "hardware ",
+    "--moe": "--moe",
     "--link": "'nonsense'",
     "--run": "no run ",
     "--semi-auto": "semi_auto",
